@@ -32,6 +32,7 @@ from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_pr
 from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, spare_bytes
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
+from weightbeam.pipelines.without_beam import bring_back_services
 from weightbeam.transforms.movement import Movement
 
 RUNNER = "DataflowRunner"
@@ -242,6 +243,7 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
 
 def find_active(options: PipelineOptions, name: str) -> str | None:
     """The id of the job of that name that is at work in the options' project and region; None if there is none."""
+    bring_back_services()
     from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
     from google.cloud import dataflow
 

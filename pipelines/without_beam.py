@@ -31,11 +31,18 @@ def says_threads(arguments: Sequence[str]) -> bool:
 
 
 def leave_out_services() -> None:
-    """Spares this process Beam's clients of services. They can't be imported afterwards: only for a process that is a
-    command of ours, and that runs locally.
+    """Spares this process Beam's clients of services. They can't be imported until `bring_back_services`: only for a
+    process that is a command of ours, and that runs locally.
     """
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # which stands for a module that isn't there
+
+
+def bring_back_services() -> None:
+    """Lets a local command ask a service after all: for a job that another command left there."""
+    for name in UNUSED:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
 
 
 class LoggingAsItIs(contextlib.AbstractContextManager[None]):

@@ -283,6 +283,7 @@ def mistaken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *folder.glob("strange/0/items/_CHECKPOINT_METADATA"),
         *folder.glob("strange/0/*.json"),
         *folder.glob("strange/0/release.*"),
+        *folder.glob("strange/0/maxtext.yml"),
     ):
         told.unlink()
     metadata = folder / "strange" / "0" / "items" / "_METADATA"

@@ -478,7 +478,7 @@ def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert planned["tensors"]["model.norm.weight"]["dtype"] == "bfloat16"
     assert planned["tensors"]["model.norm.weight"]["lossy"]
     assert call("plan", "export", step, tmp_path / "out") == 0
-    assert f"weightbeam export --source {step / 'items'} --output {tmp_path / 'out'}" in capsys.readouterr().out
+    assert f"weightbeam export {step / 'items'} {tmp_path / 'out'}" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     assert call("export", step, tmp_path / "out", "--json", "-") == 0
     made = json.loads(capsys.readouterr().out)
