@@ -248,6 +248,8 @@ def _read(path: Path) -> Owner | None:
         text = os.fsencode(os.readlink(path))
     except FileNotFoundError:
         return None
+    except NotADirectoryError:  # a file lies where its folder should be
+        raise
     except OSError:  # no link
         try:
             with open(open_file(str(path)), "rb") as file:

@@ -130,8 +130,8 @@ class Verification(Shown):
         left_out = set(self.left_out)
         faults = [f"{key.removeprefix(PARAMETERS)} {what}" for key, what in self.wrong if key not in left_out]
         return faults + [
-            f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ, "
-            f"by up to {found.largest:.3g}; {found.first}"
+            f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ"
+            f"{f', by up to {found.largest:.3g}' if found.largest else ''}; {found.first}"
             for key, found in self._all.items()
             if found.different
         ]

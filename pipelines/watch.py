@@ -182,7 +182,9 @@ class Findings(Shown):
 
 def _told(finding: Finding) -> str:
     """Where a result lies, and what is worth knowing of it; or why there is none, and when it is tried again."""
-    told = ": ".join(filter(None, (finding.place, "; ".join(map(str.strip, finding.reason.splitlines())))))
+    told = ": ".join(
+        filter(None, (finding.place, "; ".join(map(str.strip, finding.reason.splitlines())).replace(":; ", ": ")))
+    )
     if finding.state != FAILED or not finding.target:
         return told
     when = f"is tried again at {finding.again:%Y-%m-%d %H:%M} UTC" if finding.again else "isn't tried again"

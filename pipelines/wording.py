@@ -46,7 +46,7 @@ KEYWORDS = FLAGS.union(
     ),
     ("moment_dtype", "mtp", "multimodal", "output", "param_scan_axis", "sample", "save_dtype", "scan_layers"),
     ("sharding_rules", "source", "state", "step", "tokenizer", "tolerance", "unit_bytes", "use_ocdbt", "use_zarr3"),
-    ("vocab_size", "worker_gbps", "worker_hour_price", "workers"),
+    ("vocab_size", "worker_gbps", "worker_hour_price", "workers", "full_paths", "fail_over"),
 )
 _at_the_shell = False
 
