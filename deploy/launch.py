@@ -10,7 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weightbeam.pipelines.arguments.parser import SHELL, make_parser
+from weightbeam.pipelines.arguments.commands import SHELL
+from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.cli import main
 
 

@@ -13,7 +13,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from deploy.launch import conversion_options, may_repeat
 from weightbeam.pipelines.arguments.texts import CONVERT
-from weightbeam.pipelines.arguments.values import boolean, natural, positive, secret, size
+from weightbeam.transforms.values import boolean, natural, positive, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
 NAME = "Weightbeam"

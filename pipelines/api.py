@@ -11,36 +11,14 @@ import functools
 import importlib
 import inspect as inspection
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightbeam.pipelines.errors import Interrupted
 from weightbeam.pipelines.progress import Cell, in_a_notebook
 from weightbeam.pipelines.without_beam import LoggingAsItIs
 from weightbeam.pipelines.wording import worded
 
-if TYPE_CHECKING:
-    from weightbeam.pipelines.convert import convert as convert
-    from weightbeam.pipelines.dequantize import dequantize as dequantize
-    from weightbeam.pipelines.diff import diff as diff
-    from weightbeam.pipelines.errors import Busy as Busy
-    from weightbeam.pipelines.errors import Failed as Failed
-    from weightbeam.pipelines.errors import Refused as Refused
-    from weightbeam.pipelines.export import export as export
-    from weightbeam.pipelines.fit import fit as fit
-    from weightbeam.pipelines.inspect import inspect as inspect
-    from weightbeam.pipelines.loading.load import load as load
-    from weightbeam.pipelines.loading.tree import open as open
-    from weightbeam.pipelines.materialize import materialize as materialize
-    from weightbeam.pipelines.merge import merge as merge
-    from weightbeam.pipelines.plan import Plan as Plan
-    from weightbeam.pipelines.plan import maxtext_config as maxtext_config
-    from weightbeam.pipelines.plan import plan as plan
-    from weightbeam.pipelines.progress import Progress as Progress
-    from weightbeam.pipelines.quantize import quantize as quantize
-    from weightbeam.pipelines.reshard import reshard as reshard
-    from weightbeam.pipelines.verify import verify as verify
-
-HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in
+HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in; `python -m deploy.face` writes the stub
     "plan": "plan",
     "convert": "convert",
     "export": "export",

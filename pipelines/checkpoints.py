@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.links import HARD, LinkError
+from weightbeam.formats.links import LinkError
 from weightbeam.formats.orbax import plan_hash_of, publish
 from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
@@ -19,27 +19,9 @@ from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.starting import get_ready
 from weightbeam.pipelines.stopping import stopping
 from weightbeam.transforms.assembly import stage
+from weightbeam.transforms.options import Delivery
 
 LOG = logging.getLogger("weightbeam")
-
-
-@dataclasses.dataclass(frozen=True)
-class Carrying:
-    """How a plan is carried out.
-
-    Attributes:
-      resume: go on with what is staged.
-      overwrite: replace a checkpoint, or throw away what is staged.
-      link: how the source's files get into a virtual checkpoint.
-      sha256: read them once, and record their hashes.
-      in_place: the source may be part of the checkpoint that is replaced; see `check_output`.
-    """
-
-    resume: bool = False
-    overwrite: bool = False
-    link: str = HARD
-    sha256: bool = False
-    in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +63,7 @@ def carry_checkpoint(
     planned: CheckpointPlan,
     output: str,
     ours: Mapping[str, Any],
-    how: Carrying,
+    how: Delivery,
     refuse: Callable[[Sequence[Problem]], None],
     warnings: Iterable[str],
     beam: Sequence[str],
@@ -93,15 +75,14 @@ def carry_checkpoint(
       planned: what to do.
       output: where.
       ours: the command's own options, for who looks at the job.
-      how: see there.
+      how: what changes no byte.
       refuse: raises `Refused` with problems, if there are any.
       warnings: what the user should know before.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
     """
     staging = find_place(output, planned)
-    asked = (how.resume, how.overwrite, how.link, how.in_place)
-    refuse([*planned.plan.problems, *check_output(staging, planned, *asked)])
+    refuse([*planned.plan.problems, *check_output(staging, planned, how)])
     refuse(planned.unreadable())
     items, in_folder = staging.final / ITEMS, isinstance(staging, FolderStaging)
     if how.resume and is_finished(staging, planned):
@@ -111,13 +92,11 @@ def carry_checkpoint(
         LOG.warning(warning)
     start, written = time.monotonic(), 0
     with get_ready(planned, staging, how.resume, beam), alone(staging, look_for_job(staging, beam)):
-        refuse(check_output(staging, planned, *asked))  # again: now nobody else changes it
+        refuse(check_output(staging, planned, how))  # again: now nobody else changes it
         if planned.units:
             from weightbeam.pipelines.execution import run_units
 
-            counted = run_units(
-                planned, staging, beam, ours, how.resume, how.overwrite, how.link, how.sha256, reporter(progress)
-            )
+            counted = run_units(planned, staging, beam, ours, how, reporter(progress))
             if counted is None:
                 return Made(items, in_folder, state="running")  # the job that was started publishes it
             written = counted
@@ -128,7 +107,7 @@ def carry_checkpoint(
     return Made(items, in_folder, time.monotonic() - start, written)
 
 
-def _publish_index(planned: CheckpointPlan, staging: Staging, how: Carrying) -> None:
+def _publish_index(planned: CheckpointPlan, staging: Staging, how: Delivery) -> None:
     """A plan without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
         with stopping(staging, planned.hash):

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import shtab
 
-from weightbeam.pipelines.arguments.options import is_boolean
-from weightbeam.pipelines.arguments.parser import commands_of, make_parser
-from weightbeam.pipelines.arguments.values import BOOLEANS
+from weightbeam.pipelines.arguments.parser import commands_of, is_boolean, make_parser
 from weightbeam.pipelines.errors import Refused
+from weightbeam.transforms.values import BOOLEANS
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -8,18 +8,17 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from weightbeam.formats.links import HARD
 from weightbeam.formats.orbax import record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.arguments.parser import command_line
-from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint
+from weightbeam.pipelines.checkpoints import carry_checkpoint
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
+from weightbeam.pipelines.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.plan import Plan, placed
 from weightbeam.pipelines.prepare import NO_SOURCE, prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
@@ -30,8 +29,10 @@ from weightbeam.pipelines.tables import count, human, pace
 from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms import odd_values
 from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Delivery, Linking, Options, options_of
 
 LOG = logging.getLogger("weightbeam")
+DELIVERY = Delivery()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -129,34 +130,24 @@ class Converted(Shown):
         }
 
 
-@takes_options
+@takes(asked=Options, how=Linking)
 def convert(
     source: str | Plan,
     output: str,
     *,
-    link: str = HARD,
-    sha256: bool = False,
-    resume: bool = False,
-    overwrite: bool = False,
-    hf_token_secret: str | None = None,
+    asked: Options,
+    how: Linking,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
-    **options: Unpack[OptionKeywords],
 ) -> Converted:
     """Converts a release into an Orbax checkpoint at `output/step`, which appears there whole, at the end.
 
     Args:
-      source: a folder, `gs://bucket/folder`, `hf://organisation/model[@revision]`, or what `plan` made of one.
+      source: a folder, `gs://bucket/folder`, `hf://organisation/model[@revision]`, or what `plan` made of one, beside
+        which there are no options: it was made with its own.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
-      link: how `virtual` puts the source's files into a folder: `hard`, `symlink` or `copy`.
-      sha256: with `virtual`, read the source's files once and record their hashes.
-      resume: go on with a stopped conversion.
-      overwrite: replace a checkpoint, or throw a stopped conversion away.
-      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
       progress: shown on standard error, told to a callback, or False for neither.
-      options: those of the command line: `mesh`, `scan_layers`, `save_dtype`, …; none beside a plan, which was made
-        with its own.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -168,39 +159,33 @@ def convert(
         missing = "--output is missing: the folder that the checkpoint should lie in"
         raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
     if isinstance(source, Plan):
-        if options:
-            raise TypeError(f"a plan has its options already: {', '.join(options)}")
+        if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
+            raise TypeError(f"a plan has its options already: {', '.join(given)}")
         conversion = source.conversion
     else:
-        asked = read_options(options)
-        slots = slots_of(beam, options.get("unit_bytes", UNIT_BYTES), None, source, output)
+        slots = slots_of(beam, asked.unit_bytes, None, source, output)
         conversion = prepare_conversion(
-            source, asked, hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if resume else slots
+            source, asked, how.hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
         )
-    return carry_out(conversion, output, resume, overwrite, link, sha256, beam, progress)
+    return carry_out(conversion, output, how, beam, progress)
 
 
 def carry_out(
     conversion: Conversion,
     output: str,
-    resume: bool = False,
-    overwrite: bool = False,
-    link: str = HARD,
-    sha256: bool = False,
+    how: Delivery = DELIVERY,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
-    in_place: bool = False,
 ) -> Converted:
-    """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
+    """Carries a planned conversion out, or refuses to; see `convert`."""
     asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
     ours: dict[str, Any] = (
         {"source": conversion.source.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
     )
-    how = Carrying(resume, overwrite, link, sha256, in_place)
     made = carry_checkpoint(
         conversion, output, ours, how, lambda problems: refuse(conversion, problems), report.warnings_of(conversion), beam, progress
     )  # fmt: skip
-    said = f"--link {link}" if made.in_folder else "copied into the bucket"
+    said = f"--link {how.link}" if made.in_folder else "copied into the bucket"
     if made.state != "done":
         return Converted(conversion, made.items, made.seconds, made.written, made.state)
     record = record_of(made.items)
@@ -216,8 +201,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
     if args.dry_run:
         check_places(rest, "convert", {"source": args.source, "output": args.output})
-        asked = read_options(option_keywords(args))
-        slots = slots_of(rest, args.unit_bytes, None, args.source, args.output or "")
+        asked = asked_of(args, Options)
+        slots = slots_of(rest, asked.unit_bytes, None, args.source, args.output or "")
         conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
         places = conversion.source.root, args.output or "OUTPUT"
         dry_run(args, conversion, rest, command_line(args, rest, places=places))

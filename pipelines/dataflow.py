@@ -115,7 +115,7 @@ def _default_region(runner: Any) -> str | None:
     return runner.get_default_gcp_region()
 
 
-def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None:
+def fill_in(options: PipelineOptions, conversion: Movement, target: str, baselines: int = 0) -> None:
     """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name
     that is the target's own.
 
@@ -137,7 +137,7 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None
     if debug.number_of_worker_harness_threads is None:
         debug.number_of_worker_harness_threads = _threads(conversion, machine, target)
     threads = debug.number_of_worker_harness_threads
-    needed = memory_bound(conversion, threads, target) + SYSTEM_BYTES
+    needed = memory_bound(conversion, threads, target, baselines) + SYSTEM_BYTES
     if machine and machine.memory < needed:
         what = f"{threads} threads × --unit_bytes={human(conversion.unit_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"

@@ -36,7 +36,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.keywords import keywords_of, takes
 from weightbeam.pipelines.prepare import check_read, describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import cores, kind_and_layer
@@ -47,6 +47,7 @@ from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import make_boxes
 from weightbeam.transforms.operands import Operand, stored_operand
+from weightbeam.transforms.options import DiffOptions
 from weightbeam.transforms.planner import prepare
 
 MISSING, SHAPE = "missing", "shape"
@@ -250,40 +251,23 @@ def _ranked(heading: str, found: Mapping[str, tuple[Difference, str]], last: str
     yield from _listed(table, len(found))
 
 
-def diff(
-    a: str,
-    b: str,
-    *,
-    tolerance: float = 0.0,
-    fail_over: float | None = None,
-    maxtext_model: str | None = None,
-    family: str | None = None,
-    hf_token_secret: str | None = None,
-    progress: bool | Report = True,
-) -> Comparison:
+@takes(asked=DiffOptions)
+def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) -> Comparison:
     """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see
     `Comparison.ok`.
 
     Args:
       a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases
         also `hf://…`.
-      tolerance: the largest absolute difference of an element that counts as none.
-      fail_over: the largest relative change of a tensor that counts as none, whatever the tolerance.
-      maxtext_model: the MaxText model, where a release is compared with an Orbax checkpoint and neither says it.
-      family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
-      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       progress: shown on standard error, told to a callback, or False for neither.
 
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
       Failed: it failed on the way.
     """
-    name_secret(hf_token_secret)
-    for name, value in (("tolerance", tolerance), ("fail_over", fail_over)):
-        if value is not None and not value >= 0:
-            raise Refused(f"--{name}={value}: should be a number from 0 on")
-    (found,) = compare_pairs([open_pair(a, b, maxtext_model, family)], reporter(progress))
-    return dataclasses.replace(found, tolerance=tolerance, fail_over=fail_over)
+    name_secret(asked.hf_token_secret)
+    (found,) = compare_pairs([open_pair(a, b, asked.maxtext_model, asked.family)], reporter(progress))
+    return dataclasses.replace(found, tolerance=asked.tolerance, fail_over=asked.fail_over)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

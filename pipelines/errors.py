@@ -25,6 +25,11 @@ class Refused(Exception):  # noqa: N818
         super().__init__(worded(message))
         self._message, self._problems = message, tuple(problems)
 
+    @classmethod
+    def together(cls, refusals: Sequence[Refused]) -> Refused:
+        """One for all of them."""
+        return cls("\n".join(each._message for each in refusals))
+
     @property
     def problems(self) -> tuple[Problem, ...]:
         """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an

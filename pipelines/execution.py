@@ -26,10 +26,10 @@ from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.stopping import stopping
-from weightbeam.transforms import baselines
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.options import Delivery
 from weightbeam.transforms.overlap import overlaps, units_at_a_time
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import (
@@ -57,6 +57,7 @@ def build(
     overwrite: bool = False,
     budget: int | None = None,
     greeted: bool = False,
+    compared_with: Sequence[str] = (),
 ) -> beam.PCollection:
     """The graph.
 
@@ -67,6 +68,7 @@ def build(
       overwrite: replace what has the same place.
       budget: bounds the bytes of the units that one process works on at a time.
       greeted: begin with a handshake: the workers aren't this process.
+      compared_with: releases that the rows of a new one are compared with before they are written.
     """
     units, chunks, overlapping = (
         len(conversion.units),
@@ -90,8 +92,8 @@ def build(
         | Reshape()
         | Stack()
     )
-    if urls := baselines.asked():
-        made = made | CompareRows(urls, secret())
+    if compared_with:
+        made = made | CompareRows(tuple(compared_with), secret())
     return (
         made
         | WriteChunks(staging, conversion.hash, overlapping)
@@ -120,10 +122,7 @@ def run_units(
     staging: Staging,
     rest: Sequence[str],
     ours: Mapping[str, Any],
-    resume: bool,
-    overwrite: bool,
-    link: str = HARD,
-    sha256: bool = False,
+    how: Delivery,
     report: Report | None = None,
 ) -> int | None:
     """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on
@@ -132,7 +131,7 @@ def run_units(
     `ours` are the conversion's own options, for who looks at the job.
     """
     before, options = WRITTEN.total, pipeline_options(rest, ours)
-    execute(conversion, staging, options, resume, overwrite, link, sha256, report)
+    execute(conversion, staging, options, how.resume, how.overwrite, how.link, how.sha256, report, how.compared_with)
     return WRITTEN.total - before if dataflow.waits(options) else None
 
 
@@ -145,6 +144,7 @@ def execute(
     link: str = HARD,
     hashed: bool = False,
     report: Report | None = None,
+    compared_with: Sequence[str] = (),
 ) -> PipelineResult | None:
     """Stages the plan and runs the pipeline, to its end unless told otherwise.
 
@@ -157,6 +157,7 @@ def execute(
       link: how the source's files get into a virtual checkpoint.
       hashed: read them once, so that their hashes are known.
       report: is told how far it has come.
+      compared_with: releases that a new one is compared with on the way.
 
     Returns:
       The pipeline's result; None where only publishing was left to do.
@@ -168,7 +169,7 @@ def execute(
     runner = options.view_as(StandardOptions).runner
     on_dataflow, on_engine = runner == dataflow.RUNNER, runner in portable.RUNNERS
     if on_dataflow:
-        dataflow.fill_in(options, conversion, str(staging.final))
+        dataflow.fill_in(options, conversion, str(staging.final), len(compared_with))
         dataflow.check_alone(options)
     cloud = options.view_as(GoogleCloudOptions)  # where every engine looks for the job's name
     cloud.job_name = cloud.job_name or dataflow.job_name(conversion, str(staging.final))
@@ -187,7 +188,8 @@ def execute(
         remember(conversion)
         left = int(conversion.made_bytes * staging.share_left(len(conversion.units)))
         with as_in_a_script():
-            build(pipeline, conversion, staging, overwrite, at_a_time * conversion.unit_bytes, on_engine)
+            budget = at_a_time * conversion.unit_bytes
+            build(pipeline, conversion, staging, overwrite, budget, on_engine, compared_with)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)

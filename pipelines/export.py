@@ -25,21 +25,18 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
-from weightbeam.pipelines.arguments.values import dtype_name
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
+from weightbeam.pipelines.keywords import asked_of, keywords_of, read_maxtext_yaml, takes
 from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import (
     Written,
-    asked_paths,
     carry_out,
     check_places,
+    going_to,
     make_small_files,
     naming_of,
     no_source,
-    read_sizes,
     ready_text,
     refuse,
     say_plan,
@@ -53,8 +50,9 @@ from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.export_planner import plan_export
-from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, dtype_of_model
 from weightbeam.transforms.exporting import DTYPES as SAVED
+from weightbeam.transforms.exporting import Export, Like, dtype_of_model
+from weightbeam.transforms.options import AUTO, ExportOptions, ToHub
 from weightbeam.transforms.quantizing import Given
 
 LOG = logging.getLogger("weightbeam")
@@ -121,63 +119,23 @@ class Exported(Shown):
         return lines
 
 
+@takes(asked=ExportOptions, how=ToHub)
 def export(
     source: str,
     output: str,
     *,
-    like: str | None = None,
-    save_dtype: str = AUTO,
-    maxtext_model: str | None = None,
-    param_scan_axis: int | None = None,
-    max_shard_size: int | str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    step: int | None = None,
-    lora: str | Sequence[str] = (),
-    lora_alpha: float | None = None,
-    family: str | None = None,
-    maxtext_config: str | None = None,
-    tokenizer: str | None = None,
-    multimodal: bool | None = None,
-    mtp: bool = False,
-    resume: bool = False,
-    overwrite: bool = False,
-    create_pr: bool = False,
-    full_paths: bool | None = None,
-    hf_token_secret: str | None = None,
+    asked: ExportOptions,
+    how: ToHub,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
 ) -> Exported | ExportedAdapter:
     """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the
-    rest.
+    rest. An adapter of MaxText's becomes a folder for PEFT.
 
     Args:
       source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training
         wrote, too.
       output: the folder of the release, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
-      like: the release whose config, tokenizer, spelling, dtypes and files are taken, a folder, `gs://` or `hf://`; by
-        default what the checkpoint remembers of the release that it was made of.
-      save_dtype: `bfloat16`, `float16` or `float32`; `auto`: each tensor's as `like` has it.
-      maxtext_model: MaxText's name of the model, where neither the checkpoint nor `config.json` settles it.
-      param_scan_axis: where the layers are stacked, where the checkpoint's shapes fit several axes.
-      max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
-        isn't given.
-      step: which step, where the root has several.
-      lora: PEFT adapters to merge on the way, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
-      family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
-      maxtext_config: a MaxText configuration (`.yml`) that `config.json` is made of, for a model without a release; in
-        place of `like`.
-      tokenizer: a folder, `gs://` or `hf://` whose tokenizer, chat template and processor are taken.
-      multimodal: `True`: with vision and audio towers, those of the release where the checkpoint has none; `False`: the
-        language model alone; by default with towers where the checkpoint or `like` has them.
-      mtp: with the release's multi-token-prediction layers where the checkpoint has none.
-      lora_alpha: of an adapter of MaxText's that doesn't say it; an adapter becomes a folder for PEFT.
-      resume: go on with a stopped export.
-      overwrite: replace a release, or throw a stopped export away.
-      create_pr: on the hub, open a pull request.
-      full_paths: `True`: the record and the card name sources by their full paths; `False`: by their names alone; by
-        default names in what goes to the hub, and of what lies on this machine in what goes to `gs://`.
-      hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
 
@@ -186,26 +144,16 @@ def export(
       Failed: it failed on the way; what is done is kept for `resume`.
     """
     check_places("export", source, output, beam)
-    name_secret(hf_token_secret)
-    checkpoint = _open(source, step)
-    given = {
-        "like": like, "save_dtype": save_dtype, "maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "max_shard_size": max_shard_size,
-        "unit_bytes": unit_bytes, "lora": lora, "family": family, "maxtext_config": maxtext_config, "tokenizer": tokenizer,
-        "multimodal": multimodal, "mtp": mtp,
-    }  # fmt: skip
+    name_secret(how.hf_token_secret)
+    checkpoint = _open(source, asked.step)
     if is_adapter(checkpoint):
-        adapter = plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha})
-        return export_adapter(adapter, output, overwrite, create_pr, full_paths)
-    if lora_alpha is not None:
+        adapter = plan_adapter_with(checkpoint, asked)
+        return export_adapter(adapter, output, how.overwrite, how.create_pr, asked.full_paths)
+    if asked.lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
-    planned = plan(
-        checkpoint,
-        **given,
-        output=output,
-        full_paths=full_paths,
-        slots=slots_for(unit_bytes, beam, source, output, resume),
-    )
-    return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
+    slots = slots_for(asked, beam, source, output, how.resume)
+    planned = plan(checkpoint, asked=asked, output=output, slots=slots)
+    return Exported(planned, carry_out(planned, output, how, beam, progress))
 
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
@@ -222,92 +170,55 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
         raise Refused(str(e)) from e
 
 
-def plan_adapter_with(checkpoint: OrbaxCheckpoint, given: Mapping[str, Any]) -> AdapterExport:
+def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> AdapterExport:
     """Plans the export of an adapter; the release that it is for is found as for any checkpoint.
 
-    Args:
-      given: keywords of `export`.
-
     Raises:
-      Refused: the release can't be read, or a keyword has no meaning for factors, which are written as they are.
+      Refused: the release can't be read, or an option has no meaning for factors, which are written as they are.
     """
-    if vain := [f"--{name}" for name in OF_MODELS if given.get(name) not in (None, AUTO, (), [], False)]:
+    if vain := [f"--{name}" for name in OF_MODELS if getattr(asked, name) not in (None, AUTO, (), False)]:
         raise Refused(
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
     try:
-        form, _ = find_like(checkpoint, given.get("like"))
+        form, _ = find_like(checkpoint, asked.like)
     except StorageError as e:
         raise Refused(str(e)) from e
-    return plan_adapter(checkpoint, form.config, form.root, given.get("lora_alpha"), given.get("maxtext_model"))
+    return plan_adapter(checkpoint, form.config, form.root, asked.lora_alpha, asked.maxtext_model)
 
 
+@takes(asked=ExportOptions)
 def plan(
-    source: str | OrbaxCheckpoint,
-    *,
-    like: str | None = None,
-    save_dtype: str = AUTO,
-    maxtext_model: str | None = None,
-    param_scan_axis: int | None = None,
-    max_shard_size: int | str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    step: int | None = None,
-    lora: str | Sequence[str] = (),
-    family: str | None = None,
-    maxtext_config: str | None = None,
-    tokenizer: str | None = None,
-    multimodal: bool | None = None,
-    mtp: bool = False,
-    quantize: str | None = None,
-    output: str | None = None,
-    full_paths: bool | None = None,
-    slots: int | None = None,
+    source: str | OrbaxCheckpoint, *, asked: ExportOptions, output: str | None = None, slots: int | None = None
 ) -> Export:
-    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`,
-    `slots` as `plan_export` has it.
+    """Plans an export; problems stay in the plan. See `export`; `slots` as `plan_export` has it.
 
     Raises:
       Refused: there is nothing to plan.
     """
-    if (save_dtype := dtype_name(save_dtype)) not in (AUTO, *SAVED):
-        raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
-    if maxtext_config and like:
+    if asked.maxtext_config and asked.like:
         raise Refused(
             "--maxtext_config and --like are both given; name what config.json should be made of, or the release that it is taken from"
         )
-    checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
+    checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, asked.step)
+    options = going_to(output, asked)
     try:
         parts = None
-        if maxtext_config:
-            form, small, named = read_maxtext_config(maxtext_config)
-            maxtext_model = maxtext_model or named
+        if asked.maxtext_config:
+            form, small, said = read_maxtext_config(asked.maxtext_config)
+            options = dataclasses.replace(options, maxtext_model=asked.maxtext_model or said)
         else:
-            form, small, parts = _find_form(checkpoint, like, bool(multimodal or mtp))
-        if tokenizer:
-            small = with_tokenizer(small, small_files(open_store(tokenizer)), tokenizer)
+            form, small, parts = _find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
+        if asked.tokenizer:
+            small = with_tokenizer(small, small_files(open_store(asked.tokenizer)), asked.tokenizer)
     except StorageError as e:
         raise Refused(str(e)) from e
-    sizes = read_sizes(max_shard_size, unit_bytes)
-    options = ExportOptions(
-        save_dtype,
-        maxtext_model,
-        param_scan_axis,
-        **sizes,
-        lora=read_loras(lora) or (),
-        family=family,
-        quantize=quantize,
-        multimodal=multimodal,
-        mtp=mtp,
-        full_paths=asked_paths(output, full_paths),
-    )
-    given = open_given(like) if quantize and like else None
+    given = open_given(asked.like) if asked.quantize and asked.like else None
     planned = plan_export(options, checkpoint, form, open_adapters(options), given, slots, parts)
+    if planned.plan.problems:
+        return planned
     try:
-        return (
-            dataclasses.replace(planned, small=make_small(planned, small, output))
-            if not planned.plan.problems
-            else planned
-        )
+        return dataclasses.replace(planned, small=make_small(planned, small, output))
     except StorageError as e:  # they are read only now
         raise Refused(str(e)) from e
 
@@ -527,19 +438,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        checkpoint = _open(args.source, args.step)
+        asked = asked_of(args, ExportOptions)
+        checkpoint = _open(args.source, asked.step)
         if is_adapter(checkpoint):
-            adapter = plan_adapter_with(checkpoint, vars(args))
+            adapter = plan_adapter_with(checkpoint, asked)
             refuse(adapter.problems)
             what = f"an adapter for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}"
             print(ready_text(args, rest, checkpoint.root, what).lstrip())
             return 0
-        keywords = keywords_of(args, plan)
-        # it is open
-        keywords |= {
-            "source": checkpoint,
-            "slots": slots_for(args.unit_bytes, rest, args.source, args.output, args.resume),
-        }
-        return say_ready(plan(**keywords), args, rest)
+        slots = slots_for(asked, rest, args.source, args.output, args.resume)
+        return say_ready(plan(checkpoint, asked=asked, output=args.output, slots=slots), args, rest)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from weightbeam.pipelines.arguments.parser import commands_of, make_parser
-from weightbeam.pipelines.arguments.values import did_you_mean
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.tables import Table, show, terminal_width
+from weightbeam.transforms.values import did_you_mean
 
 PAGE = re.compile(r"\[([^\]]+)\]\((\w+)\.md(?:#[^)]*)?\)")  # a link to another page
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")  # a link to a file of the repository, or a heading

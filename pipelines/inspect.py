@@ -8,7 +8,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import (
@@ -28,13 +27,14 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import keywords_of, sharding_rules
+from weightbeam.pipelines.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import CELL, Block, Table, count, human, shape_text
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+from weightbeam.transforms.options import InspectOptions
 from weightbeam.transforms.planner import prepare
 
 MAX_DEVICES = 1 << 18
@@ -236,59 +236,46 @@ class LoadRow:
     uneven: bool
 
 
-def inspect(
-    checkpoint: str,
-    *,
-    mesh: str | Sequence[str] = (),
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
-    source: str | None = None,
-    maxtext_model: str | None = None,
-) -> Inspection:
+@takes(asked=InspectOptions)
+def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
     """Looks at a checkpoint: its arrays or tensors; with meshes, what loading it costs.
 
     Args:
       checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
         (safetensors) `hf://`.
-      mesh: meshes for which the load of an Orbax checkpoint is counted.
-      sharding_rules: logical axis rules; None for those that it was made for.
-      source: a folder with the model's `config.json`, for a checkpoint that doesn't tell its logical axes.
-      maxtext_model: where neither `config.json` nor the checkpoint can settle it.
 
     Raises:
       Refused: it can't be read.
     """
     if not checkpoint:
         raise Refused("--checkpoint is missing: what to look at")
-    meshes = [mesh] if isinstance(mesh, str) else list(mesh)
     with reading(checkpoint):
         store = open_store(checkpoint)
         store.check_readable()
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
-            if meshes:
+            if asked.mesh:
                 raise Refused(f"{store}: --mesh is for Orbax checkpoints")
             found = SafetensorsInspection(str(store), open_hf(store))
             if not found.checkpoint.tensors and not found.checkpoint.config:
                 found.check()  # there is nothing to show
             return found
         items = find_items(store)
-        if meshes:
-            return _load(items, meshes, sharding_rules, source, maxtext_model)
+        if asked.mesh:
+            return _load(items, asked)
         return OrbaxInspection(str(items), read_arrays(items), item_metadata(items))
 
 
-def _load(
-    items: Store, texts: Sequence[str], rules_given: Any, source: str | None, model: str | None
-) -> LoadInspection:
+def _load(items: Store, asked: InspectOptions) -> LoadInspection:
     """What the hosts of each mesh read of a checkpoint."""
     arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
-    rules, axes = _axes(items, rules_given, source, model)
-    meshes = [Mesh.parse(text, axes_in(rules)) for text in texts]
+    rules, axes = _axes(items, asked.sharding_rules, asked.source, asked.maxtext_model)
+    meshes = [Mesh.parse(text, axes_in(rules)) for text in asked.mesh]
     for mesh in meshes:
         if mesh.devices > MAX_DEVICES:
             raise Refused(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
     known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
     if not known:
-        whose = source or "what its conversion.json tells"
+        whose = asked.source or "what its conversion.json tells"
         raise Refused(
             f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}"
         )

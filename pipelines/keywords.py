@@ -3,69 +3,80 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.pipelines.arguments.options import add_conversion
 from weightbeam.pipelines.arguments.parser import spelled
 from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.wording import worded
 from weightbeam.transforms.mesh import Rules, RulesError, model_rules, read_rules
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import Option, Options, Unsaid, options_of
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class OptionKeywords(TypedDict, total=False):
-    """The options of a conversion as keywords; `weightbeam convert --help` explains each."""
-
-    scan_layers: bool
-    param_scan_axis: int
-    save_dtype: str
-    mesh: str | Sequence[str]
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None
-    maxtext_model: str | None
-    vocab_size: int | None
-    mtp: bool
-    multimodal: bool
-    allow_links: bool
-    check_source: str
-    use_ocdbt: bool
-    use_zarr3: bool
-    compression: str
-    unit_bytes: int | str
-    step: int
-    lora: str | Sequence[str]
-    adapter_only: bool
-    virtual: bool
-    family: str | None
-    full_paths: bool | None
+Kind = TypeVar("Kind")
+Result = TypeVar("Result")
 
 
-def option_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a conversion that a command line sets."""
-    return {name: value for name in OptionKeywords.__annotations__ if (value := getattr(args, name, None)) is not None}
+def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Has a function take options as keywords, spelled out in its signature and its docstring. It gets them as values,
+    by the names of `kinds`, each read and checked as the command line would.
+
+        @takes(asked=ExportOptions, how=ToHub)
+        def export(source: str, output: str, *, asked: ExportOptions, how: ToHub, progress: bool = True) -> Exported:
+
+        export("ckpt", "out", save_dtype="bf16", resume=True)
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        signature = inspect.signature(function)
+        own = [parameter for name, parameter in signature.parameters.items() if name not in kinds]
+        options = {each.name: each for kind in kinds.values() for each in options_of(kind)}
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Result:
+            said = {name: value for name, value in given.items() if name not in signature.parameters}
+            check_known(said, [*options, *(each.name for each in own)])
+            return function(
+                *args,
+                **{name: given[name] for name in given if name in signature.parameters},
+                **{name: read(kind, said) for name, kind in kinds.items() if name not in given},
+            )
+
+        keywords = [
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation
+            )
+            for each in options.values()
+        ]
+        places = [parameter for parameter in own if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*places, *keywords, *(parameter for parameter in own if parameter not in places)]
+        )
+        call.__doc__ = _with_options(str(function.__doc__), options.values())
+        return call
+
+    return decorate
 
 
-def takes_options(function: Function) -> Function:
-    """Spells `**options` out in a function's signature, for `help()` and a notebook's completion."""
-    signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-        for field in dataclasses.fields(Options)
+def _with_options(text: str, options: Iterable[Option]) -> str:
+    """A docstring whose `Args` say what the options mean, after what it says itself."""
+    before, title, rest = text.partition("    Args:\n")
+    own, blank, after = rest.partition("\n\n")
+    lines = [
+        textwrap.fill(f"{each.name}: {worded(each.help)}.", 120, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        for each in options
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return function
+    return before + title + "\n".join([own, *lines]) + blank + after
 
 
 def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
@@ -80,6 +91,11 @@ def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[
     }
 
 
+def asked_of(args: argparse.Namespace, kind: type[Kind]) -> Kind:
+    """The options that a command line sets."""
+    return read(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
+
+
 def read_options(given: Mapping[str, Any]) -> Options:
     """The options of a conversion that keywords ask for.
 
@@ -87,46 +103,68 @@ def read_options(given: Mapping[str, Any]) -> Options:
       Refused: a value can't be meant, or the file of sharding rules can't be read.
       TypeError: there is no such option.
     """
-    return Options(**check_options_of(given, given.get("maxtext_model")))
+    check_known(given, [each.name for each in options_of(Options)])
+    return read(Options, given)
 
 
-def check_options_of(given: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """Options as keywords ask for them, each checked as the command line checks it; those that are None are left out.
-
-    Args:
-      given: by the names of the options.
-      model: the MaxText model whose sharding rules are changed.
-
-    Raises: as `read_options`.
-    """
-    parser = argparse.ArgumentParser(add_help=False)
-    add_conversion(parser)
-    actions = {action.dest: action for action in parser._actions}
-    known = [field.name for field in dataclasses.fields(Options)]
-    values: dict[str, Any] = {}
-    for name, value in given.items():
+def check_known(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises `TypeError` for a keyword that isn't known."""
+    for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise TypeError(f"{name!r} isn't an option" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if value is not None:
-            match name:
-                case "sharding_rules":
-                    values[name] = sharding_rules(value, model)
-                case "lora":
-                    values[name] = read_loras(value) or ()
-                case _:
-                    values[name] = check_value(actions[name], value)
-    return values
+
+
+def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+    """The options of a class that keywords ask for, each checked as the command line checks it; None is as not given.
+
+    Raises:
+      Refused: all values that can't be meant.
+    """
+    values, refusals = dict[str, Any](), list[Refused]()
+    for each in options_of(kind):
+        if (value := given.get(each.name)) is not None:
+            try:
+                values[each.name] = read_value(each, value, given.get("maxtext_model"))
+            except Refused as e:
+                refusals.append(e)
+    if refusals:
+        raise Refused.together(refusals)
+    return kind(**values)
+
+
+def read_value(option: Option, value: Any, model: str | None = None) -> Any:
+    """A keyword's value as the command line would have read it; `model` is the MaxText model whose sharding rules are
+    changed.
+
+    Raises:
+      Refused: it can't be meant.
+    """
+    if option.raw or isinstance(value, Unsaid):
+        return value
+    if option.name == "sharding_rules":
+        return sharding_rules(value, model)
+    if option.name == "lora":
+        return read_loras(value) or ()
+    if option.several:
+        return (value,) if isinstance(value, str) else tuple(value)
+    try:
+        found = option.read(",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value))
+    except argparse.ArgumentTypeError as e:
+        raise Refused(f"{option.name}={e}") from e
+    if option.choices and found not in option.choices:
+        raise Refused(f"{option.name}={value!r} should be {' or '.join(option.choices)}")
+    return found
 
 
 def arguments_of(options: Options) -> list[str]:
     """The command line's options that ask for the same, those at their defaults left out; quoted for a shell."""
     arguments = []
-    for field in dataclasses.fields(Options):
-        value = getattr(options, field.name)
-        if value == field.default:
+    for option in options_of(Options):
+        value = getattr(options, option.name)
+        if value == option.default:
             continue
-        match field.name:
+        match option.name:
             case "sharding_rules":
                 values = ["FILE"]
             case "mesh":
@@ -135,25 +173,8 @@ def arguments_of(options: Options) -> list[str]:
                 values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
             case _:
                 values = [value]
-        arguments += [shlex.join(spelled(field.name, each)) for each in values]
+        arguments += [shlex.join(spelled(option.name, each)) for each in values]
     return arguments
-
-
-def check_value(action: argparse.Action, value: object) -> Any:
-    """A keyword's value as the command line would have read it.
-
-    Raises:
-      Refused: it can't be meant.
-    """
-    if isinstance(action, argparse._AppendAction):
-        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
-    try:
-        read = action.type(str(value)) if callable(action.type) else str(value)
-    except argparse.ArgumentTypeError as e:
-        raise Refused(f"{action.dest}={e}") from e
-    if action.choices and read not in action.choices:
-        raise Refused(f"{action.dest}={value!r} should be {' or '.join(action.choices)}")
-    return read
 
 
 def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:

@@ -9,40 +9,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import check_options_of, keywords_of, option_keywords
+from weightbeam.pipelines.keywords import asked_of, keywords_of, sharding_rules, takes
 from weightbeam.pipelines.output import bring_back
 from weightbeam.pipelines.prepare import plan_with, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.planner import options_from
+from weightbeam.transforms.options import Delivery, MaterializeOptions, Options, options_from
 
 LOG = logging.getLogger("weightbeam")
 
 
+@takes(asked=MaterializeOptions, how=Delivery)
 def materialize(
     checkpoint: str,
     output: str,
     *,
-    mesh: str | Sequence[str] | None = None,
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
-    use_ocdbt: bool = True,
-    use_zarr3: bool = True,
-    compression: str = "none",
-    unit_bytes: int | str = UNIT_BYTES,
-    step: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    asked: MaterializeOptions,
+    how: Delivery,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Converted:
@@ -52,11 +43,7 @@ def materialize(
     Args:
       checkpoint: the virtual checkpoint: its root, a step or an item, in a folder or in `gs://`.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
-      mesh: target sharding; None for that of the virtual checkpoint.
-      sharding_rules: logical axis rules; None for those of the virtual checkpoint.
-      use_ocdbt, use_zarr3, compression, unit_bytes: as for `convert`.
-      step: None for that of the virtual checkpoint.
-      resume, overwrite, beam, progress: as for `convert`.
+      beam, progress: as for `convert`.
 
     Raises:
       Refused: it can't be done; nothing was written.
@@ -65,16 +52,13 @@ def materialize(
     check_places(beam, "materialize", {"checkpoint": checkpoint, "output": output})
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
-    if overwrite:
+    if how.overwrite:
         bring_back(output)
-    storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
-    conversion = plan_materialization(
-        checkpoint, storage | {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
-    )
-    return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress, in_place=True)
+    conversion = plan_materialization(checkpoint, asked)
+    return carry_out(conversion, output, dataclasses.replace(how, in_place=True), beam, progress)
 
 
-def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversion:
+def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversion:
     """The conversion that a virtual checkpoint was made by, but for the options that are given."""
     if not checkpoint:
         raise Refused("--checkpoint is missing: the virtual checkpoint")
@@ -87,12 +71,16 @@ def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversio
                 )
             source = open_own_source(items)
             record = record_of(items)
-            made = options_from(record["options"])
+            made = options_from(Options, record["options"])
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     LOG.info(found)
     with reading(checkpoint):
-        options = dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model))
+        given = {name: value for name, value in vars(asked).items() if value not in (None, ())}
+        given |= (
+            {"sharding_rules": rules} if (rules := sharding_rules(asked.sharding_rules, made.maxtext_model)) else {}
+        )
+        options = dataclasses.replace(made, virtual=False, **given)
         return dataclasses.replace(plan_with(options, source), made_of=str(record["source"]))
 
 
@@ -100,7 +88,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Materialises, and says what came of it."""
     if args.dry_run:
         check_places(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
-        conversion = plan_materialization(args.checkpoint, option_keywords(args))
+        conversion = plan_materialization(args.checkpoint, asked_of(args, MaterializeOptions))
         places = args.checkpoint, args.output or "OUTPUT"
         dry_run(args, conversion, rest, command_line(args, rest, places=places))
         return 0

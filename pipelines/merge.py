@@ -13,20 +13,18 @@ from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.registry import UnknownFamilyError
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import keywords_of, read_loras
+from weightbeam.pipelines.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.prepare import open_adapters, open_source
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import (
     Written,
-    asked_paths,
     carry_out,
     check_places,
+    going_to,
     make_small_files,
     naming_of,
     no_source,
-    read_sizes,
     say_plan,
     size_lines,
     slots_for,
@@ -36,7 +34,8 @@ from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import count, human
-from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
+from weightbeam.transforms.merging import Merge, plan_merge
+from weightbeam.transforms.options import MergeOptions, ToHub
 from weightbeam.transforms.quantizing import Given
 
 
@@ -73,19 +72,13 @@ class Merged(Shown):
         return lines
 
 
+@takes(asked=MergeOptions, how=ToHub)
 def merge(
     source: str,
     output: str,
     *,
-    lora: str | Sequence[str] = (),
-    family: str | None = None,
-    max_shard_size: int | str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    resume: bool = False,
-    overwrite: bool = False,
-    create_pr: bool = False,
-    full_paths: bool | None = None,
-    hf_token_secret: str | None = None,
+    asked: MergeOptions,
+    how: ToHub,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
 ) -> Merged:
@@ -95,17 +88,6 @@ def merge(
       source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
       output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where
         it becomes one commit.
-      lora: adapters, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
-      family: the table whose spellings of names count; by default as `config.json` says.
-      max_shard_size: bytes of tensors in a file, such as `5GB`; by default the files stay as they are.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
-        isn't given.
-      resume: go on with a stopped merge.
-      overwrite: replace a release, or throw a stopped merge away.
-      create_pr: on the hub, open a pull request.
-      full_paths: `True`: the record and the card name sources by their full paths; `False`: by their names alone; by
-        default names in what goes to the hub, and of what lies on this machine in what goes to `gs://`.
-      hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
 
@@ -113,54 +95,38 @@ def merge(
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
     """
-    check_places("merge", source, output, beam)
-    name_secret(hf_token_secret)
-    slots = slots_for(unit_bytes, beam, source, output, resume)
-    planned = plan(
-        source,
-        lora=lora,
-        family=family,
-        max_shard_size=max_shard_size,
-        unit_bytes=unit_bytes,
-        output=output,
-        full_paths=full_paths,
-        slots=slots,
-    )
-    return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
+    return rewrite("merge", source, output, asked, how, beam, progress)
 
 
-def plan(
+def rewrite(
+    command: str,
     source: str,
-    *,
-    lora: str | Sequence[str] = (),
-    family: str | None = None,
-    max_shard_size: int | str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    output: str | None = None,
-    full_paths: bool | None = None,
-    slots: int | None = None,
-) -> Merge:
+    output: str,
+    asked: MergeOptions,
+    how: ToHub,
+    beam: Sequence[str],
+    progress: bool | Report,
+) -> Merged:
+    """Makes a release of a release; see `plan_with`."""
+    check_places(command, source, output, beam)
+    name_secret(how.hf_token_secret)
+    planned = plan_with(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
+    return Merged(planned, carry_out(planned, output, how, beam, progress))
+
+
+@takes(asked=MergeOptions)
+def plan(source: str, *, asked: MergeOptions, output: str | None = None, slots: int | None = None) -> Merge:
     """Plans a merge; problems stay in the plan. See `merge`; `slots` as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
     """
-    return plan_with(
-        source,
-        MergeOptions(
-            read_loras(lora) or (),
-            **read_sizes(max_shard_size, unit_bytes),
-            family=family,
-            full_paths=asked_paths(output, full_paths),
-        ),
-        output=output,
-        slots=slots,
-    )
+    return plan_with(source, asked, output=output, slots=slots)
 
 
 def plan_with(
     source: str,
-    options: MergeOptions,
+    asked: MergeOptions,
     given: Given | None = None,
     output: str | None = None,
     slots: int | None = None,
@@ -174,6 +140,7 @@ def plan_with(
     if not source:
         raise Refused(no_source("merge"))
     checkpoint = open_source(source)
+    options = going_to(output, asked)
     try:
         planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)
     except UnknownFamilyError as e:
@@ -228,11 +195,16 @@ def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> 
     return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
 
 
+def dry_run(args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions) -> int:
+    """Says what making a release of a release would do."""
+    name_secret(args.hf_token_secret)
+    slots = slots_for(asked, rest, args.source, args.output, args.resume)
+    return say_ready(plan_with(args.source, asked, output=args.output, slots=slots), args, rest)
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
-        name_secret(args.hf_token_secret)
-        slots = slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)
-        return say_ready(plan(**keywords_of(args, plan), slots=slots), args, rest)
+        return dry_run(args, rest, asked_of(args, MergeOptions))
     say(args, merge(**keywords_of(args, merge), beam=rest))
     return 0

@@ -25,8 +25,8 @@ from apache_beam.options.pipeline_options_validator import PipelineOptionsValida
 from apache_beam.runners.runner import create_runner
 
 from weightbeam.pipelines import dataflow
-from weightbeam.pipelines.arguments.options import add_conversion, add_output
-from weightbeam.pipelines.arguments.parser import meant
+from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
+from weightbeam.pipelines.arguments.parser import add_options, meant
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.runners import local, portable
@@ -49,8 +49,7 @@ class ConversionOptions(PipelineOptions):
 
     @classmethod
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
-        add_conversion(parser)
-        add_output(parser)
+        add_options(parser, [each for each in COMMANDS["convert"].all_options() if each.name not in SHELL])
 
 
 class _Parser(argparse.ArgumentParser):

@@ -24,6 +24,7 @@ from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
 from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.options import Delivery, hashed
 from weightbeam.transforms.staged import load, made_by
 
 
@@ -157,18 +158,13 @@ def bring_back(output: str) -> None:
                     pass
 
 
-def check_output(
-    staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool = False
-) -> list[Problem]:
+def check_output(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
     """What stands against writing a conversion there, the place's own refusals among it.
 
     Args:
       staging: where.
       conversion: what.
-      resume: go on with what is staged there.
-      overwrite: replace a checkpoint that has the same place.
-      link: how the source's files get into a virtual checkpoint.
-      in_place: the source may be part of the checkpoint that is replaced, as it is where a virtual one is materialised.
+      how: what may be gone on with or replaced there.
 
     Raises:
       BusyError: another conversion is at work there.
@@ -177,7 +173,7 @@ def check_output(
         if unfit := _find_unfit(staging):
             return unfit
         staging.check_free()
-        return _find_problems(staging, conversion, resume, overwrite, link, in_place)
+        return _find_problems(staging, conversion, how)
     except HeldError as e:
         raise BusyError(f"  output: {staging.final}: {e}") from e
     except OSError as e:
@@ -203,10 +199,9 @@ def _find_unfit(staging: Staging) -> list[Problem]:
     return []
 
 
-def _find_problems(
-    staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool
-) -> list[Problem]:
+def _find_problems(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
     """What lies there already, and whether there is room."""
+    resume, overwrite = how.resume, how.overwrite
     if resume and is_finished(staging, conversion):
         damage = find_damage(staging.final, conversion.specs, conversion.format)
         return (
@@ -215,7 +210,7 @@ def _find_problems(
             else []
         )
     # a bucket can't swap
-    if (source := _find_source(staging, conversion)) and not (in_place and isinstance(staging, FolderStaging)):
+    if (source := _find_source(staging, conversion)) and not (how.in_place and isinstance(staging, FolderStaging)):
         return _problem(
             staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
         )
@@ -241,7 +236,7 @@ def _find_problems(
             )
     if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
         return []
-    return _check_room(staging, conversion, resume, link) if isinstance(staging, FolderStaging) else []
+    return _check_room(staging, conversion, how) if isinstance(staging, FolderStaging) else []
 
 
 def _find_source(staging: Staging, planned: CheckpointPlan) -> str:
@@ -289,10 +284,10 @@ def _others(staging: Staging) -> str:
     return ""
 
 
-def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool, link: str) -> list[Problem]:
+def _check_room(staging: FolderStaging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
-    needed = int(conversion.made_bytes * (staging.share_left(len(conversion.units)) if resume else 1))
-    if link == COPY:
+    needed = int(conversion.made_bytes * (staging.share_left(len(conversion.units)) if how.resume else 1))
+    if how.link == COPY:
         needed += conversion.linked_bytes
     output = staging.output.folder
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
@@ -323,7 +318,7 @@ def _difference(staging: Staging, wanted: Resumable) -> str:
         return f"it is of weightbeam {staged.kind}"
     if staged.hash == wanted.hash:
         return "the source's files have changed" if wanted.was_touched(staged) else ""
-    options, before = vars(wanted.options), vars(cast(Resumable, staged).options)
+    options, before = hashed(wanted.options), hashed(cast(Resumable, staged).options)
     changed = [
         f"--{name} was {_shown(old)}, is {_shown(options[name])}"
         for name, old in before.items()

@@ -6,16 +6,14 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
-from weightbeam.formats.links import HARD
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
-from weightbeam.pipelines.arguments.options import GBPS, HOUR_PRICE, UNIT_BYTES
 from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.errors import BusyError, Refused, reworded
-from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
+from weightbeam.pipelines.keywords import arguments_of, asked_of, takes
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
@@ -24,7 +22,7 @@ from weightbeam.pipelines.slots import slots_of
 from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, efforts_of, estimate
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import Delivery, Linking, Options, Simulation, Token
 
 UNKNOWN = "unknown"  # the family of a plan that found none
 
@@ -153,64 +151,41 @@ class Plan(Shown):
         return f"{self.source}: {tables.count(len(self.arrays), 'array')}, {what}"
 
 
-@takes_options
-def maxtext_config(
-    source: str, *, hf_token_secret: str | None = None, **options: Unpack[OptionKeywords]
-) -> MaxTextConfig:
+@takes(asked=Options, token=Token)
+def maxtext_config(source: str, *, asked: Options, token: Token) -> MaxTextConfig:
     """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
-      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
-      options: those of `weightbeam convert`: `scan_layers`, `maxtext_model`, `vocab_size`, …
 
     Raises:
       Refused: no such source, no table for it, or `config.json` doesn't say it all.
     """
-    made = plan(source, hf_token_secret=hf_token_secret, **options)
+    made = _plan(source, asked, Simulation(), token.hf_token_secret, ())
     if made.conversion.plan.family == UNKNOWN:
         made.check()
     return made.maxtext_config()
 
 
-@takes_options
-def plan(
-    source: str,
-    *,
-    workers: Sequence[int] = (),
-    worker_gbps: float = GBPS,
-    worker_hour_price: float = HOUR_PRICE,
-    hf_token_secret: str | None = None,
-    beam: Sequence[str] = (),
-    **options: Unpack[OptionKeywords],
-) -> Plan:
+@takes(asked=Options, token=Token, simulation=Simulation)
+def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, beam: Sequence[str] = ()) -> Plan:
     """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the
     plan.
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
-      workers: numbers of workers for which the conversion is simulated, on the engine that `--runner` in `beam` names,
-        else on Dataflow.
-      worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
-      worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
-      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       beam: Beam's options, as on the command line.
-      options: those of `weightbeam convert`: `mesh`, `scan_layers`, `save_dtype`, …
 
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
     """
-    given = options.get("unit_bytes", UNIT_BYTES)
-    return _plan(source, read_options(options), given, workers, worker_gbps, worker_hour_price, hf_token_secret, beam)
+    return _plan(source, asked, simulation, token.hf_token_secret, beam)
 
 
 def _plan(
     source: str,
-    options: Options,
-    unit_bytes: object,
-    workers: Sequence[int],
-    worker_gbps: float,
-    worker_hour_price: float,
+    asked: Options,
+    simulation: Simulation,
     hf_token_secret: str | None,
     beam: Sequence[str],
     output: str | None = None,
@@ -218,9 +193,11 @@ def _plan(
     """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless
     `unit_bytes` is given.
     """
-    worker = report.worker_of(beam, worker_gbps, worker_hour_price)
-    slots = slots_of(beam, unit_bytes, max(workers) * worker.threads if workers else None, source, output or "")
-    conversion = prepare_conversion(source, options, hf_token_secret, slots)
+    workers = simulation.workers
+    worker = report.worker_of(beam, simulation.worker_gbps, simulation.worker_hour_price)
+    simulated = max(workers) * worker.threads if workers else None
+    slots = slots_of(beam, asked.unit_bytes, simulated, source, output or "")
+    conversion = prepare_conversion(source, asked, hf_token_secret, slots)
     threads = report.threads_of(report.thread_options(beam))
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
@@ -241,7 +218,7 @@ def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
 
     place = find_place(args.output, made.conversion)
     try:
-        found = check_output(place, made.conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
+        found = check_output(place, made.conversion, asked_of(args, Linking if hasattr(args, "link") else Delivery))
     except BusyError as e:
         found = [Problem("output", str(place.final), str(e.__cause__))]
     return dataclasses.replace(made, against=tuple(found))
@@ -255,18 +232,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from weightbeam.pipelines.options import check_options
 
         check_options(rest)
-    asked = read_options(option_keywords(args))
-    workers = args.workers or ()
     made = _plan(
-        args.source,
-        asked,
-        args.unit_bytes,
-        workers,
-        args.worker_gbps,
-        args.worker_hour_price,
-        args.hf_token_secret,
-        rest,
-        args.output,
+        args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )
     places = made.source, args.output or "OUTPUT"
     made = placed(made, args, command_line(args, rest, "convert", places))

@@ -29,10 +29,8 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.exporting import ExportOptions
-from weightbeam.transforms.merging import MergeOptions
 from weightbeam.transforms.mesh import MeshError
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import ExportOptions, MergeOptions, Options
 from weightbeam.transforms.planner import UNKNOWN_FAMILY, prepare
 
 LOG = logging.getLogger("weightbeam")

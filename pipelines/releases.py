@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.model_class import PIPELINE_TAGS, loading_code, model_class
@@ -36,8 +36,8 @@ from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.parser import command_line
-from weightbeam.pipelines.arguments.values import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
+from weightbeam.pipelines.keywords import asked_of
 from weightbeam.pipelines.output import alone, look_for_job, why_not_go_on
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
@@ -52,12 +52,14 @@ from weightbeam.transforms import baselines
 from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.options import Delivery, ReleaseOptions, ToHub
 from weightbeam.transforms.rows import ReleasePlan
 
 if TYPE_CHECKING:
     from weightbeam.formats.hub_publishing import Published
 
 LOG = logging.getLogger("weightbeam")
+Kind = TypeVar("Kind", bound=ReleaseOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +180,7 @@ def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace, rest: Se
     say(args, Planned(planned, text))
     problems = list(planned.plan.problems)
     if args.output and not args.output.startswith("hf://") and not problems:
-        problems = check_release(find_place(planned, args.output), planned, args.resume, args.overwrite)
+        problems = check_release(find_place(planned, args.output), planned, asked_of(args, ToHub))
     refuse(problems)
     if args.json != STDOUT and not args.quiet:
         size = planned.files.size if planned.files else 0
@@ -203,28 +205,15 @@ def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) ->
     ]
 
 
-def read_sizes(max_shard_size: int | str | None, unit_bytes: int | str) -> dict[str, Any]:
-    """Both sizes in bytes, as options of a plan; what is None is left out.
-
-    Raises:
-      Refused: one can't be meant.
-    """
-    given = {"max_shard_size": max_shard_size, "unit_bytes": unit_bytes}
-    try:
-        return {name: size(str(value)) for name, value in given.items() if value is not None}
-    except argparse.ArgumentTypeError as e:
-        raise Refused(str(e)) from e
-
-
 def slots_for(
-    unit_bytes: int | str, beam: Sequence[str], source: str, output: str | None, resume: bool = False
+    asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool = False
 ) -> int | None:
     """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is
     to be resumed.
     """
     # what goes to the hub is made in a folder first
     local = output if output and not output.startswith("hf://") else ""
-    slots = slots_of(beam, unit_bytes, None, source, local)
+    slots = slots_of(beam, asked.unit_bytes, None, source, local)
     return slots_of_release(local, slots) if resume and local else slots
 
 
@@ -271,6 +260,11 @@ def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tupl
 def asked_paths(output: str | None, full_paths: bool | None) -> bool | None:
     """How a plan names its sources: as the user asked; for the hub by names, though it is made in a folder first."""
     return False if full_paths is None and output and output.startswith(HUB) else full_paths
+
+
+def going_to(output: str | None, asked: Kind) -> Kind:
+    """The options of a release that goes there."""
+    return dataclasses.replace(asked, full_paths=asked_paths(output, asked.full_paths))
 
 
 def naming_of(planned: ReleasePlan, output: str | None) -> Naming:
@@ -344,28 +338,22 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 
 def carry_out(
-    planned: ReleasePlan,
-    output: str,
-    resume: bool,
-    overwrite: bool,
-    beam: Sequence[str],
-    progress: bool | Report,
-    create_pr: bool = False,
+    planned: ReleasePlan, output: str, how: Delivery, beam: Sequence[str] = (), progress: bool | Report = True
 ) -> Written:
     """Carries a planned release out, or refuses to: into a folder, into a bucket, or as one commit of the hub."""
     if output.startswith("hf://"):
-        return _to_hub(planned, output, overwrite, beam, progress, create_pr)
-    if create_pr:
+        return _to_hub(planned, output, how, beam, progress)
+    if how.create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
     staging = find_place(planned, output)
-    refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
+    refuse([*planned.plan.problems, *check_release(staging, planned, how)])
     refuse(planned.unreadable())
-    if resume and _is_finished(staging, planned):
+    if how.resume and _is_finished(staging, planned):
         return Written(str(staging.final), state="nothing to do", compared=compared_of(record_of(staging.final)))
     for warning in planned.warnings:
         LOG.warning(warning)
-    with get_ready(cast(Movement, planned), staging, resume, beam), alone(staging, look_for_job(staging, beam)):
-        return _write(planned, staging, output, resume, overwrite, beam, progress)
+    with get_ready(cast(Movement, planned), staging, how.resume, beam), alone(staging, look_for_job(staging, beam)):
+        return _write(planned, staging, output, how, beam, progress)
 
 
 def _is_finished(staging: ReleasePlace, planned: ReleasePlan) -> bool:
@@ -377,8 +365,7 @@ def _write(
     planned: ReleasePlan,
     staging: ReleasePlace,
     output: str,
-    resume: bool,
-    overwrite: bool,
+    how: Delivery,
     beam: Sequence[str],
     progress: bool | Report,
 ) -> Written:
@@ -386,16 +373,9 @@ def _write(
     from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
     start = time.monotonic()
-    refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
-    written = run_units(
-        cast(Movement, planned),
-        staging,
-        beam,
-        {"source": planned.inputs[0], "output": output},
-        resume,
-        overwrite,
-        report=reporter(progress),
-    )
+    refuse(check_release(staging, planned, how))  # again: now nobody else changes it
+    ours = {"source": planned.inputs[0], "output": output}
+    written = run_units(cast(Movement, planned), staging, beam, ours, how, reporter(progress))
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     seconds = time.monotonic() - start
@@ -403,14 +383,7 @@ def _write(
     return Written(str(staging.final), seconds, compared=compared, written=written or 0)
 
 
-def _to_hub(
-    planned: ReleasePlan,
-    output: str,
-    overwrite: bool,
-    beam: Sequence[str],
-    progress: bool | Report,
-    create_pr: bool,
-) -> Written:
+def _to_hub(planned: ReleasePlan, output: str, how: Delivery, beam: Sequence[str], progress: bool | Report) -> Written:
     """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one
     commit. The folder is this command's alone until that is done.
     """
@@ -421,7 +394,7 @@ def _to_hub(
     named = naming_of(planned, output).name(planned.inputs[0])
     title = f"{planned.title} of {named} ({planned.hash[:12]})"
     listed = {**planned.texts, **dict.fromkeys([RECORD, *(name for name, *_ in planned.shards)])}
-    asked = {"overwrite": overwrite, "create_pr": create_pr}
+    asked = {"overwrite": how.overwrite, "create_pr": how.create_pr}
     place = _place_in_cache(planned)
     try:
         check_target(output)
@@ -437,7 +410,7 @@ def _to_hub(
     is_left = not _is_finished(place, planned)
     ready = get_ready(cast(Movement, planned), place, True, beam) if is_left else contextlib.nullcontext()
     with ready, alone(place, look_for_job(place, beam)):
-        written = _write_to_cache(planned, place, beam, progress)
+        written = _write_to_cache(planned, place, how, beam, progress)
         made = _publish_cached(planned, place, output, title, **asked)
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
@@ -470,7 +443,7 @@ def _place_in_cache(planned: ReleasePlan) -> ReleaseFolder:
 
 
 def _write_to_cache(
-    planned: ReleasePlan, place: ReleaseFolder, beam: Sequence[str], progress: bool | Report
+    planned: ReleasePlan, place: ReleaseFolder, how: Delivery, beam: Sequence[str], progress: bool | Report
 ) -> Written:
     """Writes a release to its place in the cache, which is this command's alone, where it isn't there as it was
     planned.
@@ -482,7 +455,8 @@ def _write_to_cache(
     if place.is_taken():  # the remains of one that was being removed
         place.remove()
     anew = place.exists() and bool(why_not_go_on(place, planned))
-    return _write(planned, place, str(place.final), not anew, anew, beam, progress)
+    how = dataclasses.replace(how, resume=not anew, overwrite=anew)
+    return _write(planned, place, str(place.final), how, beam, progress)
 
 
 def _clear(place: ReleaseFolder) -> None:
@@ -505,8 +479,9 @@ def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:
         raise Refused(f"--output={e}") from e
 
 
-def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, overwrite: bool) -> list[Problem]:
+def check_release(staging: ReleasePlace, planned: ReleasePlan, how: Delivery) -> list[Problem]:
     """What stands against writing a release there."""
+    resume, overwrite = how.resume, how.overwrite
 
     def problem(message: str) -> list[Problem]:
         return [Problem("output", str(staging.final), message)]

@@ -16,7 +16,6 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
-from weightbeam.transforms.baselines import asked
 from weightbeam.transforms.conversion import Conversion, format_of, rules_of
 from weightbeam.transforms.differences import BOX_BYTES
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
@@ -106,9 +105,11 @@ def kind_and_layer(name: str) -> tuple[str, int]:
     return (match["after"], int(match["layer"])) if match else (name, -1)
 
 
-def memory_bound(conversion: Movement, threads: int, output: str | None = None) -> int:
-    """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known."""
-    thread = conversion.unit_bytes + len(asked()) * BOX_BYTES
+def memory_bound(conversion: Movement, threads: int, output: str | None = None, baselines: int = 0) -> int:
+    """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known, `baselines` the
+    number of releases that it is compared with on the way.
+    """
+    thread = conversion.unit_bytes + baselines * BOX_BYTES
     return threads * thread + spare_bytes(conversion, output) + base_bytes(conversion)
 
 

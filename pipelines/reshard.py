@@ -7,7 +7,6 @@ import dataclasses
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
@@ -22,13 +21,11 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
-from weightbeam.pipelines.arguments.values import dtype_name
-from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
+from weightbeam.pipelines.checkpoints import carry_checkpoint, find_place
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.export import find_like, read_maxtext_config
-from weightbeam.pipelines.keywords import check_options_of, keywords_of, parse_maxtext_yaml, read_loras
+from weightbeam.pipelines.keywords import asked_of, keywords_of, parse_maxtext_yaml, takes
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
@@ -50,7 +47,8 @@ from weightbeam.pipelines.tables import count, human, pace
 from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.mesh import MeshError
-from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard, ReshardOptions, plan_reshard
+from weightbeam.transforms.options import FULL, FromHub, Options, ReshardOptions, options_of
+from weightbeam.transforms.resharding import Reshard, plan_reshard
 from weightbeam.transforms.tree import Model
 
 
@@ -149,32 +147,13 @@ class ReshardPlan(Shown):
         return plan_dict(self.planned)
 
 
+@takes(asked=ReshardOptions, how=FromHub)
 def reshard(
     source: str,
     output: str,
     *,
-    like: str | None = None,
-    state: str = FULL,
-    save_dtype: str = KEEP,
-    moment_dtype: str = KEEP,
-    scan_layers: bool | None = None,
-    param_scan_axis: int | None = None,
-    mesh: str | Sequence[str] | None = None,
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
-    maxtext_model: str | None = None,
-    maxtext_config: str | None = None,
-    family: str | None = None,
-    use_ocdbt: bool | None = None,
-    use_zarr3: bool | None = None,
-    compression: str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    step: int | None = None,
-    lora: str | Sequence[str] = (),
-    lora_alpha: float | None = None,
-    full_paths: bool | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    hf_token_secret: str | None = None,
+    asked: ReshardOptions,
+    how: FromHub,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Resharded:
@@ -184,123 +163,55 @@ def reshard(
     Args:
       source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
-      like: a release of the model, whose table says what the axes are called and where layers go, and what MaxText must
-        be told, if the checkpoint doesn't remember one.
-      state: `full` keeps everything; `params` the weights alone, as `params.params`, whatever the tree calls them.
-      save_dtype: of the weights: `keep`, `bfloat16` or `float32`.
-      moment_dtype: of the optimizer's moments, likewise.
-      scan_layers: layers stacked or each by itself; None as they are.
-      param_scan_axis: where they are stacked; None as they are.
-      mesh: the target meshes; None leaves chunks as they are where they can be copied.
-      sharding_rules: logical axis rules, as for `convert`.
-      maxtext_model: MaxText's name of the model, where `config.json` doesn't settle it, or where there is none.
-      maxtext_config: a run's configuration (`.yml`), in place of `like`.
-      family: as for `convert`.
-      use_ocdbt, use_zarr3: None for what the source has.
-      compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
-        isn't given.
-      step: which step, where the source has several; and the one that is written, by default the source's.
-      lora: adapters of MaxText's to merge, `CHECKPOINT[,weight]` each.
-      lora_alpha: of adapters that don't say it.
-      full_paths: `True`: the record names sources by their full paths; `False`: by their names alone; by default by
-        names of what lies on this machine in what goes to `gs://`.
-      resume, overwrite, hf_token_secret, beam, progress: as for `convert`.
+      beam, progress: as for `convert`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
     """
     check_places(beam, "reshard", {"source": source, "output": output})
-    name_secret(hf_token_secret)
+    name_secret(how.hf_token_secret)
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
-    planned = plan(
-        source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
-        mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, maxtext_config=maxtext_config, family=family,
-        use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
-        compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha, full_paths=full_paths,
-        slots=_slots(unit_bytes, beam, source, output, step, resume),
-    ).planned  # fmt: skip
+    planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
     # to Beam, which takes what convert takes
-    unknown = {"sharding_rules", "state", "moment_dtype", "lora", "lora_alpha"}
-    asked = {name: value for name, value in vars(planned.options).items() if name not in unknown}
-    ours = {"source": source, "output": output} | asked | {"mesh": list(planned.options.mesh)}
-    made = carry_checkpoint(
-        planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress
-    )
+    shared = {each.name for each in options_of(Options)} - {"sharding_rules", "lora"}
+    ours = {name: value for name, value in vars(planned.options).items() if name in shared}
+    ours |= {"source": source, "output": output, "mesh": list(planned.options.mesh)}
+    made = carry_checkpoint(planned, output, ours, how, refuse, planned.warnings, beam, progress)
     compared = compared_of(record_of(made.items)) if made.state != "running" else None
     return Resharded(planned, str(made.items), made.seconds, made.written, made.state, compared)
 
 
-def plan(
-    source: str,
-    *,
-    like: str | None = None,
-    state: str = FULL,
-    save_dtype: str = KEEP,
-    moment_dtype: str = KEEP,
-    scan_layers: bool | None = None,
-    param_scan_axis: int | None = None,
-    mesh: str | Sequence[str] | None = None,
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
-    maxtext_model: str | None = None,
-    maxtext_config: str | None = None,
-    family: str | None = None,
-    use_ocdbt: bool | None = None,
-    use_zarr3: bool | None = None,
-    compression: str | None = None,
-    unit_bytes: int | str = UNIT_BYTES,
-    step: int | None = None,
-    lora: str | Sequence[str] = (),
-    lora_alpha: float | None = None,
-    full_paths: bool | None = None,
-    slots: int | None = None,
-) -> ReshardPlan:
+@takes(asked=ReshardOptions)
+def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> ReshardPlan:
     """Plans a reshard; problems stay in the plan. See `reshard`; `slots` as `plan_reshard` has it.
 
     Raises:
       Refused: there is nothing to plan.
     """
-    save_dtype, moment_dtype = dtype_name(save_dtype), dtype_name(moment_dtype)
-    for name, value, known in (
-        ("state", state, (FULL, PARAMS)),
-        ("save_dtype", save_dtype, (KEEP, *DTYPES)),
-        ("moment_dtype", moment_dtype, (KEEP, *DTYPES)),
-    ):
-        if value not in known:
-            raise Refused(f"--{name}={value} should be {', '.join(known)}")
-    shared = {
-        "mesh": mesh, "sharding_rules": sharding_rules, "scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model,
-        "family": family, "use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes,
-        "full_paths": full_paths,
-    }  # fmt: skip
-    given = check_options_of(shared, maxtext_model)
-    checkpoint = _open(source, step, state)
-    options = ReshardOptions(
-        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else _step_of(checkpoint),
-        lora=read_loras(lora) or (), lora_alpha=lora_alpha, **given,
-    )  # fmt: skip
-    adapters = [MaxTextAdapter(_open_adapter(url), weight, lora_alpha) for url, weight in options.lora]
+    checkpoint = _open(source, asked.step, asked.state)
+    step = asked.step if asked.step is not None else _step_of(checkpoint)
+    options = dataclasses.replace(asked, step=step)
+    adapters = [MaxTextAdapter(_open_adapter(url), weight, options.lora_alpha) for url, weight in options.lora]
     with reading(source):
         around = surroundings(checkpoint)
-        model = find_model(checkpoint, like, maxtext_config, maxtext_model)
+        model = find_model(checkpoint, options.like, options.maxtext_config, options.maxtext_model)
         try:
             return ReshardPlan(plan_reshard(options, checkpoint, around, model, adapters, slots))
         except MeshError as e:
             raise Refused(str(e)) from e
 
 
-def _slots(
-    unit_bytes: int | str, beam: Sequence[str], source: str, output: str, step: int | None, resume: bool
-) -> int | None:
+def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
     """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
     be resumed.
     """
-    slots = slots_of(beam, unit_bytes, None, source, output)
+    slots = slots_of(beam, asked.unit_bytes, None, source, output)
     if not resume:
         return slots
-    return slots_of_checkpoint(output, step if step is not None else _step_of(_open(source, step, FULL)), slots)
+    step = asked.step if asked.step is not None else _step_of(_open(source, None, FULL))
+    return slots_of_checkpoint(output, step, slots)
 
 
 def _step_of(checkpoint: OrbaxCheckpoint) -> int:
@@ -499,18 +410,17 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Reshards, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
         check_places(rest, "reshard", {"source": args.source, "output": args.output})
-        slots = _slots(args.unit_bytes, rest, args.source, args.output or "", args.step, args.resume)
+        asked = asked_of(args, ReshardOptions)
+        slots = _slots(asked, rest, args.source, args.output or "", args.resume)
         shown = dataclasses.replace(
-            plan(**keywords_of(args, plan), slots=slots),
+            plan(args.source, asked=asked, slots=slots),
             threads=threads_of(thread_options(rest)),
             output=args.output or "",
         )
         say(args, shown)
         problems = list(shown.problems)
         if args.output and not problems:
-            problems += check_output(
-                find_place(args.output, shown.planned), shown.planned, args.resume, args.overwrite, ""
-            )
+            problems += check_output(find_place(args.output, shown.planned), shown.planned, asked_of(args, FromHub))
         refuse(problems)
         if args.json != STDOUT and not args.quiet:
             size = f"{human(shown.planned.target_bytes)} to write"

@@ -13,10 +13,10 @@ from weightbeam.formats.orbax import record_of
 from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import record_of as record_of_release
 from weightbeam.formats.staging import ITEMS, Staging, staging_at
-from weightbeam.pipelines.arguments.options import Unsaid
 from weightbeam.pipelines.report import thread_options, threads_of, worker_of
 from weightbeam.pipelines.without_beam import is_local
 from weightbeam.transforms.inputs import unpack_inputs
+from weightbeam.transforms.options import Unsaid
 from weightbeam.transforms.overlap import overlaps
 
 

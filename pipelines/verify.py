@@ -34,7 +34,7 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import TreeError, is_scanned, is_state, recognise
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import keywords_of, read_loras
+from weightbeam.pipelines.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
 from weightbeam.pipelines.prepare import (
@@ -67,6 +67,7 @@ from weightbeam.transforms.comparing import COMPARED, CompareArrays, StagedSubje
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
+from weightbeam.transforms.options import VerifyOptions
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.release_faults import compare_remembered, find_release_faults
 from weightbeam.transforms.staged import remember
@@ -253,18 +254,12 @@ def _elements(findings: Mapping[str, ArrayResult]) -> int:
     return sum(found.compared for found in findings.values())
 
 
+@takes(asked=VerifyOptions)
 def verify(
     checkpoint: str,
     source: str | None = None,
     *,
-    like: str | None = None,
-    accept: str | Sequence[str] = (),
-    lora: str | Sequence[str] = (),
-    sample: float = 1.0,
-    maxtext_model: str | None = None,
-    scan_layers: bool | None = None,
-    param_scan_axis: int | None = None,
-    hf_token_secret: str | None = None,
+    asked: VerifyOptions,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Verification:
@@ -276,14 +271,6 @@ def verify(
         `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
       source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
         checkpoint. Of a release that was exported, the checkpoint.
-      like: of a release that was exported, the one that its towers or prediction layers were taken from, where that isn't
-        where the export says.
-      accept: of a release that was exported, fields of `config.json` and names of files that may be others than the
-        export wrote.
-      lora: adapters that were merged, where they aren't where the checkpoint says.
-      sample: compare only this share of each array's tensors, but one at least.
-      maxtext_model, scan_layers, param_scan_axis: None for what the checkpoint says.
-      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       beam: Beam's options, as on the command line.
       progress: shown on standard error, told to a callback, or False for neither.
 
@@ -291,19 +278,15 @@ def verify(
       Refused: it can't be compared.
       Failed: it failed on the way.
     """
-    if not 0 < sample <= 1:
-        raise Refused(f"sample={sample} should be a number above 0 and up to 1")
-    given = {
-        "scan_layers": scan_layers,
-        "param_scan_axis": param_scan_axis,
-        "maxtext_model": maxtext_model,
-        "lora": read_loras(lora),
-        "like": like,
-        "accept": accept,
-    }
-    subject = plan_verification(checkpoint, source, given, hf_token_secret, beam)
-    findings = execute(subject, sample, beam, reporter(progress))
-    return subject.found(findings, sample)
+    subject = plan_verification(checkpoint, source, _given(asked), asked.hf_token_secret, beam)
+    findings = execute(subject, asked.sample, beam, reporter(progress))
+    return subject.found(findings, asked.sample)
+
+
+def _given(asked: VerifyOptions) -> dict[str, Any]:
+    """What is said of the checkpoint's options; None for what it says itself."""
+    given = {**vars(asked), "lora": asked.lora or None}
+    return {name: value for name, value in given.items() if name not in ("sample", "hf_token_secret")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -664,10 +647,8 @@ def _open_like(url: str) -> HfCheckpoint:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     if args.dry_run:
-        given = {
-            name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model", "like", "accept")
-        } | {"lora": read_loras(args.lora)}
-        subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
+        asked = asked_of(args, VerifyOptions)
+        subject = plan_verification(args.checkpoint, args.source, _given(asked), args.hf_token_secret, rest)
         conversion = subject.conversion
         nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
         print(

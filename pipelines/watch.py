@@ -18,6 +18,7 @@ from typing import Any
 
 from weightbeam.formats.installing import install
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines.arguments.commands import RunOptions
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import say
@@ -34,10 +35,11 @@ from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 from weightbeam.pipelines.without_beam import is_local
+from weightbeam.transforms.options import options_of
 
 HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits
 # the options of --run that say what a step is made into, as a target of a file does
-TARGET = ("kind", "lora", "save_dtype", "maxtext_model", "on_nan", "full_paths")
+TARGET = tuple(each.name for each in options_of(RunOptions))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

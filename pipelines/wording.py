@@ -8,8 +8,11 @@ function reads `resume=True`, `like=`, `state="params"`, `mesh="fsdp=8"`. Comman
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator
+
+from weightbeam.transforms import options
 
 WORDS = "true|false|full|params|none|zstd|b?float(?:16|32)|[A-Z]{2,}"  # values that may follow an option after a blank
 TOKEN = re.compile(
@@ -18,36 +21,18 @@ TOKEN = re.compile(
     rf"|--(?P<name>[a-z]\w*)(?:=(?P<given>[^\s=:;,]+=[^\s:;]*[^\s:;,.]|(?:{WORDS})\b)|=| (?P<value>\w+=[\w=,]*\w|(?:{WORDS})\b))?"
     r"(?P<after>'s\b|:| was\b)?"
 )
-# Options that are keywords, too; written down, since whatever defines the command line has messages itself.
-FLAGS = frozenset(("create_pr", "overwrite", "resume", "sha256", "virtual"))  # which are true where they are named
-KEYWORDS = FLAGS.union(
-    (
-        "a",
-        "accept",
-        "adapter_only",
-        "allow_links",
-        "b",
-        "check_source",
-        "checkpoint",
-        "compression",
-        "family",
-        "format",
-    ),
-    (
-        "hf_token_secret",
-        "like",
-        "link",
-        "lora",
-        "lora_alpha",
-        "max_shard_size",
-        "maxtext_config",
-        "maxtext_model",
-        "mesh",
-    ),
-    ("moment_dtype", "mtp", "multimodal", "output", "param_scan_axis", "sample", "save_dtype", "scan_layers"),
-    ("sharding_rules", "source", "state", "step", "tokenizer", "tolerance", "unit_bytes", "use_ocdbt", "use_zarr3"),
-    ("vocab_size", "worker_gbps", "worker_hour_price", "workers", "full_paths", "fail_over"),
+# Options that are keywords, too; their commands' module isn't asked, since it has messages itself.
+_OPTIONS = [
+    each
+    for kind in vars(options).values()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not options.Option
+    for each in options.options_of(kind)
+]
+FLAGS = frozenset(
+    each.name for each in _OPTIONS if each.name in ("resume", "overwrite", "create_pr", "sha256", "virtual")
 )
+PLACES = ("a", "b", "checkpoint", "output", "source")
+KEYWORDS = frozenset(each.name for each in _OPTIONS).union(PLACES)
 _at_the_shell = False
 
 

@@ -43,6 +43,7 @@ from weightbeam.pipelines import execution, output, releases
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.files import plan_files
+from weightbeam.transforms.options import Delivery
 from weightbeam.transforms.rows import ReleasePlan
 
 TOKEN, REPO = "hf_nobody", "org/tuned"
@@ -89,9 +90,10 @@ class TinyPlan(ReleasePlan):
         values = {tensor.path: self.tensors[tensor.name].tobytes() for tensor in self.layout.tensors.values()}
         return {**self.texts, **{name: header + values[name] for name, header, _ in self.shards}}
 
-    def run(self, staging: Any, beam: Any, ours: Any, resume: bool, overwrite: bool, report: Any = None) -> None:
+    def run(self, staging: Any, beam: Any, ours: Any, how: Delivery, report: Any = None) -> None:
         """What the pipeline does, in its order."""
-        if not stage(self, staging, resume):  # type: ignore[arg-type]
+        overwrite = how.overwrite
+        if not stage(self, staging, how.resume):  # type: ignore[arg-type]
             staging.publish(overwrite)
             return
         done = staging.done()
@@ -190,7 +192,7 @@ class ReleaseWorld(World):
     def start(self, plan: str, resume: bool, overwrite: bool) -> Process:
         def work() -> str:
             try:
-                written = releases.carry_out(PLANS[plan], self.url, resume, overwrite, (), False)
+                written = releases.carry_out(PLANS[plan], self.url, Delivery(resume, overwrite), (), False)
             except (Refused, Failed) as e:
                 return f"{type(e).__name__}: {e}"
             return written.state

@@ -10,12 +10,11 @@ floating point, of a baseline that this worker can't read), and who wants it com
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -40,23 +39,6 @@ FILE = "differences.json"  # the same of all units, in a release that nobody rea
 VALUES = frozenset(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))  # no codes are stored so
 
 Found = dict[str, dict[str, Difference]]  # by the baseline's URL and the tensor's name
-
-_ASKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("baselines", default=())
-
-
-@contextlib.contextmanager
-def compared_with(urls: Sequence[str]) -> Iterator[None]:
-    """Context manager: releases that are written meanwhile are compared with those on the way."""
-    token = _ASKED.set(tuple(urls))
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
-
-
-def asked() -> tuple[str, ...]:
-    """The URLs of the baselines that were asked for."""
-    return _ASKED.get()
 
 
 class Baseline:

@@ -34,7 +34,7 @@ from weightbeam.transforms import odd_values
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import Options, hashed
 from weightbeam.transforms.source_sums import DamagedError, check_reads, note_reads
 from weightbeam.transforms.units import Block, InUnits, Unit, expand_unit, fetches_of, shards_of
 from weightbeam.transforms.virtual import Placement, references
@@ -222,7 +222,7 @@ class Conversion(InUnits):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config, dict(self.small_hashes))
+        identity.add(DECODING_VERSION, hashed(self.options), self.source.config, dict(self.small_hashes))
         for shard in self.source.shards:
             identity.add(*shard.identity)
         for adapter in self.adapters:
@@ -362,7 +362,7 @@ class Conversion(InUnits):
             "plan": self.hash,
             "family": self.plan.family,
             "model": self.plan.model,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             **({} if self.slots is None else {"slots": self.slots}),
             "versions": versions(),
             "axes": {array.key: array.logical_axes for array in self.plan.arrays},
@@ -377,7 +377,7 @@ class Conversion(InUnits):
         """The inputs, compressed; `load` makes the same conversion of them."""
         inputs = {
             "kind": self.kind,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "slots": self.slots,

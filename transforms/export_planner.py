@@ -40,7 +40,7 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, Ten
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.carrying import row_units
 from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cut
-from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like, dtype_of_model
+from weightbeam.transforms.exporting import DTYPES, Export, Like, dtype_of_model
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.layouts import (
     EMBEDDING,
@@ -52,6 +52,7 @@ from weightbeam.transforms.layouts import (
     scan_axis_of,
     scan_of,
 )
+from weightbeam.transforms.options import AUTO, ExportOptions, options_from
 from weightbeam.transforms.quantizing import (
     REASON,
     Entry,
@@ -647,11 +648,10 @@ def load(inputs: Mapping[str, Any]) -> Export:
     tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
     like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
     made = plan_export(
-        ExportOptions(**inputs["options"] | {"lora": lora}),
+        options_from(ExportOptions, inputs["options"]),
         load_checkpoint(inputs["source"]),
         like,
         adapters,

@@ -35,13 +35,13 @@ from weightbeam.transforms.carrying import itself
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
+from weightbeam.transforms.options import RELEASED, ExportOptions, hashed
 from weightbeam.transforms.quantizing import Given, recipe_for
 from weightbeam.transforms.rows import ReleasePlan, RowsRecipe, RowsUnit
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import Block, Fetch, element_box
 
-DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
-AUTO = "auto"
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in RELEASED}
 
 
 def dtype_of_model(config: Mapping[str, Any]) -> str | None:
@@ -53,25 +53,6 @@ def dtype_of_model(config: Mapping[str, Any]) -> str | None:
     return next(
         (said for place in places for key in ("torch_dtype", "dtype") if (said := place.get(key)) in DTYPES), None
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportOptions:
-    """What the user asked for, as far as it changes a byte."""
-
-    save_dtype: str = AUTO
-    maxtext_model: str | None = None
-    param_scan_axis: int | None = None
-    max_shard_size: int | None = None
-    unit_bytes: int = 128 << 20
-    lora: tuple[tuple[str, float], ...] = ()
-    family: str | None = None
-    quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
-    multimodal: bool | None = (
-        None  # True: with towers; False: the language model alone; None: towers where there are any
-    )
-    mtp: bool = False  # take the release's prediction layers where the checkpoint has none
-    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +218,7 @@ class Export(ComparesSource, ReleasePlan):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.source.identity, self.like.config)
+        identity.add(self.kind, hashed(self.options), self.source.identity, self.like.config)
         identity.add(self.small_hashes)
         for adapter in self.adapters:
             identity.add(adapter.identity)
@@ -290,7 +271,7 @@ class Export(ComparesSource, ReleasePlan):
             "model": self.plan.model,
             "tree": self.source.tree.kind,
             "adapters": [adapter.record() for adapter in self.adapters],
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             **({} if self.slots is None else {"slots": self.slots}),
             "made_from": {
                 key: self.source.record[key]
@@ -308,7 +289,7 @@ class Export(ComparesSource, ReleasePlan):
         """The inputs, compressed; `load` makes the same plan of them."""
         inputs = {
             "kind": self.kind,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             "source": self.source.to_json(),
             "like": dataclasses.asdict(self.like),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],

@@ -30,6 +30,7 @@ from weightbeam.transforms.carrying import itself, row_units
 from weightbeam.transforms.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
+from weightbeam.transforms.options import MergeOptions, hashed, options_from
 from weightbeam.transforms.quantizing import (
     REASON,
     Given,
@@ -46,20 +47,6 @@ KEPT_MODULES = {
     "fp8": "modules_to_not_convert", "mxfp4": "modules_to_not_convert", "awq": "modules_to_not_convert", "bitsandbytes": "llm_int8_skip_modules",
     "compressed-tensors": "ignore",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeOptions:
-    """What the user asked for, as far as it changes a byte."""
-
-    lora: tuple[tuple[str, float], ...]
-    max_shard_size: int | None = None
-    unit_bytes: int = 128 << 20
-    dequantize: bool = False  # write every quantised weight as its values
-    save_dtype: str | None = None  # of the values of quantised weights; None for the model's
-    family: str | None = None  # as `--family` names it: whose spellings of names count
-    quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
-    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +161,7 @@ class Merge(ReleasePlan):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.source.config, self.small_hashes)
+        identity.add(self.kind, hashed(self.options), self.source.config, self.small_hashes)
         for shard in itertools.chain(self.source.shards, self.given.files.shards if self.given else ()):
             identity.add(*shard.identity)
         for adapter in self.adapters:
@@ -193,7 +180,7 @@ class Merge(ReleasePlan):
             "adapters": [adapter.record() for adapter in self.adapters],
             **({"like": self.given.files.root} if self.given else {}),
             "plan": self.hash,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             **({} if self.slots is None else {"slots": self.slots}),
             "versions": versions(),
             "merged": dict(self.merging.touched),
@@ -204,7 +191,7 @@ class Merge(ReleasePlan):
         """The inputs, compressed; `load` makes the same plan of them."""
         inputs = {
             "kind": self.kind,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
@@ -230,11 +217,10 @@ class Merge(ReleasePlan):
 
 def load(inputs: Mapping[str, Any]) -> Merge:
     """The merge that `Merge.stage` staged."""
-    lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     made = plan_merge(
-        MergeOptions(**inputs["options"] | {"lora": lora}),
+        options_from(MergeOptions, inputs["options"]),
         HfCheckpoint.from_json(inputs["source"]),
         adapters,
         given,

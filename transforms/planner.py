@@ -41,7 +41,7 @@ from weightbeam.transforms.conversion import SAVE_DTYPES, Conversion, format_of,
 from weightbeam.transforms.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid
 from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import Options, options_from
 from weightbeam.transforms.units import Block, find_twins, make_blocks, make_units
 from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 
@@ -357,21 +357,13 @@ def _units(
     )
 
 
-def options_from(said: Mapping[str, Any]) -> Options:
-    """The options that JSON holds; fields that this version doesn't know are left out."""
-    known = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{key: _tuples(value) for key, value in said.items() if key in known})
-
-
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     made = prepare(
-        options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots")
+        options_from(Options, inputs["options"]),
+        HfCheckpoint.from_json(inputs["source"]),
+        adapters,
+        inputs.get("slots"),
     )
     return dataclasses.replace(made, staged_small=inputs["small"], made_of=inputs["made_of"])

@@ -49,6 +49,7 @@ from weightbeam.transforms.array_sums import NOTE, ComparesSource, Shares, add_s
 from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
+from weightbeam.transforms.options import COMPUTED, FULL, KEEP, PARAMS, ReshardOptions, hashed, options_from
 from weightbeam.transforms.tree import Kept, Model, Tree, make_tree
 from weightbeam.transforms.units import (
     Block,
@@ -62,33 +63,9 @@ from weightbeam.transforms.units import (
     working_bytes,
 )
 
-KEEP, FULL, PARAMS = "keep", "full", "params"
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
 SMALL_CHUNK = 32  # of an adapter: as many of them take the memory of a unit
-
-
-@dataclasses.dataclass(frozen=True)
-class ReshardOptions:
-    """What the user asked for, as far as it changes a byte or a chunk's key; None stands for what the source has."""
-
-    state: str = FULL
-    save_dtype: str = KEEP
-    moment_dtype: str = KEEP
-    scan_layers: bool | None = None
-    param_scan_axis: int | None = None
-    mesh: tuple[str, ...] = ()
-    sharding_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] | None = None
-    maxtext_model: str | None = None
-    family: str | None = None
-    use_ocdbt: bool | None = None
-    use_zarr3: bool | None = None
-    compression: str | None = None
-    unit_bytes: int = 128 << 20
-    step: int = 0
-    lora: tuple[tuple[str, float], ...] = ()
-    lora_alpha: float | None = None
-    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,9 +275,7 @@ class Reshard(ComparesSource, InUnits):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(
-            self.kind, dataclasses.asdict(self.options), self.source.identity, self.around.stage(), self.model.stage()
-        )
+        identity.add(self.kind, hashed(self.options), self.source.identity, self.around.stage(), self.model.stage())
         for adapter in self.adapters:
             identity.add(adapter.identity)
         for array in self.plan.arrays:
@@ -416,7 +391,7 @@ class Reshard(ComparesSource, InUnits):
         made = said if isinstance(said, dict) else {}
         asked = {
             key: value
-            for key, value in vars(self.options).items()
+            for key, value in hashed(self.options).items()
             if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
         }
         layout = {
@@ -465,7 +440,7 @@ class Reshard(ComparesSource, InUnits):
         """The inputs, compressed; `load` makes the same plan of them."""
         inputs = {
             "kind": self.kind,
-            "options": dataclasses.asdict(self.options),
+            "options": hashed(self.options),
             "source": self.source.to_json(),
             "around": self.around.stage(),
             "model": self.model.stage(),
@@ -478,16 +453,7 @@ class Reshard(ComparesSource, InUnits):
 
 def load(inputs: Mapping[str, Any]) -> Reshard:
     """The reshard that `Reshard.stage` staged."""
-    said = inputs["options"]
-    rules = said["sharding_rules"]
-    rules = (
-        None
-        if rules is None
-        else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
-    )
-    options = ReshardOptions(
-        **{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules, "lora": tuple(map(tuple, said["lora"]))}
-    )
+    options = options_from(ReshardOptions, inputs["options"])
     adapters = [MaxTextAdapter.load(adapter) for adapter in inputs["adapters"]]
     return plan_reshard(
         options,

@@ -9,34 +9,12 @@
 Importing this module imports nothing else and changes nothing: each name is fetched when it is first used
 (`weightbeam.pipelines.api`). The folders of the repository's top level are this package's subpackages:
 `model_mappings`, `formats`, `transforms` and `pipelines` are links to them here, and plain folders where the package is
-installed.
+installed. Editors and type checkers read `__init__.pyi`, which `python -m deploy.face` writes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from weightbeam.pipelines.api import Busy as Busy
-    from weightbeam.pipelines.api import Failed as Failed
-    from weightbeam.pipelines.api import Plan as Plan
-    from weightbeam.pipelines.api import Progress as Progress
-    from weightbeam.pipelines.api import Refused as Refused
-    from weightbeam.pipelines.api import convert as convert
-    from weightbeam.pipelines.api import dequantize as dequantize
-    from weightbeam.pipelines.api import diff as diff
-    from weightbeam.pipelines.api import export as export
-    from weightbeam.pipelines.api import fit as fit
-    from weightbeam.pipelines.api import inspect as inspect
-    from weightbeam.pipelines.api import load as load
-    from weightbeam.pipelines.api import materialize as materialize
-    from weightbeam.pipelines.api import maxtext_config as maxtext_config
-    from weightbeam.pipelines.api import merge as merge
-    from weightbeam.pipelines.api import open as open
-    from weightbeam.pipelines.api import plan as plan
-    from weightbeam.pipelines.api import quantize as quantize
-    from weightbeam.pipelines.api import reshard as reshard
-    from weightbeam.pipelines.api import verify as verify
+from typing import Any
 
 __version__ = "0.2.0.dev0"
 __all__ = [

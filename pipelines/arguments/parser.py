@@ -7,32 +7,16 @@ import itertools
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import weightbeam
 from weightbeam.pipelines.arguments import texts
-from weightbeam.pipelines.arguments.options import (
-    add_comparison,
-    add_conversion,
-    add_dequantization,
-    add_export,
-    add_fit,
-    add_inspection,
-    add_materialization,
-    add_merge,
-    add_output,
-    add_plan,
-    add_quantization,
-    add_reshard,
-    add_shell,
-    add_verification,
-    add_watching,
-    is_boolean,
-)
-from weightbeam.pipelines.arguments.values import BOOLEANS, OTHER_BOOLEANS, did_you_mean
+from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.errors import Refused
 from weightbeam.transforms.mesh import mesh_axes
+from weightbeam.transforms.options import Option
+from weightbeam.transforms.values import BOOLEANS, OTHER_BOOLEANS, boolean, did_you_mean
 
 MOST_NAMED = 2  # commands that have an option
 
@@ -67,51 +51,30 @@ class _Formatter(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} [{action.metavar}]"
 
 
-SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
-WITHOUT_JSON = {"help", "completion"}
-WITH_PROGRESS = {
-    "convert",
-    "verify",
-    "materialize",
-    "diff",
-    "export",
-    "dequantize",
-    "quantize",
-    "merge",
-    "reshard",
-    "watch",
-}
-POSITIONALS = {  # by command: the options that words without an option stand for; other commands' are argparse's own
-    "convert": ("source", "output"),
-    "plan": ("source", "output"),
-    "verify": ("source", "checkpoint"),
-    "materialize": ("checkpoint", "output"),
-    "inspect": ("checkpoint",),
-    "export": ("source", "output"),
-    "dequantize": ("source", "output"),
-    "quantize": ("source", "output"),
-    "merge": ("source", "output"),
-    "reshard": ("source", "output"),
-    "fit": ("source", "maxtext_model"),
-    "help": ("topic",),
-    "completion": ("shell",),
-}
-USAGES = {
-    "convert": "SOURCE OUTPUT [options]",
-    "plan": "SOURCE [OUTPUT] [options]\n       weightbeam plan COMMAND … [options]",
-    "verify": "[SOURCE] CHECKPOINT [options]",
-    "materialize": "CHECKPOINT OUTPUT [options]",
-    "inspect": "CHECKPOINT [options]",
-    "export": "CHECKPOINT OUTPUT [options]",
-    "dequantize": "SOURCE OUTPUT [options]",
-    "quantize": "SOURCE OUTPUT [options]",
-    "merge": "SOURCE OUTPUT --lora PATH [options]",
-    "reshard": "CHECKPOINT OUTPUT [options]",
-    "fit": "SOURCE MODEL [options]",
-    "diff": "A B [options]",
-    "help": "[TOPIC]",
-    "completion": "bash|zsh|fish",
-}
+def is_boolean(action: argparse.Action) -> bool:
+    """Whether an option is true or false."""
+    return action.type is boolean
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[Option], words: Collection[str] = ()) -> None:
+    """Adds options to a parser, each under its heading; those of the `words` are words without an option."""
+    headings: dict[str, argparse._ActionsContainer] = {"": parser}
+    for option in options:
+        if option.group not in headings:
+            headings[option.group] = parser.add_argument_group(option.group)
+        if option.name in words:
+            parser.add_argument(option.name, help=option.help, metavar=option.metavar)
+            continue
+        about: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "default": option.default}
+        if option.is_boolean:  # by its name alone, with a value, or as `--no_NAME`, which `parse` reads
+            about |= {"nargs": "?", "const": True}
+        if option.several:
+            about |= {"action": "append"}
+        about["default"] = None if about["default"] == () else about["default"]
+        if option.read is not str:
+            about["type"] = option.read
+        names = [*([option.short] if option.short else ()), f"--{option.name}"]
+        headings[option.group].add_argument(*names, choices=option.choices or None, **about)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,36 +87,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightbeam {weightbeam.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-
-    def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
-        usage = f"weightbeam {name} {USAGES.get(name, '[options]')}"
-        return commands.add_parser(
-            name, help=help, description=description, usage=usage, formatter_class=_Formatter, allow_abbrev=False
-        )
-
-    convert = command("convert", "convert a release into an Orbax checkpoint", texts.CONVERT)
-    add_conversion(convert)
-    add_output(convert)
-    plan = command("plan", "say what a conversion would do, and every problem", texts.PLAN)
-    add_plan(plan)
-    add_fit(command("fit", "compare a release with a MaxText configuration, field by field", texts.FIT))
-    add_verification(command("verify", "compare a checkpoint with its source, element by element", texts.VERIFY))
-    add_export(command("export", "write a checkpoint as a Hugging Face release", texts.EXPORT))
-    add_reshard(command("reshard", "write a checkpoint anew, for another mesh or layout", texts.RESHARD))
-    add_dequantization(command("dequantize", "write a quantised release as an ordinary one", texts.DEQUANTIZE))
-    add_quantization(command("quantize", "write a release in FP8", texts.QUANTIZE))
-    add_merge(command("merge", "merge PEFT adapters into a release", texts.MERGE))
-    add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", texts.MATERIALIZE))
-    add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", texts.DIFF))
-    add_inspection(command("inspect", "show what a checkpoint holds", texts.INSPECT))
-    add_watching(command("watch", "convert the hub's releases, or export a run's steps, as they come", texts.WATCH))
-    command("models", "list the families that can be converted", texts.MODELS)
-    topic = command("help", "print a page of the manual, or what a command takes", texts.HELP)
-    topic.add_argument("--topic", metavar="TOPIC", help="a page or a command; without one, the list of pages")
-    shell = command("completion", "print a script that completes commands and options", texts.COMPLETION)
-    shell.add_argument("--shell", metavar="SHELL", help="bash, zsh, fish or tcsh")
-    for name, made in commands.choices.items():
-        add_shell(made, json=name not in WITHOUT_JSON, progress=name in WITH_PROGRESS)
+    for name, command in COMMANDS.items():
+        made = commands.add_parser(
+            name, help=command.help, description=command.about, usage=f"weightbeam {name} {command.usage}",
+            formatter_class=_Formatter, allow_abbrev=False,
+        )  # fmt: skip
+        add_options(made, command.all_options(), command.places if command.words else ())
     return parser
 
 
@@ -211,9 +150,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             commands[name].error(f"unexpected: {word}; did you mean --{word}?")
         else:
             places.append(word)
-    args = commands[name].parse_args(ours if name in POSITIONALS else [*ours, *places])
+    has_places = COMMANDS[name].places and not COMMANDS[name].words
+    args = commands[name].parse_args(ours if has_places else [*ours, *places])
     args.command = name
-    if name in POSITIONALS:
+    if has_places:
         _place(commands[name], args, places, bare)
     return args, rest
 
@@ -262,7 +202,7 @@ def command_line(
     parser = commands_of(make_parser())[name]
     blank = parser.parse_args([])
     words = ["weightbeam", name, *places]
-    unsaid = SHELL | {"help"} | (set(POSITIONALS[name]) if places else set())
+    unsaid = SHELL | {"help"} | (set(COMMANDS[name].places) if places else set())
     for action in parser._actions:
         default = getattr(blank, action.dest, None)
         if action.dest in unsaid or (value := getattr(args, action.dest, default)) == default:
@@ -283,7 +223,7 @@ def _place(
     parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str], bare: Mapping[str, str]
 ) -> None:
     """Gives the words without an option to the places that no option named."""
-    names = [name for name in POSITIONALS.get(args.command, ()) if getattr(args, name) is None]
+    names = [name for name in COMMANDS[args.command].places if getattr(args, name) is None]
     if args.command == "verify" and len(words) == 1:  # a checkpoint knows its source
         names = [name for name in ("checkpoint", "source") if name in names]
     if len(words) > len(names):

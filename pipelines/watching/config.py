@@ -10,9 +10,9 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import pydantic
 import yaml
@@ -21,15 +21,14 @@ from pydantic_core import ErrorDetails
 
 from weightbeam.formats.hub_publishing import Target as HubTarget
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
-from weightbeam.pipelines.arguments.options import add_conversion, add_output
-from weightbeam.pipelines.arguments.parser import SHELL, make_parser
-from weightbeam.pipelines.arguments.values import did_you_mean, secret, size
+from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.keywords import option_keywords, read_options
+from weightbeam.pipelines.keywords import read, read_options, read_value
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.conversion import meshes_of
 from weightbeam.transforms.mesh import MeshError
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.options import ExportOptions, Options, QuantizeOptions, ReshardOptions, options_of
+from weightbeam.transforms.values import did_you_mean, secret, size
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
@@ -45,13 +44,18 @@ class Target:
 
     Attributes:
       name: of the user's choice.
-      arguments: the options as `weightbeam convert` takes them.
+      given: the options as the file has them.
       options: the same, read.
     """
 
     name: str
-    arguments: tuple[str, ...]
+    given: Mapping[str, Any]
     options: Options
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options as `weightbeam convert` takes them, for the record."""
+        return tuple(_arguments(self.given))
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -64,22 +68,9 @@ ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
 # what becomes of a step with elements that are NaN or infinite: nothing; it is published, and what was the newest stays
 # that; the same as of others
 HOLD, PUBLISH, NEWEST = "hold", "publish", "newest"
+KINDS = {EXPORT: ExportOptions, QUANTIZE: QuantizeOptions, RESHARD: ReshardOptions}
 FIELDS = ("name", "kind", "output", "lora", "create_pr", "on_nan")  # of a run's target, whatever its command
-MESHES = ("mesh", "sharding_rules")  # options that say how a checkpoint is cut
-# not a target's to say
-OURS = {
-    "source",
-    "output",
-    "like",
-    "step",
-    "resume",
-    "overwrite",
-    "create_pr",
-    "hf_token_secret",
-    "help",
-    "config",
-    "state",
-} | SHELL
+OURS = {"like", "maxtext_config", "step", "state"}  # not a target's to say: the run does, or the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +80,8 @@ class RunTarget:
     Attributes:
       name: of the user's choice.
       kind: `export`, `quantize` or `reshard`.
-      arguments: the options as that command takes them.
+      given: the options of that command as the file has them.
+      options: the same, read.
       lora: for a LoRA run whether the adapter is published, or the model that it is merged into; what is quantised is
         always such a model.
       output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the
@@ -101,20 +93,21 @@ class RunTarget:
 
     name: str
     kind: str = EXPORT
-    arguments: tuple[str, ...] = ()
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: ExportOptions | QuantizeOptions | ReshardOptions = dataclasses.field(default_factory=ExportOptions)
     lora: str = ADAPTER
     output: str | None = None
     create_pr: bool = False
     on_nan: str = PUBLISH
 
     @property
+    def arguments(self) -> tuple[str, ...]:
+        """The options as the command takes them, for the record, and to know what was asked for before."""
+        return tuple(_arguments(self.given))
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "arguments": self.arguments, "lora": self.lora, "output": self.output}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument --"))
 
 
 def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
@@ -142,35 +135,60 @@ def _read_target(given: Any) -> Target:
     """
     if not isinstance(given, dict):
         raise ValueError("should be a mapping: name, and options of weightbeam convert")
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_conversion(parser)
     name, asked = given.get("name"), {option: value for option, value in given.items() if option != "name"}
-    problems, right = [], dict[str, Any]()
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        problems.append("name: should be lower-case letters, digits, dots and dashes")
-    for option, value in asked.items():
-        if option not in OPTIONS:
-            problems.append(f"{option}: no such option{_meant(option, OPTIONS)}")
-        elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
-            problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
-        else:
-            try:
-                read = parser.parse_args(_arguments({option: value}))
-                if isinstance(value, list) and not isinstance(getattr(read, option), list):
-                    problems.append(f"{option}: takes one value, not a list")
-                else:
-                    right[option] = value
-            except ValueError as e:
-                problems.append(str(e))
-    arguments = _arguments(right)
+    problems = _find_misnamed(name)
+    right = _read_each(Options, OPTIONS, asked, problems)
     try:
-        options = read_options(option_keywords(parser.parse_args(arguments)))
+        options = read_options(right)
         meshes_of(options)
         if not problems:
-            return Target(str(name), tuple(arguments), options)
+            return Target(str(name), right, options)
     except (MeshError, RefusedError) as e:
         problems.append(str(e))
     raise ValueError("\n".join(problems))
+
+
+def _find_misnamed(name: Any) -> list[str]:
+    """What is wrong with a target's name."""
+    if isinstance(name, str) and NAME.fullmatch(name):
+        return []
+    return ["name: should be lower-case letters, digits, dots and dashes"]
+
+
+def _read_each(
+    kind: type,
+    known: Collection[str],
+    asked: Mapping[str, Any],
+    problems: list[str],
+    of: str = "",
+    more: Collection[str] = (),
+) -> dict[str, Any]:
+    """The options of a target that can be meant, as the file has them; what can't is added to the problems.
+
+    Args:
+      kind: the class of the options.
+      known: the names of those that a target may say.
+      asked: what it says.
+      problems: gets what is wrong.
+      of: the command, where there are several.
+      more: fields that aren't options.
+    """
+    options, right = {each.name: each for each in options_of(kind)}, dict[str, Any]()
+    for name, value in asked.items():
+        if name not in known:
+            problems.append(f"{name}: no such option{of}{_meant(name, sorted({*known, *more}) if more else known)}")
+        elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
+            problems.append(f"{name}: should be a value" + ("" if value is None else ", or a list of values"))
+        elif isinstance(value, list) and not options[name].several:
+            problems.append(f"{name}: takes one value, not a list")
+        else:
+            try:
+                read = read_value(options[name], value)
+                # a dtype is recorded by its full name, and an adapter where it was found
+                right[name] = read if kind is not Options and name.endswith("dtype") else value
+            except RefusedError as e:
+                problems.append(f"{name}: {str(e).removeprefix(f'{name}=')}")
+    return right
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
@@ -189,14 +207,9 @@ def _read_run_target(given: Any) -> RunTarget:
         raise ValueError(
             "should be a mapping: name, and options of weightbeam export, or of another kind's command: quantize, reshard"
         )
-    commands: dict[str, argparse.ArgumentParser] = next(
-        action for action in make_parser()._actions if action.dest == "command"
-    ).choices  # type: ignore[assignment]
     asked = dict(given)
     name, kind, output = asked.pop("name", None), asked.pop("kind", EXPORT), asked.pop("output", None)
-    problems = []
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        problems.append("name: should be lower-case letters, digits, dots and dashes")
+    problems = _find_misnamed(name)
     if kind not in (EXPORT, QUANTIZE, RESHARD):
         problems.append(f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}")
         kind = EXPORT
@@ -218,37 +231,19 @@ def _read_run_target(given: Any) -> RunTarget:
             output = read_place(output)
         except ValueError as e:
             problems.append(f"output: {e}")
-    parser = _Parser(add_help=False, allow_abbrev=False, parents=[commands[kind]], conflict_handler="resolve")
-    known = sorted({action.dest for action in parser._actions if action.option_strings} - OURS)
-    meshes: dict[str, Any] = {}
-    for option, value in asked.items():
-        if option not in known:
-            problems.append(f"{option}: no such option of {kind}{_meant(option, sorted({*known, *FIELDS}))}")
-        elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
-            problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
-        else:
-            try:
-                read = getattr(parser.parse_args(_arguments({option: value})), option)
-                asked[option] = read if option.endswith("dtype") else value  # it is recorded by its full name
-                if option in MESHES:
-                    meshes[option] = read
-            except ValueError as e:
-                problems.append(str(e))
+    known = [each.name for each in options_of(KINDS[kind]) if each.name not in OURS]
+    right = _read_each(KINDS[kind], known, asked, problems, f" of {kind}", FIELDS)
+    options = KINDS[kind]()
     try:
-        meshes_of(read_options(meshes))
+        options = read(KINDS[kind], right)
+        if isinstance(options, ReshardOptions):
+            meshes_of(Options(mesh=options.mesh, sharding_rules=options.sharding_rules))
     except (MeshError, RefusedError) as e:
         problems.append(str(e))
     if problems:
         raise ValueError("\n".join(problems))
-    return RunTarget(
-        str(name),
-        kind,
-        tuple(_arguments(asked)),
-        lora or (MERGED if kind == QUANTIZE else ADAPTER),
-        output,
-        create_pr,
-        on_nan,
-    )
+    lora = lora or (MERGED if kind == QUANTIZE else ADAPTER)
+    return RunTarget(str(name), kind, right, options, lora, output, create_pr, on_nan)
 
 
 def read_place(url: Any) -> str:
@@ -384,10 +379,8 @@ def _read_output(url: Any) -> Store:
 
 
 def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
-    ours = _Parser(add_help=False)
-    add_conversion(ours)
-    add_output(ours)
-    if wrong := sorted(set(options) & vars(ours.parse_args([])).keys()):
+    ours = {each.name for each in COMMANDS["convert"].all_options()} - SHELL
+    if wrong := sorted(set(options) & ours):
         raise ValueError(f"{', '.join(wrong)}: not an option of Beam's")
     if wrong := sorted({"no_wait_until_finish", "template_location"} & options.keys()):
         raise ValueError(f"{', '.join(wrong)}: the watcher has to wait for the conversion, to verify it")
@@ -446,10 +439,9 @@ class WatchConfig(pydantic.BaseModel):
     notify: list[Sink] = []
 
     def runner_arguments(self, here: bool = False) -> list[str]:
-        """What a conversion needs besides the target, as a command line; without its runner for what is done `here`."""
-        token = [f"--hf_token_secret={self.hf_token_secret}"] if self.hf_token_secret else []
+        """Beam's options, as a command line; without the runner for what is done `here`."""
         options = {name: value for name, value in self.runner.items() if not (here and name == "runner")}
-        return [*_arguments(options, flags=True), *token]
+        return _arguments(options, flags=True)
 
 
 def config_of_run(run: str, like: str | None, output: str, every: int | None, target: Mapping[str, Any]) -> WatchConfig:

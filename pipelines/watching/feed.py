@@ -20,12 +20,12 @@ class Task:
 
     Attributes:
       action: what.
-      arguments: as a command line.
+      keywords: of it.
       fact: under which name the record keeps what comes of it; empty where it doesn't.
     """
 
     action: Action
-    arguments: Sequence[str]
+    keywords: Mapping[str, Any]
     fact: str = ""
 
 

@@ -17,21 +17,28 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, cast
 
-from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 from weightbeam.pipelines.tables import count
 from weightbeam.pipelines.without_beam import leave_out_services
 from weightbeam.pipelines.wording import at_the_shell
+from weightbeam.transforms.options import (
+    Delivery,
+    ExportOptions,
+    Options,
+    QuantizeOptions,
+    ReshardOptions,
+    VerifyOptions,
+    taken,
+)
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
-COMPARED = "--compared_with="  # not an option of any command; see `comparing`
 CONTEXT = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
 TAIL = 2000  # characters of what a process that died had printed
 
@@ -51,7 +58,7 @@ class Outcome:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Action = Callable[[list[str]], dict[str, Any]]
+Action = Callable[..., dict[str, Any]]
 Prepare = Callable[[], None]
 
 
@@ -88,12 +95,12 @@ class WorkerProcess:
             self.was_used = False
             theirs.close()
 
-    def ask(self, action: Action, arguments: Sequence[str]) -> None:
+    def ask(self, action: Action, keywords: Mapping[str, Any]) -> None:
         """Has it do work; the outcome is the `answer`."""
         self.begin()
         self.was_used = True
         with contextlib.suppress(ConnectionError):  # it has died: the answer says how
-            self.connection.send((action, list(arguments)))
+            self.connection.send((action, dict(keywords)))
 
     def answer(self, seconds: float | None = None) -> Outcome:
         """Waits for the outcome; work that takes longer than so many `seconds` is ended."""
@@ -141,12 +148,12 @@ class Workers:
         for process in self._processes:
             process.__exit__()
 
-    def run(self, action: Action, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
+    def run(self, action: Action, keywords: Mapping[str, Any], seconds: float | None = None) -> Outcome:
         """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
-        self._processes[0].ask(action, arguments)
+        self._processes[0].ask(action, keywords)
         return self._processes[0].answer(seconds)
 
-    def run_together(self, works: Sequence[tuple[Action, Sequence[str]]]) -> list[Outcome]:
+    def run_together(self, works: Sequence[tuple[Action, Mapping[str, Any]]]) -> list[Outcome]:
         """Does works at the same time. Where one isn't done, the others are ended, and its outcome alone is returned."""
         while len(self._processes) < len(works):
             self._processes.append(WorkerProcess())
@@ -195,13 +202,13 @@ def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
         prepare()
     with at_the_shell():
         while True:
-            action, arguments = connection.recv()
-            connection.send(_outcome(action, arguments))
+            action, keywords = connection.recv()
+            connection.send(_outcome(action, keywords))
 
 
-def _outcome(action: Action, arguments: list[str]) -> Outcome:
+def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
     try:
-        return Outcome(DONE, facts=action(arguments))
+        return Outcome(DONE, facts=action(**keywords))
     except BusyError as e:
         return Outcome(BUSY, str(e).strip())
     except RefusedError as e:
@@ -240,15 +247,7 @@ def prepare_to_compare() -> None:
 # --- what is done so --------------------------------------------------------------------------------------------------
 
 
-def _keywords(command: str, arguments: Sequence[str], function: Callable[..., Any], **said: Any) -> dict[str, Any]:
-    """A command line as keywords of the API, Beam's options among them; what is said here goes before."""
-    from weightbeam.pipelines.keywords import keywords_of
-
-    args, rest = parse([command, *arguments])
-    return keywords_of(args, function) | {"beam": rest} | said
-
-
-def plan(arguments: Sequence[str]) -> dict[str, Any]:
+def plan(source: str, asked: Options) -> dict[str, Any]:
     """Plans a conversion; returns what is worth knowing of it.
 
     Raises:
@@ -258,7 +257,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.pipelines.plan import plan
     from weightbeam.pipelines.prepare import describe
 
-    made = plan(**_keywords("plan", arguments, plan))
+    made = plan(source, asked=asked)
     if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
         raise FailedError(describe(made.problems))
     made.check()
@@ -271,19 +270,19 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def convert(arguments: Sequence[str]) -> dict[str, Any]:
+def convert(**keywords: Any) -> dict[str, Any]:
     """Converts, or goes on with it."""
     from weightbeam.pipelines.convert import convert
 
-    print(convert(**_keywords("convert", arguments, convert)))
+    print(convert(**keywords))
     return {}
 
 
-def verify(arguments: Sequence[str]) -> dict[str, Any]:
+def verify(source: str, checkpoint: str, asked: VerifyOptions, beam: Sequence[str] = ()) -> dict[str, Any]:
     """Verifies; returns how many elements and arrays were compared, and of which share of them."""
     from weightbeam.pipelines.verify import verify
 
-    found = verify(**_keywords("verify", arguments, verify))
+    found = verify(checkpoint, source, asked=asked, beam=beam)
     print(found)
     found.check()
     findings = found.findings.values()
@@ -298,7 +297,7 @@ def verify(arguments: Sequence[str]) -> dict[str, Any]:
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
-def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
+def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
     """Plans an export; returns what is worth knowing of it.
 
     Raises:
@@ -308,29 +307,25 @@ def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.pipelines import export
     from weightbeam.transforms.adapters import is_adapter
 
-    keywords = _keywords("export", arguments, export.plan)
-    keywords.pop("beam")
-    checkpoint = _opened(open_orbax, keywords["source"])
+    checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, keywords | _keywords("export", arguments, export.export))
-    return _planned(export.plan(**keywords | {"source": checkpoint}))
+        return _planned_adapter(checkpoint, asked)
+    return _planned(export.plan(checkpoint, asked=asked))
 
 
-def plan_quantize(arguments: Sequence[str]) -> dict[str, Any]:
+def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
     """Plans the quantisation of a checkpoint; see `plan_export`."""
     from weightbeam.formats.orbax_source import open_orbax
     from weightbeam.pipelines import quantize
     from weightbeam.transforms.adapters import is_adapter
 
-    keywords = _keywords("quantize", arguments, quantize.plan)
-    keywords.pop("beam")
-    checkpoint = _opened(open_orbax, keywords["source"])
+    checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, keywords)
-    return _planned(quantize.plan(**keywords))
+        return _planned_adapter(checkpoint, taken(ExportOptions, asked))
+    return _planned(quantize.plan(source, asked=asked))
 
 
-def _planned_adapter(checkpoint: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
 
     Raises:
@@ -339,9 +334,7 @@ def _planned_adapter(checkpoint: Any, keywords: dict[str, Any]) -> dict[str, Any
     from weightbeam.pipelines.export import plan_adapter_with
     from weightbeam.pipelines.releases import refuse
 
-    adapter = plan_adapter_with(
-        checkpoint, {name: value for name, value in keywords.items() if name not in ("max_shard_size", "family")}
-    )
+    adapter = plan_adapter_with(checkpoint, dataclasses.replace(asked, max_shard_size=None, family=None))
     refuse(adapter.problems)
     told = hashlib.sha256(
         json.dumps([checkpoint.files.hash, adapter.base, adapter.rank, adapter.alpha]).encode()
@@ -394,59 +387,44 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
         raise (RefusedError if isinstance(e.__cause__, TreeError) else FailedError)(str(e)) from e
 
 
-def export(arguments: Sequence[str]) -> dict[str, Any]:
-    """Exports, or goes on with it; see `comparing`, for all three."""
+def export(**keywords: Any) -> dict[str, Any]:
+    """Exports, or goes on with it."""
     from weightbeam.pipelines.export import export
 
-    return _write("export", arguments, export)
+    return _write(export, keywords)
 
 
-def quantize(arguments: Sequence[str]) -> dict[str, Any]:
+def quantize(**keywords: Any) -> dict[str, Any]:
     """Quantises, or goes on with it."""
     from weightbeam.pipelines.quantize import quantize
 
-    return _write("quantize", arguments, quantize)
+    return _write(quantize, keywords)
 
 
-def merge(arguments: Sequence[str]) -> dict[str, Any]:
+def merge(**keywords: Any) -> dict[str, Any]:
     """Merges an adapter into a release, or goes on with it."""
     from weightbeam.pipelines.merge import merge
 
-    return _write("merge", arguments, merge)
+    return _write(merge, keywords)
 
 
-def comparing(arguments: Sequence[str], urls: Sequence[str]) -> list[str]:
-    """The arguments of a command that writes a release, which is compared with others on the way: what `compare` has to
-    say of it is found then, and not by reading all of them afterwards.
-    """
-    return [*arguments, *(f"{COMPARED}{url}" for url in urls)]
-
-
-def _write(command: str, arguments: Sequence[str], function: Callable[..., Any]) -> dict[str, Any]:
-    from weightbeam.transforms.baselines import compared_with
-
-    urls = [argument.removeprefix(COMPARED) for argument in arguments if argument.startswith(COMPARED)]
-    own = [argument for argument in arguments if not argument.startswith(COMPARED)]
-    with compared_with(urls):
-        print(_go_on(function, _keywords(command, own, function, progress=False)))
-    return {}
-
-
-def _go_on(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+def _write(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Goes on with what an attempt before staged, or begins anew where the source isn't the same any more: what is
     staged there is the watcher's own.
     """
     from weightbeam.pipelines.output import ANOTHER_PLAN
 
     try:
-        return function(**keywords)
+        print(function(**keywords, progress=False))
     except RefusedError as e:
         if not any(problem.message.startswith(ANOTHER_PLAN) for problem in e.problems):
             raise
-        return function(**keywords | {"resume": False, "overwrite": True})
+        how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
+        print(function(**{**keywords, "how": how}, progress=False))
+    return {}
 
 
-def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
+def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     """Plans the copy of a checkpoint; returns what is worth knowing of it.
 
     Raises:
@@ -455,10 +433,8 @@ def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.formats.orbax_source import open_orbax
     from weightbeam.pipelines import reshard
 
-    keywords = _keywords("reshard", arguments, reshard.plan)
-    keywords.pop("beam")
-    _opened(open_orbax, keywords["source"])
-    made = reshard.plan(**keywords)
+    _opened(open_orbax, source)
+    made = reshard.plan(source, asked=asked)
     reshard.refuse(made.problems)
     planned = made.planned
     return {
@@ -469,26 +445,22 @@ def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def reshard(arguments: Sequence[str]) -> dict[str, Any]:
+def reshard(**keywords: Any) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
     from weightbeam.pipelines.reshard import reshard
 
-    print(_go_on(reshard, _keywords("reshard", arguments, reshard, progress=False)))
-    return {}
+    return _write(reshard, keywords)
 
 
-def verify_reshard(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compares a copy with the checkpoint that it was made of, array by array.
-
-    Args:
-      arguments: both URLs.
+def verify_reshard(a: str, b: str) -> dict[str, Any]:
+    """Compares a copy `b` with the checkpoint that it was made of, array by array.
 
     Raises:
       FailedError: an array differs by more than one rounding, or is missing.
     """
     from weightbeam.pipelines.diff import diff
 
-    found = diff(*arguments, progress=False)
+    found = diff(a, b, progress=False)
     wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]
     if wrong:
         raise FailedError(
@@ -499,23 +471,22 @@ def verify_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
 
 
-def compare(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compares what was made with what it was before, and writes that beside it; see `describe`."""
-    return _describe("compare", arguments)
-
-
-def describe(arguments: Sequence[str]) -> dict[str, Any]:
-    """Writes the card and the report of what was made beside it.
+def compare(url: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares what was made with what it was before, and writes that beside it.
 
     Args:
-      arguments: its URL; and as JSON what its report says.
+      url: what was made.
+      about: what its report says.
     """
-    return _describe("describe", arguments)
-
-
-def _describe(what: str, arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.formats.storage import open_store
     from weightbeam.pipelines.watching import describing
 
-    url, about = arguments
-    return getattr(describing, what)(open_store(url), json.loads(about))
+    return describing.compare(open_store(url), about)
+
+
+def describe(url: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the card and the report of what was made beside it; see `compare`."""
+    from weightbeam.formats.storage import open_store
+    from weightbeam.pipelines.watching import describing
+
+    return describing.describe(open_store(url), about)

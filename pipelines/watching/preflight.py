@@ -120,7 +120,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
     with feed.apart() as apart:
         for target in feed.run.targets:
             task = feed.plan(newest.url, target)
-            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
+            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
             facts = outcome.facts
             if (like := run.like or facts.get("form")) and not (facts.get("lora") and target.facts["lora"] != MERGED):
                 likes[like] = None

@@ -8,10 +8,22 @@ from typing import Any
 
 from weightbeam import __version__
 from weightbeam.pipelines.watching import isolation, releases
-from weightbeam.pipelines.watching.config import Target, WatchConfig
+from weightbeam.pipelines.watching.config import Target as ReleaseTarget
+from weightbeam.pipelines.watching.config import WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.records import PUBLISHED, VERIFIED, History, Record, Version, histories, key_of, now
+from weightbeam.pipelines.watching.records import (
+    PUBLISHED,
+    VERIFIED,
+    History,
+    Record,
+    Target,
+    Version,
+    histories,
+    key_of,
+    now,
+)
 from weightbeam.pipelines.watching.releases import Release
+from weightbeam.transforms.options import Linking, VerifyOptions
 
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 
@@ -69,7 +81,8 @@ class ReleaseFeed(Feed):
         return f"hf://{history.name}@{history.first['commit']}"
 
     def plan(self, source: str, target: Target) -> Task:
-        return Task(isolation.plan, [f"--source={source}", *target.arguments])
+        assert isinstance(target, ReleaseTarget)
+        return Task(isolation.plan, {"source": source, "asked": target.options})
 
     def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
@@ -92,13 +105,30 @@ class ReleaseFeed(Feed):
         return self.place(history, history.facts["plan"])
 
     def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
-        source, checkpoint, config = f"--source={self.source(history)}", self._checkpoint(history), self._config
-        convert = [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()]
+        assert isinstance(target, ReleaseTarget)
+        source, checkpoint, config, asked = (
+            self.source(history),
+            self._checkpoint(history),
+            self._config,
+            target.options,
+        )
+        how = Linking(resume=True, hf_token_secret=config.hf_token_secret)
+        convert = {
+            "source": source,
+            "output": checkpoint,
+            "asked": asked,
+            "how": how,
+            "beam": config.runner_arguments(),
+        }
         yield (Task(isolation.convert, convert),)
         if config.verify:
-            arguments = [source, f"--checkpoint={checkpoint}", f"--sample={config.verify}", *_verification(target)]
+            verify = VerifyOptions(
+                sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
+                maxtext_model=asked.maxtext_model, lora=asked.lora, hf_token_secret=config.hf_token_secret,
+            )  # fmt: skip
             # it leaves its findings in a local file
-            yield (Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified"),)
+            here = {"asked": verify, "beam": config.runner_arguments(here=True)}
+            yield (Task(isolation.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
@@ -163,9 +193,3 @@ class ReleaseFeed(Feed):
             return self.output.read(name)
         except FileNotFoundError:
             return None
-
-
-def _verification(target: Target) -> list[str]:
-    """The options that a verification takes too."""
-    known = ("scan_layers", "param_scan_axis", "maxtext_model", "lora")
-    return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]

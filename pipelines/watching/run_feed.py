@@ -54,6 +54,17 @@ from weightbeam.pipelines.watching.records import (
     tables,
 )  # fmt: skip
 from weightbeam.pipelines.watching.runs import Seen, Step, growing_steps, list_steps, read_step, see_step
+from weightbeam.transforms.options import (
+    PARAMS,
+    ExportOptions,
+    FromHub,
+    MergeOptions,
+    QuantizeOptions,
+    ReshardOptions,
+    ToHub,
+    VerifyOptions,
+    options_of,
+)
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
@@ -299,7 +310,7 @@ class RunFeed(Feed):
 
     def naming(self, place: Place) -> Naming:
         """How the run is named in one of its places: by a hash of where it lies, since what it holds changes."""
-        asked = next((_full_paths(target) for target in self.run.targets if self.places[target.name] is place), None)
+        asked = next((each.options.full_paths for each in self.run.targets if self.places[each.name] is place), None)
         naming, run = Naming.of(place.url, asked), self.run.checkpoints
         return dataclasses.replace(naming, known={run: hashlib.sha256(run.encode()).hexdigest()[:16]})
 
@@ -308,28 +319,23 @@ class RunFeed(Feed):
 
     def plan(self, source: str, target: Target) -> Task:
         assert isinstance(target, RunTarget)
-        works = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
-        return Task(works.get(target.kind, isolation.plan_export), self._arguments(source, target))
+        works: dict[str, Action] = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
+        return Task(works.get(target.kind, isolation.plan_export), {"source": source, "asked": self._asked(target)})
 
-    def _arguments(self, source: str, target: RunTarget) -> list[str]:
-        return [
-            f"--source={source}",
-            *self._like,
-            *(["--state=params"] if target.kind == RESHARD else []),
-            *self._naming_arguments(target),
-            *target.arguments,
-        ]
+    def _asked(self, target: RunTarget) -> ExportOptions | QuantizeOptions | ReshardOptions:
+        """The options of the command that makes a step, with what the run says: like what it is, and how sources are named
+        where it goes, since a step is made in a folder first.
+        """
+        said: dict[str, Any] = {"full_paths": self._full_paths(target)}
+        if target.kind == RESHARD:
+            said["state"] = PARAMS
+        if self.run.like is not None:
+            said["maxtext_config" if is_maxtext_config(self.run.like) else "like"] = self.run.like
+        return dataclasses.replace(target.options, **said)
 
-    def _naming_arguments(self, target: RunTarget) -> list[str]:
-        """That sources are named as the place does, where a step is made in a folder first."""
-        url = self.places[target.name].url
-        return ["--full_paths=false"] if url.startswith("hf://") and _full_paths(target) is None else []
-
-    @property
-    def _like(self) -> list[str]:
-        if self.run.like is None:
-            return []
-        return [f"--maxtext_config={self.run.like}" if is_maxtext_config(self.run.like) else f"--like={self.run.like}"]
+    def _full_paths(self, target: RunTarget) -> bool | None:
+        is_hub = self.places[target.name].url.startswith("hf://")
+        return False if is_hub and target.options.full_paths is None else target.options.full_paths
 
     def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
         assert isinstance(target, RunTarget)
@@ -379,13 +385,13 @@ class RunFeed(Feed):
         facts, work = history.facts, self._work(history)
         source, release = self.source(history), work / RELEASE
         work.make()
-        output = f"--output={release.url}"
-        common = [*self._arguments(source, target), output]
+        made = {"source": source, "output": release.url, "asked": self._asked(target)}
         compared, judges = None, []
         if target.kind == RESHARD:
-            yield (Task(isolation.reshard, [*common, "--resume", *self._config.runner_arguments()]),)
+            how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
+            yield (Task(isolation.reshard, {**made, "how": how, "beam": self._config.runner_arguments()}),)
             if self._config.verify:
-                judges = [Task(isolation.verify_reshard, [source, release.url], "verified")]
+                judges = [Task(isolation.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._place(history).workplace(history.key, here=True)
@@ -394,50 +400,59 @@ class RunFeed(Feed):
             if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
                 here.delete_folder(adapter.url.rpartition("/")[2])
                 here.make()
-                # it is made on this machine, also for a bucket
-                known = [] if "://" not in self._place(history).url else ["--full_paths=false"]
-                known += [
-                    argument
-                    for argument in target.arguments
-                    if _option(argument) in ("maxtext_model", "lora_alpha", "full_paths")
-                ]
-                yield (Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"]),)
+                yield (
+                    Task(
+                        isolation.export,
+                        {**made, "output": adapter.url, "asked": self._adapter(target), "how": ToHub()},
+                    ),
+                )
             if target.lora == MERGED:
-                into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
-                known = [
-                    argument
-                    for argument in target.arguments
-                    if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format", "full_paths")
-                ]
-                if (form := self._like_of(history)) is None:
-                    raise FailedError(
-                        f"the record in {history.store} names the release that the adapter is for as {facts['form']}, and this "
-                        "watcher isn't told where that is; name it as like"
-                    )
-                merged = [f"--source={form}", f"--lora={adapter.url}", output, *self._naming_arguments(target), *known]
-                yield (self._writing(into, merged, history),)
+                yield (self._merging(release.url, adapter.url, history, target),)
         else:
-            yield (self._writing(isolation.quantize if target.kind == QUANTIZE else isolation.export, common, history),)
+            yield (self._writing(isolation.quantize if target.kind == QUANTIZE else isolation.export, made, history),)
             if self._config.verify:
-                verify = [
-                    f"--source={release.url}",
-                    f"--checkpoint={source}",
-                    f"--sample={self._config.verify}",
-                    *_verification(target),
-                ]
-                judges = [Task(isolation.verify, [*verify, *self._config.runner_arguments(here=True)], "verified")]
+                asked = VerifyOptions(
+                    sample=self._config.verify, hf_token_secret=self._config.hf_token_secret,
+                    maxtext_model=target.options.maxtext_model, param_scan_axis=target.options.param_scan_axis,
+                )  # fmt: skip
+                verify = {"source": release.url, "checkpoint": source, "asked": asked}
+                verify["beam"] = self._config.runner_arguments(here=True)
+                judges = [Task(isolation.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
-        about = [release.url, json.dumps(self._about(history, target, compared))]
+        about = {"url": release.url, "about": self._about(history, target, compared)}
         yield (*judges, Task(isolation.compare, about))
         yield (Task(isolation.describe, about, "changes"),)
 
-    def _writing(self, action: Action, arguments: Sequence[str], history: History) -> Task:
-        """Writes a release, which is compared on the way with the step before and with what the run began with."""
-        before = self._before(history)
-        like = self._like_of(history)
+    def _adapter(self, target: RunTarget) -> ExportOptions:
+        """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
+        asked = self._asked(target)
+        names = ("like", "maxtext_config", "maxtext_model", "lora_alpha")
+        known = {name: getattr(asked, name) for name in names if hasattr(asked, name)}
+        is_far = "://" in self.places[target.name].url and asked.full_paths is None
+        return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)
+
+    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> Task:
+        """Merges a step's adapter into the release that it is for."""
+        if (form := self._like_of(history)) is None:
+            raise FailedError(
+                f"the record in {history.store} names the release that the adapter is for as {history.facts['form']}, and this "
+                "watcher isn't told where that is; name it as like"
+            )
+        kind = QuantizeOptions if target.kind == QUANTIZE else MergeOptions
+        names = {"max_shard_size", "unit_bytes", "family", "format"} & {each.name for each in options_of(kind)}
+        known = {name: value for name, value in vars(target.options).items() if name in names}
+        asked = kind(lora=((adapter, 1.0),), full_paths=self._full_paths(target), **known)
+        into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
+        return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
+
+    def _writing(self, action: Action, made: Mapping[str, Any], history: History) -> Task:
+        """Writes a release, which is compared on the way with the step before and with what the run began with: what
+        `compare` has to say of it is found then, and not by reading all of them afterwards.
+        """
+        before, like = self._before(history), self._like_of(history)
         others = ([before["url"]] if before else []) + ([like] if like else [])
-        arguments = [*arguments, "--resume", *self._config.runner_arguments()]
-        return Task(action, isolation.comparing(arguments, others))
+        how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
+        return Task(action, {**made, "how": how, "beam": self._config.runner_arguments()})
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""
@@ -476,7 +491,7 @@ class RunFeed(Feed):
             "place": self._place(history).url,
             "revision": None if target.create_pr else history.first["commit"],
             "named": self.naming(self._place(history)).known,
-            "full_paths": _full_paths(target),
+            "full_paths": target.options.full_paths,
         }
 
     def _before(self, history: History) -> dict[str, Any] | None:
@@ -636,29 +651,9 @@ def _asked(target: Target) -> str:
     return hashlib.sha256(json.dumps([target.name, target.facts, tables()], sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _verification(target: Target) -> list[str]:
-    """The options that a verification takes too."""
-    return [argument for argument in target.arguments if _option(argument) in ("maxtext_model", "param_scan_axis")]
-
-
 def _folder_of(history: History) -> str:
     """The name of a step's folder in its run."""
     return history.first["source"].rpartition("/")[2]
-
-
-def _full_paths(target: Target | None) -> bool | None:
-    """How a target's options name sources; None where they don't say."""
-    said = (
-        [each.partition("=")[2] == "true" for each in target.arguments if _option(each) == "full_paths"]
-        if target
-        else []
-    )
-    return said[-1] if said else None
-
-
-def _option(argument: str) -> str:
-    """The name of an option as it stands in a command line with its value."""
-    return argument.removeprefix("--").partition("=")[0]
 
 
 def scratch_of(output: Store) -> Path:

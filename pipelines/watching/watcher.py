@@ -248,7 +248,7 @@ class Watcher:
             return
         if history.state in (DISCOVERED, FAILED):
             task = feed.plan(feed.source(history), target)
-            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
+            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
             if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
                 self._say_gone(feed, history, why)
                 return
@@ -288,7 +288,7 @@ class Watcher:
         self, feed: Feed, history: History, apart: Workers, tasks: Sequence[Task], attempt: int
     ) -> list[isolation.Outcome] | None:
         """Does tasks at the same time; None if one of them isn't done, which is recorded."""
-        outcomes = apart.run_together([(task.action, task.arguments) for task in tasks])
+        outcomes = apart.run_together([(task.action, task.keywords) for task in tasks])
         outcome = outcomes[-1]
         if outcome.status == isolation.DONE:
             return outcomes
@@ -320,7 +320,7 @@ class Watcher:
             return found
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
-            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
+            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from support import call
 
-from weightbeam.pipelines.arguments.options import is_boolean
-from weightbeam.pipelines.arguments.parser import make_parser, parse
+from weightbeam.pipelines.arguments.parser import is_boolean, make_parser, parse
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import read_options
 from weightbeam.pipelines.watching.config import read_config

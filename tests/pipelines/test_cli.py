@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -29,9 +28,10 @@ from support import (
 )
 
 import weightbeam
-from weightbeam.pipelines.arguments.options import add_conversion, add_output
+from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.without_beam import is_local, says_threads
 from weightbeam.transforms.mesh import mesh_axes
+from weightbeam.transforms.options import Options, Token, options_of
 
 ocp = lazily("orbax.checkpoint")
 
@@ -64,13 +64,6 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     assert imported_by(code) & set(HEAVY) == set()
 
 
-def options_of(*groups: Any) -> set[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    for add in groups:
-        add(parser)
-    return {option for action in parser._actions for option in action.option_strings}
-
-
 DOCUMENTED = [  # DESIGN.md 3
     "source", "output", "scan_layers", "param_scan_axis", "save_dtype", "mesh", "maxtext_model", "vocab_size", "mtp", "use_ocdbt", "use_zarr3",
     "compression", "unit_bytes", "step", "resume", "overwrite",
@@ -80,11 +73,12 @@ DOCUMENTED = [  # DESIGN.md 3
 def test_help_names_every_option() -> None:
     """Those of the design, those of the code, in both commands that take them, with their defaults."""
     convert_help, plan_help = help_of("convert"), help_of("plan")
-    assert {f"--{name}" for name in DOCUMENTED} <= options_of(add_conversion, add_output)
-    for option in options_of(add_conversion, add_output):
-        assert f"{option} " in convert_help
-    for option in {*options_of(add_conversion), "--json"}:
-        assert f"{option} " in plan_help
+    options = {each.name for each in COMMANDS["convert"].all_options()} - SHELL
+    assert set(DOCUMENTED) <= options
+    for option in options:
+        assert f"--{option} " in convert_help
+    for option in {*(each.name for each in (*options_of(Options), *options_of(Token))), "source", "json"}:
+        assert f"--{option} " in plan_help
     for default in (
         "default: true",
         "default: bfloat16",

@@ -249,11 +249,11 @@ def test_what_changed_is_found_on_the_way(model: tuple[Path, dict[str, Any]], tm
     history = feed.history(step, target)
     history.begin(step, target)
     task = feed.plan(feed.source(history), target)
-    planned = task.action(list(task.arguments))
+    planned = task.action(**task.keywords)
     history.add("planned", checkpoint=feed.place(history, planned["plan"]), **planned)
     (making,), (*_, comparing), _ = feed.tasks(history, target)
-    making.action(list(making.arguments))
-    release, about = open_store(comparing.arguments[0]), json.loads(comparing.arguments[1])
+    making.action(**making.keywords)
+    release, about = open_store(comparing.keywords["url"]), comparing.keywords["about"]
     before = str(output / "step-1")
     assert (about["before"]["url"], about["like"]) == (before, str(like))
     assert read_found(release).keys() == {before, str(like)}

@@ -10,8 +10,8 @@ from support import assert_same_bits, call, convert, read_tensors, restore
 
 from weightbeam.pipelines import convert as converting
 from weightbeam.pipelines import export, quantize, reshard
-from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.slots import slots_of
+from weightbeam.transforms.options import UNIT_BYTES
 from weightbeam.transforms.staged import load
 
 BUCKETS = ("gs://in/model", "gs://out/ckpt")

@@ -9,7 +9,8 @@ import pytest
 
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines import api
-from weightbeam.pipelines.arguments.parser import SHELL, make_parser
+from weightbeam.pipelines.arguments.commands import SHELL
+from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.wording import KEYWORDS, at_the_shell, worded
 

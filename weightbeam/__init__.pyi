@@ -1,0 +1,640 @@
+"""Written by `python -m deploy.face`, of the options that each command has."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.pipelines.adapters import ExportedAdapter
+from weightbeam.pipelines.convert import Converted
+from weightbeam.pipelines.diff import Comparison
+from weightbeam.pipelines.errors import Busy as Busy
+from weightbeam.pipelines.errors import Failed as Failed
+from weightbeam.pipelines.errors import Refused as Refused
+from weightbeam.pipelines.export import Exported
+from weightbeam.pipelines.fit import fit as fit
+from weightbeam.pipelines.inspect import Inspection
+from weightbeam.pipelines.loading.load import load as load
+from weightbeam.pipelines.loading.tree import open as open
+from weightbeam.pipelines.merge import Merged
+from weightbeam.pipelines.plan import Plan as Plan
+from weightbeam.pipelines.progress import Progress as Progress
+from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.reshard import Resharded
+from weightbeam.pipelines.verify import Verification
+
+__version__: str
+__all__ = [
+    "Busy",
+    "Failed",
+    "Plan",
+    "Progress",
+    "Refused",
+    "convert",
+    "dequantize",
+    "diff",
+    "export",
+    "fit",
+    "inspect",
+    "load",
+    "materialize",
+    "maxtext_config",
+    "merge",
+    "open",
+    "plan",
+    "quantize",
+    "reshard",
+    "verify",
+]
+
+def convert(
+    source: str | Plan,
+    output: str,
+    *,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    vocab_size: int | None = None,
+    mtp: bool = False,
+    check_source: str = "auto",
+    allow_links: bool = False,
+    multimodal: bool = False,
+    lora: str | Sequence[str] = (),
+    adapter_only: bool = False,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    use_ocdbt: bool = True,
+    use_zarr3: bool = True,
+    compression: str = "none",
+    unit_bytes: int | str = 134217728,
+    step: int = 0,
+    virtual: bool = False,
+    full_paths: bool | None = None,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    link: str = "hard",
+    sha256: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Converted:
+    """Converts a release into an Orbax checkpoint at `output/step`, which appears there whole, at the end.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, `hf://organisation/model[@revision]`, or what `plan` made of one, beside
+        which there are no options: it was made with its own.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
+      progress: shown on standard error, told to a callback, or False for neither.
+      maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
+      vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
+      mtp: convert the multi-token-prediction layers too.
+      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
+        them, reading the files once more.
+      allow_links: take files of the source that are links to another folder.
+      multimodal: convert the vision and audio towers too.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      adapter_only: write the adapter as MaxText's, and don't merge it.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
+      use_ocdbt: one database, or a folder for each array (Pathways: false).
+      use_zarr3: zarr version 3 or 2 (Pathways: false).
+      compression: zstd saves about a fifth of the disk and slows loading.
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      step: the step under which the checkpoint is written.
+      virtual: refer to the source's files for every array that lies in them already.
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      link: how virtual=True puts the source's files into a folder (into a bucket: copy).
+      sha256: with virtual=True, read the source's files once and record their hashes.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def dequantize(
+    source: str,
+    output: str,
+    *,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = 134217728,
+    full_paths: bool | None = None,
+    save_dtype: str | None = None,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Writes a quantised release with the values of its weights, computed in float32 and cast once; all else is its own
+    bytes.
+
+    Args:
+      source, output, beam, progress: as for `merge`.
+      max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      save_dtype: dtype of the values (default: what config.json says).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      create_pr: on the hub, open a pull request.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def diff(
+    a: str,
+    b: str,
+    *,
+    hf_token_secret: str | None = None,
+    tolerance: float = 0.0,
+    fail_over: float | None = None,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    progress: bool | Report = True,
+) -> Comparison:
+    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see
+    `Comparison.ok`.
+
+    Args:
+      a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases
+        also `hf://…`.
+      progress: shown on standard error, told to a callback, or False for neither.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      tolerance: the largest absolute difference of an element that counts as none.
+      fail_over: end with status 1 only where a tensor's relative change is over X: |a - b| / |a|, of its norms.
+      maxtext_model: the MaxText model, where one is an Orbax checkpoint and neither can settle it.
+      family: the table (default: by config.json).
+
+    Raises:
+      Refused: one of them can't be looked at, or problems stand against it.
+      Failed: it failed on the way.
+    """
+
+def export(
+    source: str,
+    output: str,
+    *,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = 134217728,
+    full_paths: bool | None = None,
+    like: str | None = None,
+    save_dtype: str = "auto",
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    step: int | None = None,
+    lora: str | Sequence[str] = (),
+    lora_alpha: float | None = None,
+    family: str | None = None,
+    maxtext_config: str | None = None,
+    tokenizer: str | None = None,
+    multimodal: bool | None = None,
+    mtp: bool = False,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Exported | ExportedAdapter:
+    """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the
+    rest. An adapter of MaxText's becomes a folder for PEFT.
+
+    Args:
+      source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training
+        wrote, too.
+      output: the folder of the release, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
+      beam: Beam's options.
+      progress: whether to show it, or what is told of it.
+      max_shard_size: bytes of tensors in a file, such as 5GB (default: as like=, else 5GB).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      like: the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://.
+      save_dtype: dtype of every float tensor; auto: as like= has it.
+      maxtext_model: the MaxText model, where neither the checkpoint nor config.json settles it.
+      param_scan_axis: where the layers are stacked, where the shapes fit several axes.
+      step: which step, where the root has several.
+      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
+      lora_alpha: of an adapter that MaxText trained, where its metadata don't say it.
+      family: the table: one of ours, an installed package's or a file of your own (default: by config.json).
+      maxtext_config: a MaxText configuration (.yml) to make config.json of, for a model without a release.
+      tokenizer: a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken.
+      multimodal: true: with vision and audio towers, those of like= where the checkpoint has none; false: the language
+        model alone.
+      mtp: with like's multi-token-prediction layers where the checkpoint has none.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      create_pr: on the hub, open a pull request.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def inspect(
+    checkpoint: str,
+    *,
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    source: str | None = None,
+    maxtext_model: str | None = None,
+) -> Inspection:
+    """Looks at a checkpoint: its arrays or tensors; with meshes, what loading it costs.
+
+    Args:
+      checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
+        (safetensors) `hf://`.
+      mesh: what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated.
+      sharding_rules: your logical_axis_rules, as for convert (default: those that it was made for).
+      source: folder with the model's config.json, for a checkpoint that doesn't tell its logical axes.
+      maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
+
+    Raises:
+      Refused: it can't be read.
+    """
+
+def materialize(
+    checkpoint: str,
+    output: str,
+    *,
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    use_ocdbt: bool = True,
+    use_zarr3: bool = True,
+    compression: str = "none",
+    unit_bytes: int | str = 134217728,
+    step: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Converted:
+    """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the
+    source.
+
+    Args:
+      checkpoint: the virtual checkpoint: its root, a step or an item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam, progress: as for `convert`.
+      mesh: target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint).
+      sharding_rules: your logical_axis_rules, as for convert (default: those of the virtual checkpoint).
+      use_ocdbt: one database, or a folder for each array (Pathways: false).
+      use_zarr3: zarr version 3 or 2 (Pathways: false).
+      compression: zstd saves about a fifth of the disk and slows loading.
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      step: the step under which it is written (default: that of the virtual checkpoint).
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+
+    Raises:
+      Refused: it can't be done; nothing was written.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def maxtext_config(
+    source: str,
+    *,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    vocab_size: int | None = None,
+    mtp: bool = False,
+    check_source: str = "auto",
+    allow_links: bool = False,
+    multimodal: bool = False,
+    lora: str | Sequence[str] = (),
+    adapter_only: bool = False,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    use_ocdbt: bool = True,
+    use_zarr3: bool = True,
+    compression: str = "none",
+    unit_bytes: int | str = 134217728,
+    step: int = 0,
+    virtual: bool = False,
+    full_paths: bool | None = None,
+    hf_token_secret: str | None = None,
+) -> MaxTextConfig:
+    """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
+      vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
+      mtp: convert the multi-token-prediction layers too.
+      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
+        them, reading the files once more.
+      allow_links: take files of the source that are links to another folder.
+      multimodal: convert the vision and audio towers too.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      adapter_only: write the adapter as MaxText's, and don't merge it.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
+      use_ocdbt: one database, or a folder for each array (Pathways: false).
+      use_zarr3: zarr version 3 or 2 (Pathways: false).
+      compression: zstd saves about a fifth of the disk and slows loading.
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      step: the step under which the checkpoint is written.
+      virtual: refer to the source's files for every array that lies in them already.
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+
+    Raises:
+      Refused: no such source, no table for it, or `config.json` doesn't say it all.
+    """
+
+def merge(
+    source: str,
+    output: str,
+    *,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = 134217728,
+    full_paths: bool | None = None,
+    lora: str | Sequence[str] = (),
+    family: str | None = None,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Merges PEFT adapters into a release, which appears in `output` whole, at the end.
+
+    Args:
+      source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
+      output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where
+        it becomes one commit.
+      beam: Beam's options.
+      progress: whether to show it, or what is told of it.
+      max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      family: the table whose spellings of names count (default: by config.json).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      create_pr: on the hub, open a pull request.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def plan(
+    source: str,
+    *,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    vocab_size: int | None = None,
+    mtp: bool = False,
+    check_source: str = "auto",
+    allow_links: bool = False,
+    multimodal: bool = False,
+    lora: str | Sequence[str] = (),
+    adapter_only: bool = False,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    use_ocdbt: bool = True,
+    use_zarr3: bool = True,
+    compression: str = "none",
+    unit_bytes: int | str = 134217728,
+    step: int = 0,
+    virtual: bool = False,
+    full_paths: bool | None = None,
+    hf_token_secret: str | None = None,
+    workers: Sequence[int] = (),
+    worker_gbps: float = 10.0,
+    worker_hour_price: float = 0.14,
+    beam: Sequence[str] = (),
+) -> Plan:
+    """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the
+    plan.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      beam: Beam's options, as on the command line.
+      maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
+      vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
+      mtp: convert the multi-token-prediction layers too.
+      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
+        them, reading the files once more.
+      allow_links: take files of the source that are links to another folder.
+      multimodal: convert the vision and audio towers too.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      adapter_only: write the adapter as MaxText's, and don't merge it.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
+      use_ocdbt: one database, or a folder for each array (Pathways: false).
+      use_zarr3: zarr version 3 or 2 (Pathways: false).
+      compression: zstd saves about a fifth of the disk and slows loading.
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      step: the step under which the checkpoint is written.
+      virtual: refer to the source's files for every array that lies in them already.
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      workers: simulate it on N workers, such as 1,10,100: time and cost, on Dataflow or --runner's cluster.
+      worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
+      worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
+
+    Raises:
+      Refused: there is nothing to plan: no such source, no such mesh.
+    """
+
+def quantize(
+    source: str,
+    output: str,
+    *,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = 134217728,
+    full_paths: bool | None = None,
+    format: str = "fp8",
+    like: str | None = None,
+    lora: str | Sequence[str] = (),
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    step: int | None = None,
+    multimodal: bool | None = None,
+    mtp: bool = False,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged | Exported:
+    """Writes a release whose linear layers are FP8 in blocks of 128 × 128, as DeepSeek's are: for vLLM, SGLang and
+    transformers.
+
+    Args:
+      source: a release, or an Orbax checkpoint, which is exported in the same pass.
+      output, beam, progress: as for `export`.
+      max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      format: what the weights of linear layers become.
+      like: a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export.
+      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
+      maxtext_model: of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it.
+      param_scan_axis: of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes.
+      step: of an Orbax checkpoint: which step, where the root has several.
+      multimodal: of an Orbax checkpoint: true: with vision and audio towers, those of like= where the checkpoint has
+        none; false: the language model alone.
+      mtp: of an Orbax checkpoint: with like's multi-token-prediction layers where the checkpoint has none.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      create_pr: on the hub, open a pull request.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def reshard(
+    source: str,
+    output: str,
+    *,
+    state: str = "full",
+    save_dtype: str = "keep",
+    moment_dtype: str = "keep",
+    scan_layers: bool | None = None,
+    param_scan_axis: int | None = None,
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    use_ocdbt: bool | None = None,
+    use_zarr3: bool | None = None,
+    compression: str | None = None,
+    unit_bytes: int | str = 134217728,
+    step: int | None = None,
+    lora: str | Sequence[str] = (),
+    lora_alpha: float | None = None,
+    full_paths: bool | None = None,
+    like: str | None = None,
+    maxtext_config: str | None = None,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Resharded:
+    """Writes an Orbax checkpoint anew: for other meshes, with layers stacked or apart, in another dtype or storage,
+    with or without the optimizer.
+
+    Args:
+      source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam, progress: as for `convert`.
+      state: params leaves out the optimizer and the rest, and calls the weights params.params.
+      save_dtype: dtype of the weights; computed in float32, cast once.
+      moment_dtype: dtype of the optimizer's moments.
+      scan_layers: stack the layers of a kind in one array, or take them apart (default: as they are).
+      param_scan_axis: where the stacked axis goes (default: where it is).
+      mesh: the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are).
+      sharding_rules: your logical_axis_rules, as for convert.
+      maxtext_model: the MaxText model, where config.json can't settle it, or in place of like=.
+      family: the table, as for convert (default: by config.json).
+      use_ocdbt: one database, or a folder for each array (Pathways: false; default: as the source).
+      use_zarr3: zarr version 3 or 2 (Pathways: false; default: as the source).
+      compression: of every array (default: as it is where chunks are copied, else none).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      step: which step, where the source has several; and the one that is written (default: the source's).
+      lora: an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated.
+      lora_alpha: of an adapter whose metadata don't say it.
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      like: a release of the model, if the checkpoint doesn't remember one: its table names axes and layers.
+      maxtext_config: the run's MaxText configuration (.yml), in place of like=.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
+def verify(
+    checkpoint: str,
+    source: str | None = None,
+    *,
+    hf_token_secret: str | None = None,
+    like: str | None = None,
+    accept: str | Sequence[str] = (),
+    lora: str | Sequence[str] = (),
+    sample: float = 1.0,
+    maxtext_model: str | None = None,
+    scan_layers: bool | None = None,
+    param_scan_axis: int | None = None,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Verification:
+    """Compares every element of a checkpoint with the tensors it was made of, in a way of its own. What differs doesn't
+    raise: see `ok` and `check`.
+
+    Args:
+      checkpoint: an Orbax checkpoint, ours or MaxText's converter's: its root, a step or an item, in a folder or in
+        `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
+      source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
+        checkpoint. Of a release that was exported, the checkpoint.
+      beam: Beam's options, as on the command line.
+      progress: shown on standard error, told to a callback, or False for neither.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      like: of an export: the release that its towers were taken from, where it isn't where the export says.
+      accept: of an export: a field of config.json, or another small file, that may be another than the export wrote.
+      lora: an adapter that was merged, where it isn't where the checkpoint says.
+      sample: compare only this share of each array's tensors, such as 0.05, but one at least.
+      maxtext_model: the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it.
+      scan_layers: whether layers are stacked.
+      param_scan_axis: where the stacked axis is (default: 1).
+
+    Raises:
+      Refused: it can't be compared.
+      Failed: it failed on the way.
+    """
