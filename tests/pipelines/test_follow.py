@@ -1240,7 +1240,7 @@ def test_a_watcher_starts_before_the_run(
         wait_until(lambda: "isn't there yet" in (tmp_path / "printed").read_text())
         assert f"following run, looking every 1 s until Ctrl-C: {run}" in (tmp_path / "printed").read_text()
         write(run, 1, model=model)
-        wait_until(lambda: (output / "step-1" / "run.json").exists())
+        wait_until(lambda: states(output) == {"step-1": WHOLE})
     finally:
         watching.kill()
         watching.wait()
