@@ -209,12 +209,8 @@ OF_CHECKPOINTS = "of an Orbax checkpoint"
 LAYERS_HELP = "with --like's multi-token-prediction layers where the checkpoint has none"
 OUTPUT = "output"
 
-_what, _written, _layout, _storage, _output, _simulated = (
-    functools.partial(option, group=group)
-    for group in (
-        "what is converted", "what is written", "layout", "storage", OUTPUT, "simulation"
-    )
-)  # fmt: skip
+GROUPS = ("what is converted", "what is written", "", "layout", "storage", "simulation", OUTPUT)  # headings of help pages
+_what, _written, _, _layout, _storage, _simulated, _output = (functools.partial(option, group=each) for each in GROUPS)
 Adapters = tuple[tuple[str, float], ...]  # URL, and what its deltas are multiplied by
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]  # what the file says
 
@@ -275,6 +271,11 @@ class Linking(FromHub):
 class Options:
     """Of a conversion, as far as they change a byte or a chunk's key."""
 
+    scan_layers: bool = _layout("stack the layers of a kind in one array, as in MaxText", True)
+    param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
+    save_dtype: str = _layout("dtype of every float array; computed in float32, cast once", "bfloat16", choices=COMPUTED)
+    mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
+    sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")
     family: str | None = _what("the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
     vocab_size: int | None = _what("rows of MaxText's embedding: more pads with zeros, fewer cuts")
@@ -285,11 +286,6 @@ class Options:
     multimodal: bool = _what("convert the vision and audio towers too", False)
     lora: Adapters = _what("a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated", ())
     adapter_only: bool = _what("write the adapter as MaxText's, and don't merge it", False)
-    scan_layers: bool = _layout("stack the layers of a kind in one array, as in MaxText", True)
-    param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
-    save_dtype: str = _layout("dtype of every float array; computed in float32, cast once", "bfloat16", choices=COMPUTED)
-    mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
-    sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     use_ocdbt: bool = _storage("one database, or a folder for each array (Pathways: false)", True)
     use_zarr3: bool = _storage("zarr version 3 or 2 (Pathways: false)", True)
     compression: str = _storage("zstd saves about a fifth of the disk and slows loading", "none")

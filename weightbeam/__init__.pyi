@@ -51,6 +51,11 @@ def convert(
     source: str | Plan,
     output: str,
     *,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
     family: str | None = None,
     vocab_size: int | None = None,
@@ -60,11 +65,6 @@ def convert(
     multimodal: bool = False,
     lora: str | Sequence[str] = (),
     adapter_only: bool = False,
-    scan_layers: bool = True,
-    param_scan_axis: int = 1,
-    save_dtype: str = "bfloat16",
-    mesh: str | Sequence[str] = (),
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     use_ocdbt: bool = True,
     use_zarr3: bool = True,
     compression: str = "none",
@@ -88,6 +88,11 @@ def convert(
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
       progress: shown on standard error, told to a callback, or False for neither.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
@@ -98,11 +103,6 @@ def convert(
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
       adapter_only: write the adapter as MaxText's, and don't merge it.
-      scan_layers: stack the layers of a kind in one array, as in MaxText.
-      param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
-      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
       compression: zstd saves about a fifth of the disk and slows loading.
@@ -315,6 +315,11 @@ def materialize(
 def maxtext_config(
     source: str,
     *,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
     family: str | None = None,
     vocab_size: int | None = None,
@@ -324,11 +329,6 @@ def maxtext_config(
     multimodal: bool = False,
     lora: str | Sequence[str] = (),
     adapter_only: bool = False,
-    scan_layers: bool = True,
-    param_scan_axis: int = 1,
-    save_dtype: str = "bfloat16",
-    mesh: str | Sequence[str] = (),
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     use_ocdbt: bool = True,
     use_zarr3: bool = True,
     compression: str = "none",
@@ -342,6 +342,11 @@ def maxtext_config(
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
@@ -352,11 +357,6 @@ def maxtext_config(
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
       adapter_only: write the adapter as MaxText's, and don't merge it.
-      scan_layers: stack the layers of a kind in one array, as in MaxText.
-      param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
-      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
       compression: zstd saves about a fifth of the disk and slows loading.
@@ -416,6 +416,11 @@ def merge(
 def plan(
     source: str,
     *,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    save_dtype: str = "bfloat16",
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
     family: str | None = None,
     vocab_size: int | None = None,
@@ -425,11 +430,6 @@ def plan(
     multimodal: bool = False,
     lora: str | Sequence[str] = (),
     adapter_only: bool = False,
-    scan_layers: bool = True,
-    param_scan_axis: int = 1,
-    save_dtype: str = "bfloat16",
-    mesh: str | Sequence[str] = (),
-    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     use_ocdbt: bool = True,
     use_zarr3: bool = True,
     compression: str = "none",
@@ -449,6 +449,11 @@ def plan(
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
       beam: Beam's options, as on the command line.
+      scan_layers: stack the layers of a kind in one array, as in MaxText.
+      param_scan_axis: where the stacked axis goes, as in MaxText.
+      save_dtype: dtype of every float array; computed in float32, cast once.
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
@@ -459,11 +464,6 @@ def plan(
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
       adapter_only: write the adapter as MaxText's, and don't merge it.
-      scan_layers: stack the layers of a kind in one array, as in MaxText.
-      param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
-      sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
       compression: zstd saves about a fifth of the disk and slows loading.

@@ -8,6 +8,7 @@ from typing import Any
 
 from weightbeam.pipelines.arguments import texts
 from weightbeam.transforms.options import (
+    GROUPS,
     OUTPUT,
     PATHS_HELP,
     SOURCE_HELP,
@@ -153,9 +154,9 @@ class Command:
     def all_options(self) -> list[Option]:
         """What its help page shows, in order: where it reads, what it is told, where it writes, what a person sees."""
         places = [each for name, each in self.places.items() if name != OUTPUT]
-        told = [each for kind in (*self.options, *self.shell) for each in options_of(kind)]
         to = [each for name, each in self.places.items() if name == OUTPUT]
-        to += [each for each in told if each.group == OUTPUT]
+        told = [*to, *(each for kind in (*self.options, *self.shell) for each in options_of(kind))]
+        told.sort(key=lambda each: GROUPS.index(each.group))
         seen = [
             DRY_RUN,
             *([JSON] if self.json else ()),
@@ -164,7 +165,7 @@ class Command:
             VERBOSE,
             LOG_FILE,
         ]
-        return [*places, *(each for each in told if each.group != OUTPUT), *to, *seen]
+        return [*places, *told, *seen]
 
 
 def _place(name: str, help: str, group: str = "") -> dict[str, Option]:

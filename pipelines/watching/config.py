@@ -187,7 +187,11 @@ def _read_each(
                 # a dtype is recorded by its full name, and an adapter where it was found
                 right[name] = read if kind is not Options and name.endswith("dtype") else value
             except RefusedError as e:
-                problems.append(f"{name}: {str(e).removeprefix(f'{name}=')}")
+                choices = ", ".join(map(repr, options[name].choices))
+                why = (
+                    f"invalid choice: {value!r} (choose from {choices})" if choices else str(e).removeprefix(f"{name}=")
+                )
+                problems.append(f"{name}: {why}")
     return right
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines.watching.isolation import Action, Workers
-from weightbeam.pipelines.watching.records import History, Record, Target, Version, key_of
+from weightbeam.pipelines.watching.records import History, Record, Target, Version, keys_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Feed(abc.ABC):
         if not history.records:
             return None
         weights = history.first["weights"]
-        return next((target for target in self.targets if key_of(history.name, weights, target) == history.key), None)
+        return next((each for each in self.targets if history.key in keys_of(history.name, weights, each)), None)
 
     def goes_on(self, history: History) -> bool:
         """Whether a history is gone on with though its version isn't the one that is there now."""

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field
 
-from weightbeam import model_mappings
 from weightbeam.formats import lease
 from weightbeam.formats.naming import Naming
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.runs import MAX_STEP
-from weightbeam.transforms.conversion import DECODING_VERSION
+from weightbeam.pipelines.watching.tables import former, tables
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
@@ -179,20 +176,17 @@ class Target(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
 
-@functools.cache
-def tables() -> str:
-    """Identifies the tables and the decoding of this version: what made a release's values."""
-    root = Path(str(model_mappings.__file__)).parent
-    sources = [
-        (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))
-    ]
-    return hashlib.sha256(json.dumps([DECODING_VERSION, sources]).encode()).hexdigest()
-
-
-def key_of(name: str, weights: str, target: Target) -> str:
-    """Identifies what there is to do: the same whenever the same would come out."""
-    facts = [name, weights, target.facts, tables()]
+def key_of(name: str, weights: str, target: Target, said: str | None = None) -> str:
+    """Identifies what there is to do: the same whenever the same would come out; `said` identifies other tables than those
+    of this version.
+    """
+    facts = [name, weights, target.facts, said or tables()]
     return f"{target.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def keys_of(name: str, weights: str, target: Target) -> list[str]:
+    """The key, and those by which versions of Weightbeam whose tables say the same knew what there is to do."""
+    return [key_of(name, weights, target, said) for said in (tables(), *former())]
 
 
 def now() -> datetime.datetime:
@@ -309,6 +303,13 @@ class History:
 
 def _name(number: int) -> str:
     return f"{number:04}.json"
+
+
+def history_of(output: Store, version: Version, target: Target, root: str = ROOT) -> History:
+    """What was done to make a version into a target, under the key that it was begun with."""
+    keys = keys_of(version.name, version.weights, target)
+    found = [History(output, version.name, key, root) for key in keys]
+    return next((history for history in found if history.records), found[0])
 
 
 def find_history(output: Store, name: str, key: str, root: str = ROOT) -> History | None:

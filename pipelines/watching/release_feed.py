@@ -19,7 +19,7 @@ from weightbeam.pipelines.watching.records import (
     Target,
     Version,
     histories,
-    key_of,
+    history_of,
     now,
 )
 from weightbeam.pipelines.watching.releases import Release
@@ -60,7 +60,7 @@ class ReleaseFeed(Feed):
         return []
 
     def history(self, version: Version, target: Target) -> History:
-        return History(self.output, version.name, key_of(version.name, version.weights, target))
+        return history_of(self.output, version, target)
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         return histories(self.output, name)

@@ -50,10 +50,10 @@ from weightbeam.pipelines.watching.records import (
     Version,
     find_history,
     histories,
-    key_of,
-    tables,
+    history_of,
 )  # fmt: skip
 from weightbeam.pipelines.watching.runs import Seen, Step, growing_steps, list_steps, read_step, see_step
+from weightbeam.pipelines.watching.tables import former, tables
 from weightbeam.transforms.options import (
     PARAMS,
     ExportOptions,
@@ -218,13 +218,13 @@ class RunFeed(Feed):
     def _is_settled(self, seen: Seen) -> bool:
         """Whether nothing is left to be done for a step, whatever the target."""
         marks = {mark.asked for mark in self._marks if (mark.step, mark.seen) == (seen.number, seen.mark)}
-        return all(_asked(target) in marks for target in self.targets)
+        return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
 
     # --- what was done
 
     def history(self, version: Version, target: Target) -> History:
         assert isinstance(version, Step)
-        history = History(self.output, version.name, key_of(version.name, version.weights, target), RUNS)
+        history = history_of(self.output, version, target, RUNS)
         self._seen[history.key] = Seen(version.number, version.url.rpartition("/")[2], version.mark)
         return history
 
@@ -279,7 +279,7 @@ class RunFeed(Feed):
             first["step"],
             seen.mark if seen else first["seen"],
             ASIDE if history.state == PUBLISHED and self._is_passed_over(history) else str(history.state),
-            _asked(target) if target else "",
+            _asked(target)[0] if target else "",
             history.key,
         )
         self._marks_folder.make()
@@ -646,9 +646,10 @@ def _milliseconds(when: datetime.datetime) -> int:
     return int(when.timestamp() * 1000)
 
 
-def _asked(target: Target) -> str:
-    """Identifies what is asked for of each step."""
-    return hashlib.sha256(json.dumps([target.name, target.facts, tables()], sort_keys=True).encode()).hexdigest()[:12]
+def _asked(target: Target) -> list[str]:
+    """Identifies what is asked for of each step; and as versions did whose tables say the same."""
+    facts = [json.dumps([target.name, target.facts, said], sort_keys=True) for said in (tables(), *former())]
+    return [hashlib.sha256(each.encode()).hexdigest()[:12] for each in facts]
 
 
 def _folder_of(history: History) -> str:

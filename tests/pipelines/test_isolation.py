@@ -44,12 +44,12 @@ def test_a_process_is_ready_and_fresh() -> None:
         workers.rest()
         assert children() - before == ready
         assert len(ready) == 2
-        first, second = (workers.run(tell, ["x"]).facts for _ in range(2))
+        first, second = (workers.run(tell, {"arguments": ["x"]}).facts for _ in range(2))
         assert first == second == {"pid": first["pid"], "prepared": [True], "said": ["x"]}
         workers.rest()
         assert first["pid"] not in children()
         assert len(children() - before) == 2
-        assert workers.run(tell, []).facts["pid"] not in ready
+        assert workers.run(tell, {"arguments": []}).facts["pid"] not in ready
     assert children() == before
 
 
@@ -62,7 +62,7 @@ def test_what_died_while_it_waited() -> None:
         ready.kill()
         ready.join()
         workers.rest()
-        outcome = workers.run(tell, ["x"])
+        outcome = workers.run(tell, {"arguments": ["x"]})
         assert (outcome.status, outcome.facts["said"]) == (DONE, ["x"])
         assert outcome.facts["pid"] != ready.pid
 
@@ -71,14 +71,14 @@ def test_what_is_done_together() -> None:
     """Outcomes come in the order of the works; where one fails, the others are ended, and its word counts."""
     before = children()
     with Workers(prepare) as workers:
-        outcomes = workers.run_together([(sleep, ["0.3"]), (tell, ["b"])])
+        outcomes = workers.run_together([(sleep, {"arguments": ["0.3"]}), (tell, {"arguments": ["b"]})])
         assert [(outcome.status, outcome.facts["said"]) for outcome in outcomes] == [(DONE, ["0.3"]), (DONE, ["b"])]
         start = time.monotonic()
-        (outcome,) = workers.run_together([(sleep, ["600"]), (fail, ["the", "reason"])])
+        (outcome,) = workers.run_together([(sleep, {"arguments": ["600"]}), (fail, {"arguments": ["the", "reason"]})])
         assert (outcome.status, outcome.message) == (FAILED, "the reason")
         assert time.monotonic() - start < 60
         assert children() == before
-        assert workers.run(sleep, ["600"], seconds=0.2).message == "took longer than 0 s, and was ended"
-        assert workers.run(tell, ["again"]).status == DONE
+        assert workers.run(sleep, {"arguments": ["600"]}, seconds=0.2).message == "took longer than 0 s, and was ended"
+        assert workers.run(tell, {"arguments": ["again"]}).status == DONE
         workers.rest()
         assert children() == before
