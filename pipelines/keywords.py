@@ -45,6 +45,9 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Result:
             said = {name: value for name, value in given.items() if name not in signature.parameters}
+            values = {each.name for name, kind in kinds.items() if name in given for each in options_of(kind)}
+            if twice := values & said.keys():
+                raise TypeError(f"{', '.join(sorted(twice))}: a value has the options already")
             check_known(said, [*options, *(each.name for each in own)])
             return function(
                 *args,

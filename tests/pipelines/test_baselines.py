@@ -24,8 +24,9 @@ from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.registry import FAMILIES
 from weightbeam.pipelines.diff import compare_pairs, open_pair
 from weightbeam.transforms import baselines, differences
-from weightbeam.transforms.baselines import FILE, Baseline, compared_with, read_found
+from weightbeam.transforms.baselines import FILE, Baseline, read_found
 from weightbeam.transforms.differences import Difference
+from weightbeam.transforms.options import ToHub
 
 COUNTED = ("elements", "different", "beyond", "largest")  # what doesn't depend on how a tensor is cut
 
@@ -73,14 +74,14 @@ def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkey
     compare = baselines._compare
     monkeypatch.setattr(baselines, "_compare", lambda *given: (boxes.add(given[2]), compare(*given))[1])
     others = [str(folder / other) for other in ("like", "other")]
-    with compared_with([*others, str(tmp_path / "nothing")]):
-        wb.export(
-            str(folder / "ckpt"),
-            str(output),
-            unit_bytes=UNIT_BYTES,
-            beam=["--direct_runner_bundle_repeat=1"],
-            progress=False,
-        )
+    wb.export(
+        str(folder / "ckpt"),
+        str(output),
+        how=ToHub(compared_with=(*others, str(tmp_path / "nothing"))),
+        unit_bytes=UNIT_BYTES,
+        beam=["--direct_runner_bundle_repeat=1"],
+        progress=False,
+    )
     assert any(start for box in boxes for start, _ in box) or (name != "wide" and box_bytes > 4096)
     found = read_found(LocalFolder(str(output)))
     assert found.keys() == set(others)
@@ -97,8 +98,9 @@ def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkey
 def test_with_quantised_values(made: Path, tmp_path: Path) -> None:
     """A baseline in FP8 is compared by its values."""
     baseline = str(fp8_llama(tmp_path / "fp8")[0])
-    with compared_with([baseline]):
-        wb.export(str(made / "llama" / "ckpt"), str(tmp_path / "back"), progress=False)
+    wb.export(
+        str(made / "llama" / "ckpt"), str(tmp_path / "back"), how=ToHub(compared_with=(baseline,)), progress=False
+    )
     found = read_found(LocalFolder(str(tmp_path / "back")))[baseline]
     assert any(difference.different for difference in assert_as_compared(tmp_path / "back", baseline, found).values())
 
@@ -108,8 +110,9 @@ def test_a_merge(made: Path, tmp_path: Path) -> None:
     like = made / "llama" / "like"
     q_proj = "model.layers.0.self_attn.q_proj"
     adapter, _ = peft_adapter(tmp_path / "adapter", {q_proj: random_tensors(LLAMA)[f"{q_proj}.weight"].shape})
-    with compared_with([str(like)]):
-        wb.merge(str(like), str(tmp_path / "merged"), lora=str(adapter), progress=False)
+    wb.merge(
+        str(like), str(tmp_path / "merged"), lora=str(adapter), how=ToHub(compared_with=(str(like),)), progress=False
+    )
     found = assert_as_compared(
         tmp_path / "merged", str(like), read_found(LocalFolder(str(tmp_path / "merged")))[str(like)]
     )
@@ -124,8 +127,9 @@ def test_a_merge_into_codes(made: Path, tmp_path: Path, other: str) -> None:
     baseline = str(base if other == "fp8" else made / "llama" / "like")
     q_proj = "model.layers.0.self_attn.q_proj"
     adapter, _ = peft_adapter(tmp_path / "adapter", {q_proj: random_tensors(LLAMA)[f"{q_proj}.weight"].shape})
-    with compared_with([baseline]):
-        wb.merge(str(base), str(tmp_path / "merged"), lora=str(adapter), progress=False)
+    wb.merge(
+        str(base), str(tmp_path / "merged"), lora=str(adapter), how=ToHub(compared_with=(baseline,)), progress=False
+    )
     found = read_found(LocalFolder(str(tmp_path / "merged")))[baseline]
     pair = open_pair(baseline, str(tmp_path / "merged"))
     assert {"model.norm.weight", f"{q_proj}.weight"} <= found.keys() < pair.first.keys()
@@ -160,8 +164,17 @@ def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
     closed, like = tmp_path / "closed", str(made / "llama" / "like")
     closed.mkdir()
     (closed / "config.json").mkdir()
-    with compared_with([str(closed), like]):
-        wb.export(str(made / "llama" / "ckpt"), str(tmp_path / "back"), progress=False)
+    wb.export(
+        str(made / "llama" / "ckpt"),
+        str(tmp_path / "back"),
+        how=ToHub(
+            compared_with=(
+                str(closed),
+                like,
+            )
+        ),
+        progress=False,
+    )
     assert_as_compared(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[like])
     lost = str(shutil.copytree(like, tmp_path / "lost"))
     opened = {url: Baseline(url) for url in (lost, like)}
@@ -183,8 +196,7 @@ def test_what_wasnt_found_is_looked_for(made: Path, tmp_path: Path) -> None:
     afterwards, and nothing else is.
     """
     like, output = str(made / "llama" / "like"), tmp_path / "fp8"
-    with compared_with([like]):
-        wb.quantize(str(made / "llama" / "ckpt"), str(output), like=like, progress=False)
+    wb.quantize(str(made / "llama" / "ckpt"), str(output), like=like, how=ToHub(compared_with=(like,)), progress=False)
     found = read_found(LocalFolder(str(output)))[like]
     pair = open_pair(like, str(output))
     missing = pair.first.keys() - found.keys()
@@ -215,8 +227,9 @@ def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:
     like = made / "llama" / "like"
     for path in like.iterdir():
         gcs.put("bucket", f"like/{path.name}", path.read_bytes())
-    with compared_with(["gs://bucket/like"]):
-        wb.export(str(made / "llama" / "ckpt"), "gs://bucket/back", progress=False)
+    wb.export(
+        str(made / "llama" / "ckpt"), "gs://bucket/back", how=ToHub(compared_with=("gs://bucket/like",)), progress=False
+    )
     found = read_found(open_store("gs://bucket/back"))["gs://bucket/like"]
     assert not any(
         difference.different
@@ -240,8 +253,7 @@ def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(wb.Failed):
         wb.export(str(made / "wide" / "ckpt"), str(output), **arguments)
     monkeypatch.undo()
-    with compared_with([like]):
-        wb.export(str(made / "wide" / "ckpt"), str(output), resume=True, **arguments)
+    wb.export(str(made / "wide" / "ckpt"), str(output), how=ToHub(resume=True, compared_with=(like,)), **arguments)
     found = read_found(LocalFolder(str(output)))[like]
     pair = open_pair(like, str(output))
     part = {name for name, each in found.items() if each.elements < math.prod(pair.first[name].shape)}
