@@ -80,8 +80,10 @@ class Watched(Protocol):
         """Raises StorageError if it isn't what was planned with, or is gone."""
         ...
 
-    def was_touched(self, since: Any) -> bool:
-        """Whether a file of it was replaced since the same was opened; sizes and times needn't show it."""
+    def was_touched(self, since: Any, linked: bool = False) -> bool:
+        """Whether a file of it was replaced since the same was opened; sizes and times needn't show it. `linked`: we may have
+        made links to its files since.
+        """
         ...
 
 
@@ -141,10 +143,15 @@ def this_machine() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {mounts}".encode()).hexdigest()[:16]
 
 
-def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen]) -> bool:
-    """Whether files, by their paths, were replaced or touched since; those at other paths may have moved."""
+def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool = False) -> bool:
+    """Whether files, by their paths, were replaced or touched since; those at other paths may have moved. A further name
+    of a file may hide a change, and counts as one unless it is our own (`linked`).
+    """
     pairs = [(then[path], file) for path, file in now.items() if path in then]
-    return any(old.inode != new.inode or was_touched(old, new) for old, new in pairs)
+    return any(
+        old.inode != new.inode or (was_touched(old, new) if linked else old.changed != new.changed)
+        for old, new in pairs
+    )
 
 
 def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> list[str]:
@@ -228,9 +235,9 @@ class Files:
         listed = [(file.name, file.size, file.version) for file in self.files]
         return hashlib.sha256(json.dumps([listed, self.blocks]).encode()).hexdigest()
 
-    def was_touched(self, since: Files) -> bool:
+    def was_touched(self, since: Files, linked: bool = False) -> bool:
         """Whether one was replaced since files with the same hash were seen in the same folder."""
-        return self.root == since.root and were_replaced(since._by_name, self._by_name)
+        return self.root == since.root and were_replaced(since._by_name, self._by_name, linked)
 
     @functools.cached_property
     def _by_name(self) -> dict[str, File]:

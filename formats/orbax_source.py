@@ -208,9 +208,9 @@ class OrbaxCheckpoint:
         """
         return [self.files.hash, self.metadata, self.custom, self.record]
 
-    def was_touched(self, since: OrbaxCheckpoint) -> bool:
+    def was_touched(self, since: OrbaxCheckpoint, linked: bool = False) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
-        return self.files.was_touched(since.files)
+        return self.files.was_touched(since.files, linked)
 
     def check(self) -> None:
         """Checks that the checkpoint is the one that was opened.

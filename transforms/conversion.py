@@ -175,6 +175,10 @@ class Conversion(InUnits):
         )
 
     @property
+    def links_source(self) -> bool:
+        return bool(self.virtual_bytes)
+
+    @property
     def linked_bytes(self) -> int:
         """Bytes of the source's files that become part of a virtual checkpoint."""
         return sum(shard.size for shard in self.source.shards) if self.virtual_bytes else 0

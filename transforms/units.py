@@ -82,7 +82,13 @@ class InUnits:
         """Whether a file that is read was replaced since a plan with the same hash was made; that isn't in the hash, as
         files may have moved, times and all.
         """
-        return any(now.was_touched(then) for now, then in zip(self.sources, since.sources, strict=True))
+        pairs = zip(self.sources, since.sources, strict=True)
+        return any(now.was_touched(then, self.links_source) for now, then in pairs)
+
+    @property
+    def links_source(self) -> bool:
+        """Whether what is written has hard links to the source's files."""
+        return False
 
     def check(self) -> None:
         """Checks that the files that are read are those that were planned with.

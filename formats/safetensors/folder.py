@@ -144,11 +144,13 @@ class HfCheckpoint:
         """What a plan's hash knows of the files, see `Shard.identity`."""
         return [shard.identity for shard in self.shards]
 
-    def was_touched(self, since: HfCheckpoint) -> bool:
+    def was_touched(self, since: HfCheckpoint, linked: bool = False) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
         then, now = ({shard.path: shard for shard in files.shards} for files in (since, self))
         prints = [[shard.fingerprint for shard in files.shards] for files in (since, self)]
-        return were_replaced(then, now) or prints[0] != prints[1]  # a file with a known hash is known by that alone
+        return (
+            were_replaced(then, now, linked) or prints[0] != prints[1]
+        )  # a file with a known hash is known by that alone
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""

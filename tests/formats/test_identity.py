@@ -62,6 +62,17 @@ def test_a_byte_between_the_blocks(folder: Path) -> None:
         seen.check()
 
 
+def test_a_further_name_hides_no_change_from_who_resumes(folder: Path) -> None:
+    """A link that is made after the change excuses its time, unless it is our own."""
+    seen = Files.of(open_store(folder))
+    set_back(folder / "c" / "0", b"\1", 0)
+    os.link(folder / "c" / "0", folder.parent / "another name")
+    now = Files.of(open_store(folder))
+    assert now.hash == seen.hash
+    assert now.was_touched(seen)
+    assert not now.was_touched(seen, linked=True)
+
+
 def test_files_that_come_go_or_get_another_name(folder: Path) -> None:
     seen = Files.of(open_store(folder))
     os.link(folder / "c" / "0", folder.parent / "another name")
