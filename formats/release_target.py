@@ -183,8 +183,10 @@ def record_of(release: Store) -> dict[str, Any] | None:
 def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
     record = record_of(release) or {}
-    plan, digests = record.get("plan"), record.get("digests")
+    plan, digests, files = record.get("plan"), record.get("digests"), record.get("files", {})
     if not isinstance(digests, dict) or not all(_is_hash(DIGEST, digest) for digest in digests.values()):
+        return None
+    if not isinstance(files, dict):
         return None
     return plan if _is_hash(HASH, plan) else None
 
@@ -196,8 +198,8 @@ def _is_hash(form: re.Pattern[str], value: Any) -> bool:
 def others_in(release: Store) -> list[str]:
     """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
     record = record_of(release) or {}
-    own = {RECORD, PLAN, *record.get("files", ())}
-    digests = record.get("digests")
+    files, digests = record.get("files"), record.get("digests")
+    own = {RECORD, PLAN, *(files if isinstance(files, dict) else ())}
     tensors = digests.keys() if isinstance(digests, dict) else set[str]()
     if "files" not in record:  # of an earlier version
         own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}

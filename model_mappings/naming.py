@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import read_known
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.maxtext_models import SIZES, differences, models, of_these_sizes, own_name
+from weightbeam.model_mappings.maxtext_models import SIZES, differences, keys_of, models, of_these_sizes, own_name
 
 
 class ModelNameError(ValueError):
@@ -55,6 +56,17 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Nami
             f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}"
         )
     return Naming(fitting[0] if fitting else None)
+
+
+def unknown_name(named: str | None) -> list[str]:
+    """What is to be known of a name that none of MaxText's models has: a slip of the pen, or a model of the user's own."""
+    if named is None or keys_of(named) is not None:
+        return []
+    near = difflib.get_close_matches(named, models(), 1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    return [
+        f"--maxtext_model={named}: MaxText has no model of this name{meant} Only a file of your own can give it its sizes"
+    ]
 
 
 def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> Naming:

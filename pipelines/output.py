@@ -214,6 +214,8 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, how: Delivery) 
         return _problem(
             staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
         )
+    if own := next((url for url in conversion.inputs if _is_same(url, staging.output.url)), None):
+        return _problem(staging.final, f"would lie among the files of {own}, which it is made of; {ANOTHER}")
     if (stopped := staging.exists()) and not resume and not overwrite:
         return _problem(
             staging.plan_folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite"
@@ -237,6 +239,11 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, how: Delivery) 
     if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
         return []
     return _check_room(staging, conversion, how) if isinstance(staging, FolderStaging) else []
+
+
+def _is_same(url: str, other: str) -> bool:
+    """Whether two URLs name one folder, links resolved."""
+    return url == other or ("://" not in url + other and Path(url).resolve() == Path(other).resolve())
 
 
 def _find_source(staging: Staging, planned: CheckpointPlan) -> str:

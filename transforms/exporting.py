@@ -51,7 +51,13 @@ def dtype_of_model(config: Mapping[str, Any]) -> str | None:
     nested = config.get("text_config")
     places = (config, nested if isinstance(nested, Mapping) else {})
     return next(
-        (said for place in places for key in ("torch_dtype", "dtype") if (said := place.get(key)) in DTYPES), None
+        (
+            said
+            for place in places
+            for key in ("torch_dtype", "dtype")
+            if isinstance(said := place.get(key), str) and said in DTYPES
+        ),
+        None,
     )
 
 

@@ -34,7 +34,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
-from weightbeam.model_mappings.naming import Naming, name_model
+from weightbeam.model_mappings.naming import Naming, name_model, unknown_name
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.conversion import SAVE_DTYPES, Conversion, format_of, meshes_of, rules_of
@@ -205,7 +205,7 @@ def _expand(family: Family, config: Config, layout: Layout, naming: Naming) -> _
     parts = expand(family, config, layout)
     drops, note = family.drops(config, layout), family.note(config, layout)
     maxtext, warnings = maxtext_of(family, config, layout, naming)
-    return _Table(parts, drops, note, maxtext, warnings)
+    return _Table(parts, drops, note, maxtext, (*warnings, *unknown_name(naming.model)))
 
 
 def _unneeded(source: Source, family: Family, table: _Table) -> dict[Problem, str]:

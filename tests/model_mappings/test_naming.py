@@ -11,7 +11,7 @@ from facts.tiny import CONFIGS
 
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.maxtext_models import base, keys_of, models, run_as
-from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.naming import name_model, unknown_name
 from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_of
 
 LLAMA_31 = {
@@ -170,3 +170,13 @@ def test_the_table_and_the_trees(tree):
         keys["base_emb_dim"],
     )
     assert keys["vocab_size"] == tree.vocab
+
+
+def test_a_name_that_no_model_has() -> None:
+    """It is said, with what may have been meant; a model of one's own has such a name, too."""
+    assert [unknown_name(name) for name in (None, "llama3.1-8b", "llama3.1-8b-Instruct")] == [[], [], []]
+    (told,) = unknown_name("llama3-8000b")
+    assert "MaxText has no model of this name; did you mean llama3-8b?" in told
+    assert unknown_name("x") == [
+        "--maxtext_model=x: MaxText has no model of this name. Only a file of your own can give it its sizes"
+    ]

@@ -71,6 +71,20 @@ def test_what_has_no_record_of_ours_is_no_release(
 
 
 @pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt"])
+@pytest.mark.parametrize("files", [5, [[1]], None, "config.json"])
+def test_a_record_whose_files_are_none(
+    checkpoint: Path, tmp_path: Path, files: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It isn't ours, and that is said."""
+    assert call("export", checkpoint, tmp_path / "out") == 0
+    record = tmp_path / "out" / "weightbeam.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"files": files}))
+    capfd.readouterr()
+    for more in ((), ("--dry_run",)):
+        assert call("export", checkpoint, tmp_path / "out", "--overwrite", *more) == 2
+        assert "isn't a release that Weightbeam wrote" in capfd.readouterr().err
+
+
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

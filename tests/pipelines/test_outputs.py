@@ -45,6 +45,15 @@ def test_the_source_is_never_deleted(
     assert "holds the source" in refused(capfd, root, "--source", named, "--output", root, "--overwrite")
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_checkpoint_doesnt_lie_among_the_files_of_its_release(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], linked: bool
+) -> None:
+    (tmp_path / "link").symlink_to(source)
+    message = refused(capfd, source, source, tmp_path / "link" if linked else source)
+    assert "would lie among the files of" in message
+
+
 @pytest.mark.parametrize("kind", ["a folder", "a link to a checkpoint", "a dangling link", "a file"])
 def test_overwrite_replaces_checkpoints_only(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
