@@ -85,6 +85,10 @@ class Progress:
         self._total, self._done, self._failed = 0, 0, 0
         self._left: Counter[str] = Counter()
         self._begun = time.monotonic()
+        # what pytest's capture has put aside: a line that comes while a test runs is none of that test's output
+        captured = getattr(config.pluginmanager.getplugin("capturemanager"), "_global_capturing", None)
+        saved = getattr(getattr(captured, "out", None), "targetfd_save", None)
+        self._out = sys.__stdout__ if saved is None else os.fdopen(os.dup(saved), "w")
         self.taken: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()
         self._last = ""
@@ -128,7 +132,7 @@ class Progress:
         return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
     def _say(self, text: str) -> None:
-        print(f"  {self._clock(time.monotonic() - self._begun)}  {text}", file=sys.__stdout__, flush=True)
+        print(f"  {self._clock(time.monotonic() - self._begun)}  {text}", file=self._out, flush=True)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
