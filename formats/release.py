@@ -16,7 +16,7 @@ import logging
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -324,6 +324,7 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 # where a text model's sizes may stand
 TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
 NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
+DTYPE_KEYS = ("dtype", "torch_dtype")
 MAX_SECTIONS = 3  # how deep sections lie in each other
 
 
@@ -361,45 +362,45 @@ def edit_config(
         raise JsonError("should be an object")
     editor = _Editor(text)
     if quantization is not None or drop_quantization:
-        for section in editor.sections():
-            for key in QUANTIZATIONS:
-                if quantization is None or (*section, key) != QUANTIZATIONS[:1]:
-                    editor.remove((*section, key))
-    if quantization is not None:
-        editor.set(QUANTIZATIONS[:1], dict(quantization))
-    for section in editor.sections() if dtype is not None else ():
-        for key in ("dtype", "torch_dtype"):
-            if editor.has((*section, key)):
-                editor.set((*section, key), dtype)
-    known = dtype or next(
-        (
-            found
-            for section in TEXT_SECTIONS
-            for key in ("dtype", "torch_dtype")
-            if (found := editor.get((*section, key)))
-        ),
-        None,
-    )
-    if known is not None:
-        editor.set(("dtype",), known, after="torch_dtype")
-        editor.set(("torch_dtype",), known, after="dtype")
+        _edit_quantization(editor, quantization)
+    _edit_dtype(editor, dtype)
     if vocab_size is not None:
-        places = [section for section in TEXT_SECTIONS if editor.has((*section, "vocab_size"))]
-        for section in places or [
-            max((section for section in TEXT_SECTIONS if isinstance(editor.get(section), dict)), key=len, default=())
-        ]:
-            editor.set((*section, "vocab_size"), vocab_size)
+        places = list(editor.standing(TEXT_SECTIONS, "vocab_size"))
+        editor.set_each(places or [(*_innermost_section(editor), "vocab_size")], vocab_size)
     if nextn is not None:
-        for path in [(*section, key) for section in TEXT_SECTIONS for key in NEXTN]:
-            if editor.has(path):
-                editor.set(path, nextn)
+        editor.set_each(editor.standing(TEXT_SECTIONS, *NEXTN), nextn)
     if tie_word_embeddings is not None:
-        places = [section for section in TEXT_SECTIONS if editor.has((*section, "tie_word_embeddings"))]
-        for section in places or [()]:
-            editor.set((*section, "tie_word_embeddings"), tie_word_embeddings)
+        places = list(editor.standing(TEXT_SECTIONS, "tie_word_embeddings"))
+        editor.set_each(places or [("tie_word_embeddings",)], tie_word_embeddings)
     for field, value in (fields or {}).items():
         editor.set(tuple(field.split(".")), value)
     return editor.text, editor.edits
+
+
+def _edit_quantization(editor: _Editor, quantization: Mapping[str, Any] | None) -> None:
+    """Takes out what describes another quantisation, in every section; the weights' own stands at the root."""
+    own = None if quantization is None else QUANTIZATIONS[:1]
+    for section in editor.sections():
+        for key in QUANTIZATIONS:
+            if (*section, key) != own:
+                editor.remove((*section, key))
+    if quantization is not None:
+        editor.set(QUANTIZATIONS[:1], dict(quantization))
+
+
+def _edit_dtype(editor: _Editor, dtype: str | None) -> None:
+    """Sets the dtype wherever one stands, and at the root by both of its names; None leaves the release's."""
+    if dtype is not None:
+        editor.set_each(editor.standing(editor.sections(), *DTYPE_KEYS), dtype)
+    known = dtype or next(filter(None, map(editor.get, editor.standing(TEXT_SECTIONS, *DTYPE_KEYS))), None)
+    if known is not None:
+        editor.set(("dtype",), known, after="torch_dtype")
+        editor.set(("torch_dtype",), known, after="dtype")
+
+
+def _innermost_section(editor: _Editor) -> json_text.Path:
+    """The deepest section for the text model's sizes that there is."""
+    return max((section for section in TEXT_SECTIONS if isinstance(editor.get(section), dict)), key=len, default=())
 
 
 class _Editor:
@@ -414,6 +415,16 @@ class _Editor:
 
     def has(self, path: json_text.Path) -> bool:
         return json_text.find(self.text, path) is not None
+
+    def standing(self, sections: Iterable[json_text.Path], *keys: str) -> Iterator[json_text.Path]:
+        """Those members of the sections that there are; each is looked for when it is asked for, since an edit before
+        may have replaced its section.
+        """
+        return (path for section in sections for key in keys if self.has(path := (*section, key)))
+
+    def set_each(self, paths: Iterable[json_text.Path], value: Any) -> None:
+        for path in paths:
+            self.set(path, value)
 
     def set(self, path: json_text.Path, value: Any, after: str | None = None) -> None:
         name, had = ".".join(path), self.has(path)
