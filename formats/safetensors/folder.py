@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import reprlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -254,51 +253,63 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     store = open_store(where)
     store.check_readable()
     store = snapshot_in(store)
+    entries = store.entries()
+    on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
+    if problem := _other_model(store, entries, on_disk):
+        return HfCheckpoint(store.url, {}, (), problems=(problem,))
     problems: list[Problem] = []
     budget = Budget()
-    entries = store.entries()
-    is_whole = "config.json" in entries and any(_FILE_NAME.fullmatch(name) for name in entries)
-    if not is_whole and INDEX not in entries and (other := describe_other(store, entries)):
-        problem = Problem("missing", "*.safetensors", f"no model in safetensors files in {store}; {other}")
-        return HfCheckpoint(store.url, {}, (), problems=(problem,))
-    config = read_json(store, "config.json", problems, budget, allow_links)
-    if config:
-        config |= {
-            name: read_json(store, name, problems, budget, allow_links) for name in QUANT_CONFIGS if name in entries
-        }
-    on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
-    weight_map: dict[str, str] | None = None
+    config = _read_configs(store, entries, problems, budget, allow_links)
+    weight_map = _read_index(store, problems, budget, allow_links) if INDEX in entries else {}
+    names = sorted(set(weight_map.values())) if INDEX in entries else _only_file(store, on_disk, problems)
+    shards = _open_shards(store, names, problems, budget, allow_links)
     if INDEX in entries:
-        weight_map = _read_index(store, problems, budget, allow_links)
-        names = sorted(set(weight_map.values()))
-    elif SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
-        names = [SINGLE]
-    elif len(on_disk) > 1:
-        problems.append(
-            Problem(
-                "index",
-                INDEX,
-                f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model",
-            )
-        )
-        names = []
+        problems += _check_index(weight_map, shards)
+    readable = {shard.name for shard in shards}
+    lost = frozenset(name for name, file in weight_map.items() if file not in readable)
+    ignored = tuple(name for name in on_disk if name not in names)
+    return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems))
+
+
+def _other_model(store: Store, entries: Sequence[str], on_disk: Sequence[str]) -> Problem | None:
+    """What is there in place of a model in safetensors files; None where one is there, or nothing that is known."""
+    if INDEX in entries or ("config.json" in entries and on_disk):
+        return None
+    other = describe_other(store, entries)
+    return Problem("missing", "*.safetensors", f"no model in safetensors files in {store}; {other}") if other else None
+
+
+def _read_configs(
+    store: Store, entries: Sequence[str], problems: list[Problem], budget: Budget, allow_links: bool
+) -> dict[str, Any]:
+    """`config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name."""
+    config = read_json(store, "config.json", problems, budget, allow_links)
+    others = [name for name in QUANT_CONFIGS if config and name in entries]
+    return config | {name: read_json(store, name, problems, budget, allow_links) for name in others}
+
+
+def _only_file(store: Store, on_disk: Sequence[str], problems: list[Problem]) -> list[str]:
+    """The file that holds the model where there is no index; none, and a problem, where there isn't just one."""
+    if SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
+        return [SINGLE]
+    if len(on_disk) == 1:
+        return [*on_disk]
+    if on_disk:
+        message = f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"
+        problems.append(Problem("index", INDEX, message))
     else:
-        names = on_disk
-        if not names:
-            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}"))
+        problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}"))
+    return []
+
+
+def _open_shards(
+    store: Store, names: Sequence[str], problems: list[Problem], budget: Budget, allow_links: bool
+) -> tuple[Shard, ...]:
+    """The files whose headers can be read."""
     with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
         opened = list(pool.map(lambda name: open_shard(store, name, budget, allow_links), names))
     problems += [problem for problem in opened if isinstance(problem, Problem)]
-    shards = tuple(shard for shard in opened if isinstance(shard, Shard))
-    if weight_map is not None:
-        problems += _check_index(weight_map, shards)
-    else:
-        problems += _check_twice(shards)
-    readable = {shard.name for shard in shards}
-    lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
-    return HfCheckpoint(
-        store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems)
-    )
+    return tuple(shard for shard in opened if isinstance(shard, Shard))
 
 
 def read_json(
@@ -408,11 +419,3 @@ def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iter
             name,
             f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"),
         )
-
-
-def _check_twice(shards: Sequence[Shard]) -> Iterator[Problem]:
-    files = defaultdict(list)
-    for shard in shards:
-        for tensor in shard.tensors:
-            files[tensor.name].append(shard.name)
-    return (Problem("index", name, f"is in {', '.join(names)}") for name, names in files.items() if len(names) > 1)
