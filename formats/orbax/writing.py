@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -203,76 +203,88 @@ def publish(staging: Staging, overwrite: bool = False) -> None:
 
 
 def _complete(staging: Staging, contents: Contents) -> None:
-    """Makes a whole checkpoint of what is staged, the markers last."""
-    format, items = contents.format, staging.items
+    """Makes a whole checkpoint of what is staged: the arrays, then what describes them, the markers last."""
     done, ledger = staging.done(), staging.ledger()
-    if missing := set(range(contents.units)) - set(ledger):
-        if why := staging.why_missing(missing):  # an engine tries again what failed for it
-            raise StorageError(why)
-        raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
+    _check_done(staging, contents.units, ledger)
     concluded = contents.conclude(ledger)
-    everything = contents.arrays
-    plain = dataclasses.replace(format, compression="none")  # how the step is stored
-    objects = [
-        (
-            f"{spec.key}/{format.metadata_name}",
-            contents.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format),
-        )
-        for spec in everything
-    ]
-    if everything[-1] is STEP:
-        objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
-    if format.use_ocdbt:
-        attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
-        held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
-        if lost := attempts - held:
-            raise ocdbt.IncompleteError(
-                f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}"
-            )
-        for name in held - attempts:
-            if staging.is_own(name.removeprefix(ocdbt.ATTEMPT)):
-                items.delete_folder(name)
-        # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
-        items.delete(f"{ocdbt.MANIFEST}{LOCK}")
-        databases = [items / attempt for attempt in sorted(attempts)]
-        if contents.references:
-            write_database(items / SOURCE, contents.references)
-            databases.append(items / SOURCE)
-        ocdbt.merge(
-            items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything), staging.manifest
-        )
-        if staging.manifest != items:
-            staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
-        if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
-            raise ocdbt.IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
-        if contents.references:
-            remove_database(items / SOURCE)
-            _check_references(items, contents.references)
+    objects = _objects(contents, staging.step)
+    if contents.format.use_ocdbt:
+        _merge(staging, contents, {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}, objects)
     else:
         for key, value in objects:
             staging.put(f"{ITEMS}/{key}", value)
-        _check_files(items, everything, format)
+        _check_files(staging.items, contents.arrays, contents.format)
     _check_same(staging, done)  # the merge may have made the folder anew
-    staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
+    tree = tree_metadata(contents.specs, contents.format, contents.bare, contents.tree)
+    staging.put(f"{ITEMS}/{METADATA}", _json(tree))
     for name, content in contents.files.items():
         staging.put(name, content)
+    _put_record(staging, contents, concluded, total(entry["digests"] for entry in ledger.values()))
+    _check_same(staging, done)
+    staging.mark()
+
+
+def _check_done(staging: Staging, units: int, ledger: Mapping[int, Any]) -> None:
+    """Makes sure that the ledger has every unit."""
+    if missing := set(range(units)) - set(ledger):
+        if why := staging.why_missing(missing):  # an engine tries again what failed for it
+            raise StorageError(why)
+        raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+
+
+def _objects(contents: Contents, step: int) -> list[tuple[str, bytes]]:
+    """What the item holds besides the units' chunks, by key: each array's description, and the step itself."""
+    format, arrays = contents.format, contents.arrays
+    plain = dataclasses.replace(format, compression="none")  # how the step is stored
+    objects = []
+    for spec in arrays:
+        described = contents.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format)
+        objects.append((f"{spec.key}/{format.metadata_name}", described))
+    if arrays[-1] is STEP:
+        objects.append((list(zarr.keys(STEP, format))[1], np.int64(step).tobytes()))
+    return objects
+
+
+def _merge(staging: Staging, contents: Contents, attempts: Set[str], objects: Sequence[tuple[str, bytes]]) -> None:
+    """Makes one database of those of the attempts, of the references and of objects, and makes sure that it is there."""
+    items = staging.items
+    held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
+    if lost := attempts - held:
+        raise ocdbt.IncompleteError(
+            f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}"
+        )
+    for name in held - attempts:
+        if staging.is_own(name.removeprefix(ocdbt.ATTEMPT)):
+            items.delete_folder(name)
+    # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
+    items.delete(f"{ocdbt.MANIFEST}{LOCK}")
+    databases = [items / attempt for attempt in sorted(attempts)]
+    if contents.references:
+        write_database(items / SOURCE, contents.references)
+        databases.append(items / SOURCE)
+    wanted = ((spec.key, zarr.keys(spec, contents.format)) for spec in contents.arrays)
+    ocdbt.merge(items, databases, objects, wanted, staging.manifest)
+    if staging.manifest != items:
+        staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
+    if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
+        raise ocdbt.IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
+    if contents.references:
+        remove_database(items / SOURCE)
+        _check_references(items, contents.references)
+
+
+def _put_record(staging: Staging, contents: Contents, concluded: Mapping[str, Any], digests: Mapping[str, Any]) -> None:
+    """Puts what says where the checkpoint comes from, and Orbax's metadata, which have a summary of it."""
     beside: dict[str, str] = {}
     for place in dict.fromkeys((staging.aside, staging.checkpoint)):
         beside |= hash_beside(place)
-    record = {
-        **contents.record,
-        **concluded,
-        **({"files": beside} if beside else {}),
-        "digests": total(entry["digests"] for entry in ledger.values()),
-    }
+    record = {**contents.record, **concluded, **({"files": beside} if beside else {}), "digests": digests}
     staging.put(RECORD, record_json(record))
     scan = {} if contents.scan_layers is None else {"scan_layers": contents.scan_layers}
     about = _json(checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
     # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)
     staging.put(CHECKPOINT_METADATA, about)
-    _check_same(staging, done)
-    staging.mark()
 
 
 def _check_same(staging: Staging, done: Mapping[int, Any]) -> None:
