@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -244,26 +244,45 @@ def whole_files(release: LocalFolder, beside: Collection[str] = ()) -> dict[str,
     Raises:
       OSError: it isn't whole.
     """
-    found: dict[str, bytes | Path] = {}
-    tensors: set[str] = set()
-    try:
-        for file in release.list():
-            is_shard = file.name.endswith(".safetensors")
-            is_small = not is_shard and (role_of(file.name) or "/" not in file.name)
-            found[file.name] = release.read(file.name) if is_small else Path(release.path(file.name))
-            tensors |= {tensor.name for tensor in header_of(release, file)} if is_shard else set()
-    except HeaderError as e:
-        raise StorageError(f"{release}: {e}") from e
-    if any(name.endswith(f"/{MARKER}") for name in found):
+    found, tensors = _read_files(release)
+    if any(name.endswith(f"/{MARKER}") for name in found):  # of a checkpoint
         return found
     record = record_of(release) or {}
-    digests, small = record.get("digests", {}), record.get("files", {})
-    others = [name for name, digest in small.items() if not _is_as_noted(name, found.get(name), digest)]
+    _check_whole(release, record, found, tensors)
+    if not (small := record.get("files")):
+        return found
+    kept = {*small, RECORD, *beside}
+    return {name: data for name, data in found.items() if name in kept or name.endswith(".safetensors")}
+
+
+def _read_files(release: LocalFolder) -> tuple[dict[str, bytes | Path], set[str]]:
+    """Every file by name, small ones read, of others the path; and the names of the tensors that they hold."""
+    found: dict[str, bytes | Path] = {}
+    tensors: set[str] = set()
+    for file in release.list():
+        path = Path(release.path(file.name))
+        if file.name.endswith(".safetensors"):
+            try:
+                tensors |= {tensor.name for tensor in header_of(release, file)}
+            except HeaderError as e:
+                raise StorageError(f"{release}: {e}") from e
+            found[file.name] = path
+        else:
+            is_small = role_of(file.name) or "/" not in file.name
+            found[file.name] = release.read(file.name) if is_small else path
+    return found, tensors
+
+
+def _check_whole(
+    release: LocalFolder, record: Mapping[str, Any], found: Mapping[str, bytes | Path], tensors: Set[str]
+) -> None:
+    """Makes sure that the small files are those that the record names, and that every tensor of it is there."""
+    digests = record.get("digests", {})
+    small = record.get("files", {}).items()
+    others = [name for name, digest in small if not _is_as_noted(name, found.get(name), digest)]
     if others or not digests or not digests.keys() <= tensors:
         missing = f" (missing or changed: {', '.join(others)})" if others else ""
         raise StorageError(f"{release}: isn't whole{missing}, and isn't published")
-    kept = {*small, RECORD, *beside} if small else found.keys()
-    return {name: data for name, data in found.items() if name in kept or name.endswith(".safetensors")}
 
 
 def _is_as_noted(name: str, data: bytes | Path | None, digest: str) -> bool:
