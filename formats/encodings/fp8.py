@@ -168,36 +168,45 @@ def find_block(quantization: Quantization, weights: Iterable[QuantizedTensor]) -
         ("block_structure", quantization.weights("block_structure")),
     ):
         if size:
-            pair = _OLD_BLOCK.fullmatch(size) if isinstance(size, str) else None
-            block = [int(n) for n in pair.groups()] if pair else size
-            if isinstance(block, list) and len(block) == 2 and all(map(is_size, block)):
-                return dataclasses.replace(quantization, block=(block[0], block[1])), []
-            return quantization, [
-                Problem(
-                    "quantised", quantization.file, f"{field} should be two sizes of an axis, is {reprlib.repr(size)}"
-                )
-            ]
-    found = {
+            if block := _block_of(size):
+                return dataclasses.replace(quantization, block=block), []
+            message = f"{field} should be two sizes of an axis, is {reprlib.repr(size)}"
+            return quantization, [Problem("quantised", quantization.file, message)]
+    if not (found := _scales_in_blocks(weights)):
+        return quantization, []
+    rows, columns = (_powers(found, axis) for axis in (-2, -1))
+    if not rows or not columns:
+        message = "no weight_block_size, and the scales' shapes allow no power of two for all weights"
+        return quantization, [Problem("quantised", quantization.file, message)]
+    return dataclasses.replace(quantization, block=(min(rows), min(columns))), []
+
+
+def _block_of(size: object) -> tuple[int, int] | None:
+    """Rows and columns of a block as a config has them, a list or a text; None where it's neither."""
+    pair = _OLD_BLOCK.fullmatch(size) if isinstance(size, str) else None
+    block = [int(n) for n in pair.groups()] if pair else size
+    if isinstance(block, list) and len(block) == 2 and all(map(is_size, block)):
+        return block[0], block[1]
+    return None
+
+
+def _scales_in_blocks(weights: Iterable[QuantizedTensor]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes of weights, and of their scales, of which only the size of a block can tell how they lie."""
+    return {
         (parts.codes.shape, scale)
         for parts in weights
         for suffix, companion in parts.companions.items()
         if in_blocks(parts.codes.shape, scale := squeeze(parts.codes.shape, companion.shape), _in_groups(suffix))
     }
-    fits = [{2**power for power in range(1, 31)} for _ in range(2)]
-    for shape, scale in found:
-        for axis, sizes in enumerate(fits, -2):
-            sizes &= {size for size in sizes if -(-shape[axis] // size) == scale[axis]}
-    if not found:
-        return quantization, []
-    if not all(fits):
-        return quantization, [
-            Problem(
-                "quantised",
-                quantization.file,
-                "no weight_block_size, and the scales' shapes allow no power of two for all weights",
-            )
-        ]
-    return dataclasses.replace(quantization, block=(min(fits[0]), min(fits[1]))), []
+
+
+def _powers(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> list[int]:
+    """The powers of two that a block may have on an axis, where each weight has as many blocks there as scales."""
+    return [
+        size
+        for size in (2**power for power in range(1, 31))
+        if all(-(-shape[axis] // size) == scale[axis] for shape, scale in found)
+    ]
 
 
 def _in_groups(suffix: str) -> bool:
