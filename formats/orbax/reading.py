@@ -66,32 +66,14 @@ def find_items(where: str | Path | Store) -> Store:
         return _inside(store, item)
     folders = store.folders()
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
-    if not steps and RUNS in folders:
-        return find_items(store / RUNS)
     if len(steps) == 1:
         return _inside(store, next(iter(steps.values())))
-    found = (
-        f"{len(steps)} steps: name one of {', '.join(steps)}, as in {store / next(reversed(steps))}"
-        if steps
-        else _what_it_is(store)
-    )
-    if not steps and (
-        old := next(
-            (
-                f"{place}/{name}"
-                for place in (store, *(store / name for name in folders))
-                for name in MSGPACK
-                if place.exists(name)
-            ),
-            None,
-        )
-    ):
-        found += f", but {old}, as old MaxText wrote it (msgpack); save it anew with a MaxText that reads it"
-    if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
-        found += (
-            f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
-        )
-    raise StorageError(f"{store}: {found}")
+    if steps:
+        example = store / next(reversed(steps))
+        raise StorageError(f"{store}: {len(steps)} steps: name one of {', '.join(steps)}, as in {example}")
+    if RUNS in folders:
+        return find_items(store / RUNS)
+    raise StorageError(f"{store}: {_what_it_is(store)}{_what_it_may_be(store, folders)}")
 
 
 def step_of(where: str | Path | Store, step: int) -> Store:
@@ -164,6 +146,20 @@ def _what_it_is(store: Store) -> str:
     return "no Orbax checkpoint" + (
         ", but a release; weightbeam convert makes a checkpoint of it" if is_release else ""
     )
+
+
+def _what_it_may_be(store: Store, folders: Sequence[str]) -> str:
+    """What in a place could have been meant: an old checkpoint, or one that wasn't published; empty where nothing."""
+    hint = ""
+    for place in (store, *(store / name for name in folders)):
+        if old := next((name for name in MSGPACK if place.exists(name)), None):
+            hint = f", but {place}/{old}, as old MaxText wrote it (msgpack); save it anew with a MaxText that reads it"
+            break
+    if stopped := sorted(filter(_is_unpublished, folders)):
+        hint += (
+            f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
+        )
+    return hint
 
 
 def _is_unpublished(name: str) -> bool:
