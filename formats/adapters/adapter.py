@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,29 +127,35 @@ class Target:
         kinds = set(self.parts)
         first = next(iter(self.parts.values())).name
         pair = {"embedding A", "embedding B"} if kinds & {"embedding A", "embedding B"} else {"A", "B"}
-        messages = []
         if lacks := pair - kinds:
             return [Problem("adapter", first, f"has no lora_{' and no lora_'.join(sorted(lacks))} beside it")]
+        messages = []
         if unknown := kinds - pair - {"bias", "magnitude"}:
             messages.append(f"a module can't have {', '.join(sorted(unknown))} too")
+        messages += [*self._check_matrices(), *self._check_flags(config), *self._check_vectors()]
+        return [Problem("adapter", first, message) for message in messages]
+
+    def _check_matrices(self) -> Iterator[str]:
         for tensor in self.parts.values():
             if not is_float(tensor.dtype) or tensor.dtype.itemsize == 1:
-                messages.append(f"{tensor.name} is {tensor.dtype.name}; expected float32, bfloat16 or float16")
-        if (
-            any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in (self.a, self.b))
-            or self.a.shape[0] != self.b.shape[1]
-        ):
-            messages.append(f"A is {self.a.shape} and B {self.b.shape}; expected (rank, in) and (out, rank)")
-        if ("magnitude" in kinds) != config.use_dora:
-            there = "has a" if "magnitude" in kinds else "has no"
-            messages.append(f"{there} lora_magnitude_vector, but use_dora is {str(config.use_dora).lower()}")
-        if ("bias" in kinds) != config.lora_bias and not self.is_embedding:
-            there = "has a" if "bias" in kinds else "has no"
-            messages.append(f"{there} lora_B.bias, but lora_bias is {str(config.lora_bias).lower()}")
+                yield f"{tensor.name} is {tensor.dtype.name}; expected float32, bfloat16 or float16"
+        a, b = self.a.shape, self.b.shape
+        if len(a) != 2 or len(b) != 2 or 0 in (*a, *b) or a[0] != b[1]:
+            yield f"A is {a} and B {b}; expected (rank, in) and (out, rank)"
+
+    def _check_flags(self, config: AdapterConfig) -> Iterator[str]:
+        flags = [("magnitude", "lora_magnitude_vector", "use_dora", config.use_dora)]
+        if not self.is_embedding:
+            flags.append(("bias", "lora_B.bias", "lora_bias", config.lora_bias))
+        for kind, name, flag, value in flags:
+            if (kind in self.parts) != value:
+                there = "has a" if kind in self.parts else "has no"
+                yield f"{there} {name}, but {flag} is {str(value).lower()}"
+
+    def _check_vectors(self) -> Iterator[str]:
         for kind in ("bias", "magnitude"):
             if (vector := self.parts.get(kind)) and vector.shape != self.b.shape[:1]:
-                messages.append(f"{vector.name} is {vector.shape}; expected {self.b.shape[:1]}, one for each output")
-        return [Problem("adapter", first, message) for message in messages]
+                yield f"{vector.name} is {vector.shape}; expected {self.b.shape[:1]}, one for each output"
 
 
 @dataclasses.dataclass(frozen=True)
