@@ -51,51 +51,57 @@ def find_route(ways: tuple[int, ...], counts: tuple[int, ...], devices: int) -> 
     if any(before % after for before, after in itertools.pairwise(bounds)):
         return None
     sizes = tuple(before // after for before, after in itertools.pairwise(bounds))
-    source, target = _holders(ways, bounds, devices), _holders(counts, bounds, devices)
-    axes = range(len(counts))
-    state = [[digit for digit, axis in enumerate(source) if axis == at] for at in axes]
-    wanted = [[digit for digit, axis in enumerate(target) if axis == at] for at in axes]
-    shared = [digit for digit, axis in enumerate(source) if axis is None and target[digit] is not None]
-    steps = [_freeze(state)]
-
-    def place(digit: int, in_turn: bool) -> bool:
-        """Puts a digit behind those of its axis, where it may join them: next to its neighbour if it has to be in turn,
-        else behind any of them.
-        """
-        axis = target[digit]
-        if axis is None:  # replicas: the devices gather
-            return True
-        before = wanted[axis][: wanted[axis].index(digit)]
-        if state[axis] != before if in_turn else not set(state[axis]) <= set(wanted[axis]):
-            return False
-        state[axis].append(digit)
-        return True
-
-    def move(in_turn: bool) -> bool:
-        for axis in axes:
-            if state[axis] and target[state[axis][-1]] != axis and place(state[axis][-1], in_turn):
-                state[axis].pop()
-                return True
-        for digit in shared:
-            if place(digit, in_turn):
-                shared.remove(digit)
-                return True
-        return False
-
-    def renumber() -> bool:
-        """Puts an axis's own digits first, in order: they stay, and those before them have to leave."""
-        for axis in axes:
-            own = [digit for digit in wanted[axis] if digit in state[axis]]
-            if state[axis][: len(own)] != own:
-                state[axis] = own + [digit for digit in state[axis] if digit not in own]
-                return True
-        return False
-
-    while state != wanted and (move(in_turn=True) or move(in_turn=False) or renumber()):
-        steps.append(_freeze(state))
-    if state != wanted:
-        steps.append(_freeze(wanted))
+    first, last = (_assignment(parts, bounds, devices) for parts in (ways, counts))
+    steps = [first]
+    while steps[-1] != last and (
+        step := _move(steps[-1], last, in_turn=True)
+        or _move(steps[-1], last, in_turn=False)
+        or _renumber(steps[-1], last)
+    ):
+        steps.append(step)
+    if steps[-1] != last:
+        steps.append(last)
     return Route(sizes, tuple(steps))
+
+
+def _move(step: Assignment, last: Assignment, in_turn: bool) -> Assignment | None:
+    """The step in which the first digit that can goes where `last` has it, from the end of an axis or from nowhere."""
+    for axis, digits in enumerate(step):
+        if digits and digits[-1] not in last[axis]:
+            left = _recut(step, axis, digits[:-1])
+            if placed := _place(left, last, digits[-1], in_turn):
+                return placed
+    for digit in sorted({*itertools.chain(*last)} - {*itertools.chain(*step)}):
+        if placed := _place(step, last, digit, in_turn):
+            return placed
+    return None
+
+
+def _place(step: Assignment, last: Assignment, digit: int, in_turn: bool) -> Assignment | None:
+    """Puts a digit behind those of its axis, where it may join them: next to its neighbour if it has to be in turn,
+    else behind any of them.
+    """
+    axis = next((axis for axis, digits in enumerate(last) if digit in digits), None)
+    if axis is None:  # replicas: the devices gather
+        return step
+    before = last[axis][: last[axis].index(digit)]
+    if step[axis] != before if in_turn else not {*step[axis]} <= {*last[axis]}:
+        return None
+    return _recut(step, axis, (*step[axis], digit))
+
+
+def _renumber(step: Assignment, last: Assignment) -> Assignment | None:
+    """Puts an axis's own digits first, in order: they stay, and those before them have to leave."""
+    for axis, digits in enumerate(step):
+        own = tuple(digit for digit in last[axis] if digit in digits)
+        if digits[: len(own)] != own:
+            return _recut(step, axis, (*own, *(digit for digit in digits if digit not in own)))
+    return None
+
+
+def _recut(step: Assignment, axis: int, digits: tuple[int, ...]) -> Assignment:
+    """A step with other digits on an axis."""
+    return (*step[:axis], digits, *step[axis + 1 :])
 
 
 def _bounds(parts: Sequence[int], devices: int) -> list[int]:
@@ -103,14 +109,14 @@ def _bounds(parts: Sequence[int], devices: int) -> list[int]:
     return [devices // math.prod(parts[:at]) for at in range(len(parts) + 1)] + [1]
 
 
-def _holders(parts: Sequence[int], bounds: Sequence[int], devices: int) -> list[int | None]:
-    """For each digit the axis that it cuts; None for one that cuts none."""
+def _assignment(parts: Sequence[int], bounds: Sequence[int], devices: int) -> Assignment:
+    """The digits that cut each axis into so many parts; a digit is what lies between two bounds."""
     held = _bounds(parts, devices)
-    return [
-        next((axis for axis in range(len(parts)) if held[axis] >= before and after >= held[axis + 1]), None)
-        for before, after in itertools.pairwise(bounds)
-    ]
-
-
-def _freeze(state: Sequence[Sequence[int]]) -> Assignment:
-    return tuple(map(tuple, state))
+    return tuple(
+        tuple(
+            digit
+            for digit, (before, after) in enumerate(itertools.pairwise(bounds))
+            if held[axis] >= before and after >= held[axis + 1]
+        )
+        for axis in range(len(parts))
+    )
