@@ -288,35 +288,44 @@ def find_model(
     step = open_store(checkpoint.root).parent
     files = {name: step.read(name) for name in BESIDE if step.exists(name)}
     check_beside(step, checkpoint.record)
-    made = checkpoint.record.get("options")
-    said = (
-        maxtext_model
-        or (made.get("maxtext_model") if isinstance(made, dict) else None)
-        or checkpoint.record.get("model")
-    )
-    name = said if isinstance(said, str) else None
-    if like is None and (maxtext_config or not isinstance(checkpoint.record.get("config"), dict)):
-        if maxtext_config:
-            form, _, named = read_maxtext_config(maxtext_config)
-            return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
-        keys, of = {"model_name": maxtext_model}, f"--maxtext_model={maxtext_model}"
-        if FILE in files:
-            keys, of = parse_maxtext_yaml(files[FILE], step.path(FILE)), step.path(FILE)
-        elif not maxtext_model:
-            return Model(name=name, files=files)
-        try:
-            return Model(config_json(keys).config, {}, name or keys.get("model_name"), files=files, of=of)
-        except MaxTextConfigError as e:
-            if FILE in files:  # somebody's own file
-                return Model(name=name, files=files)
-            raise Refused(f"{of}: {e}") from e
+    if like is None and maxtext_config:
+        form, _, named = read_maxtext_config(maxtext_config)
+        return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
+    name = _name_of(checkpoint.record, maxtext_model)
+    if like is None and not isinstance(checkpoint.record.get("config"), dict):
+        return _model_of_maxtext(step, files, name, maxtext_model)
     form, _ = find_like(checkpoint, like)
     shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
-    remembered = (
-        {} if like is None else {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
-    )
-    of = "its config.json" if like is None else f"--like={like}"
-    return Model(dict(form.config), shapes, name, remembered, files, of)
+    if like is None:
+        return Model(dict(form.config), shapes, name, {}, files, "its config.json")
+    remembered = {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
+
+
+def _name_of(record: Mapping[str, Any], maxtext_model: str | None) -> str | None:
+    """MaxText's name of a model: the one that is given, else what the record of a checkpoint has."""
+    made = record.get("options")
+    said = maxtext_model or (made.get("maxtext_model") if isinstance(made, dict) else None) or record.get("model")
+    return said if isinstance(said, str) else None
+
+
+def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None, maxtext_model: str | None) -> Model:
+    """What the `maxtext.yml` among the files beside a checkpoint says of its model, else MaxText's model of a name.
+
+    Raises:
+      Refused: no family has such a model.
+    """
+    keys, of = {"model_name": maxtext_model}, f"--maxtext_model={maxtext_model}"
+    if FILE in files:
+        keys, of = parse_maxtext_yaml(files[FILE], step.path(FILE)), step.path(FILE)
+    elif not maxtext_model:
+        return Model(name=name, files=files)
+    try:
+        return Model(config_json(keys).config, {}, name or keys.get("model_name"), files=files, of=of)
+    except MaxTextConfigError as e:
+        if FILE in files:  # somebody's own file
+            return Model(name=name, files=files)
+        raise Refused(f"{of}: {e}") from e
 
 
 def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
