@@ -43,7 +43,7 @@ from weightbeam.pipelines import execution, output, releases
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.files import plan_files
-from weightbeam.transforms.options import Delivery
+from weightbeam.transforms.options import Delivery, ExportOptions
 from weightbeam.transforms.rows import ReleasePlan
 
 TOKEN, REPO = "hf_nobody", "org/tuned"
@@ -61,7 +61,7 @@ class TinyPlan(ReleasePlan):
     def __init__(self, name: str):
         self.name = name
         self.hash_ = hashlib.sha256(name.encode()).hexdigest()
-        self.options: Any = SimpleNamespace(name=name, full_paths=None)
+        self.options: Any = ExportOptions(family=name)
         self.plan: Any = SimpleNamespace(problems=())
         self.tensors = {each: np.frombuffer(f"{name:>4}{each:>4}".encode(), np.float32) for each in ("a", "b")}
         self.files = plan_files(((each, it.dtype, it.shape) for each, it in self.tensors.items()), max_shard_size=8)

@@ -63,6 +63,7 @@ class Process(threading.Thread):
         self.told, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.dead, self.over = False, False
         self.end = ""
+        self.fault: Exception | None = None
         self.start()
 
     def run(self) -> None:
@@ -74,6 +75,8 @@ class Process(threading.Thread):
             self.end = f"failed: {type(e).__name__}: {e}"
         except Killed:
             self.end = "killed"
+        except Exception as e:  # none that a command may end with: the schedule is at fault, or the command
+            self.fault = e
         finally:
             _here.process = None
             self.over = True
@@ -95,6 +98,8 @@ class Process(threading.Thread):
 
     def wait(self) -> None:
         assert self.done.acquire(timeout=60), "it hangs"
+        if self.fault:
+            raise self.fault
 
     def kill(self) -> None:
         if not self.over:
