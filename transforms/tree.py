@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax import TEXT, leaves
@@ -16,7 +17,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.stacking import Copy, Held, Path, RestackError, Stacks, restack, same, unused
+from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
 from weightbeam.transforms.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 
@@ -122,6 +123,19 @@ def make_tree(
 ) -> tuple[Tree, list[Problem]]:
     """The new tree, and what stands against it.
 
+    A checkpoint of training whose 32 layers are taken apart, `scan` False; of each kind of array one:
+
+        old tree    params.params.decoder.layers       opt_state.0.mu.params.decoder.layers       step
+                      .mlp.wi_0.kernel                   .mlp.wi_0.kernel
+                      (embed, layers, mlp)               (embed, layers, mlp)                     ()
+        moved       … .layers_7.mlp.wi_0.kernel        … .layers_7.mlp.wi_0.kernel                step
+                      [:, 7] of it, and 31 more          [:, 7] of it, and 31 more                as it is
+        role        weight                             moment                                     other
+        names       (embed, mlp)                       (embed, mlp)                               ()
+
+    With `params_only` the first column is the tree, and the others are left out. Where layers stay as they are, every
+    array is as it is.
+
     Args:
       source: the old checkpoint.
       model: what is known of its model.
@@ -129,67 +143,132 @@ def make_tree(
       scan, scan_axis: the layout that is wanted; None for what the source has.
       family_name, model_name: the table that the user named, and MaxText's model.
     """
-    paths = {".".join(path): path for path in leaves(source.metadata)}
     try:
-        weights, kind = dict(source.tree.weights), source.tree.kind
+        old = _Old.of(source, params_only)
     except TreeError as e:
-        if params_only:
-            return Tree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
-        weights, kind = {}, "a tree of its own"
-    if params_only:
-        arrays = {tuple(name.split(".")): Held(key, source.arrays[key].shape) for name, key in weights.items()}
-    else:
-        arrays = {path: Held(key, source.arrays[key].shape) for key, path in paths.items()}
-    is_weight = set(weights.values()) or {
-        key for key, path in paths.items() if path[0] not in (*OPTIMIZERS, "nnx_aux", "step")
-    }
-    layouts = _Layouts(source, model, weights, family_name, model_name)
-    wanted_scan, wanted_axis = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
-    is_moving = wanted_scan != layouts.scan or (
-        bool(wanted_scan) and scan_axis is not None and scan_axis != layouts.axis
-    )
-    problems = layouts.check(scan, scan_axis, is_moving)
-    if problems:
-        return Tree(kind=kind), problems
-    names = layouts.names(wanted_scan, wanted_axis)
-
-    def kept(path: Path, part: Copy) -> Kept:
-        old = part.tensors[0]
-        stored = source.arrays[old]
-        is_moment = paths[old][0] in OPTIMIZERS and part.shape != () and is_float(stored.dtype)
-        role = "weight" if old in is_weight else "moment" if is_moment else "other"
-        found = _named(path, names)
-        return Kept(".".join(path), role, found if len(found) == len(part.shape) else (None,) * len(part.shape), part)
-
-    if is_moving:
-        before, after = layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(wanted_scan, wanted_axis)
-        try:
-            moved = restack(arrays, before, after)
-            problems += [
-                Problem("unused", ".".join(path), "no rule says what becomes of it in the other layout", is_array=True)
-                for path in unused(arrays, moved)
-            ]
-            problems += _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
-            empty = {path: Held("", _empty_shape(path, before)) for path, _ in ([] if params_only else _empty(source))}
-            bare = {one.path: one.like for one in restack(empty, before, after)}
-        except RestackError as e:
-            return Tree(kind=kind), [
-                Problem("unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults
-            ]
-    else:
-        moved = [_Same(path, path, same(*held)) for path, held in arrays.items()]
-        bare = {path: path for path, _ in ([] if params_only else _empty(source))}
-    made = tuple(kept(one.path, one.part) for one in moved)
+        return Tree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
+    layouts = _Layouts(source, model, old.weights, family_name, model_name)
+    wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
+    is_moving = layouts.is_other(*wanted)
+    if problems := layouts.check(scan, is_moving):
+        return Tree(kind=old.kind), problems
+    names = layouts.names(*wanted)
+    try:
+        moved, bare, problems = _move(old, layouts, wanted) if is_moving else _stay(old)
+    except RestackError as e:
+        return Tree(kind=old.kind), [_unused(fault.path, str(fault)) for fault in e.faults]
+    arrays = tuple(_keep(old, one, names) for one in moved)
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
-    dropped = "not a weight (--state params)"
-    left_out = {key: dropped for key in paths if key not in is_weight} if params_only else {}
-    family = layouts.family.name if layouts.family else ""
-    misfit = layouts.misfit()
-    maxtext = layouts.maxtext(wanted_scan, wanted_axis) if layouts.family and not misfit else None
-    is_maxtext = any(key.startswith((f"{PARAMETERS}decoder.", f"{PARAMETERS}token_embedder.")) for key in weights)
-    model_name = layouts.naming.model if layouts.family and not misfit else None
-    about = (layouts.note, left_out, maxtext, is_moving, misfit, is_maxtext, model_name)
-    return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, *about), problems
+    tree = Tree(arrays, metadata, old.kind, *wanted, left_out=old.left_out, is_moved=is_moving)
+    return layouts.describe(tree), problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    """The old tree, and how much of it is taken.
+
+    Attributes:
+      source, params_only: as of `make_tree`.
+      weights: the keys of the weights, by MaxText's; empty where nobody knows which arrays they are.
+      kind: what wrote the tree.
+    """
+
+    source: OrbaxCheckpoint
+    params_only: bool
+    weights: Mapping[str, str]
+    kind: str
+
+    @classmethod
+    def of(cls, source: OrbaxCheckpoint, params_only: bool) -> _Old:
+        """The tree of a checkpoint.
+
+        Raises:
+          TreeError: only the weights are wanted, and nobody knows which arrays they are.
+        """
+        try:
+            return cls(source, params_only, source.tree.weights, source.tree.kind)
+        except TreeError:
+            if params_only:
+                raise
+            return cls(source, params_only, {}, "a tree of its own")
+
+    @functools.cached_property
+    def paths(self) -> dict[str, Path]:
+        """The path of every array, by its key."""
+        return {".".join(path): path for path in leaves(self.source.metadata)}
+
+    @functools.cached_property
+    def is_weight(self) -> Container[str]:
+        """The keys of the weights; where nobody knows them, of all that doesn't seem to be anything else."""
+        others = (*OPTIMIZERS, "nnx_aux", "step")
+        return set(self.weights.values()) or {key for key, path in self.paths.items() if path[0] not in others}
+
+    @property
+    def arrays(self) -> dict[Path, Held]:
+        """The arrays that are taken."""
+        held = {key: Held(key, array.shape) for key, array in self.source.arrays.items()}
+        if self.params_only:
+            return {tuple(name.split(".")): held[key] for name, key in self.weights.items()}
+        return {path: held[key] for key, path in self.paths.items()}
+
+    @property
+    def empty(self) -> list[Path]:
+        """The leaves without an array that are taken: None, empty dicts, texts."""
+        found = []
+        for entry in () if self.params_only else self.source.metadata["tree_metadata"].values():
+            about = entry["value_metadata"]
+            if about.get("skip_deserialize") or about.get("value_type") == TEXT:
+                found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+        return found
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The keys of the arrays that aren't taken, with the reason."""
+        if not self.params_only:
+            return {}
+        return {key: "not a weight (--state params)" for key in self.paths if key not in self.is_weight}
+
+    def role(self, key: str, shape: tuple[int, ...]) -> str:
+        """What a new array of this shape, made of the array `key`, is to a training state."""
+        if key in self.is_weight:
+            return "weight"
+        is_moment = self.paths[key][0] in OPTIMIZERS and shape != () and is_float(self.source.arrays[key].dtype)
+        return "moment" if is_moment else "other"
+
+
+def _stay(old: _Old) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
+    """Every array as it is, the paths of the leaves without one, and no problems."""
+    moved = [Moved(path, path, same(*held)) for path, held in old.arrays.items()]
+    return moved, {path: path for path in old.empty}, []
+
+
+def _move(
+    old: _Old, layouts: _Layouts, wanted: tuple[bool | None, int | None]
+) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
+    """The arrays in the layout that is wanted, the new paths of the leaves without one, each with its old path, and
+    the arrays of which no rule says what becomes of them.
+
+    Raises:
+      RestackError: arrays aren't stacked as the layout says.
+    """
+    arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(*wanted)
+    moved = restack(arrays, before, after)
+    lost = [_unused(path, "no rule says what becomes of it in the other layout") for path in unused(arrays, moved)]
+    loose = _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
+    empty = {path: Held("", _empty_shape(path, before)) for path in old.empty}
+    return moved, {one.path: one.like for one in restack(empty, before, after)}, [*lost, *loose]
+
+
+def _keep(old: _Old, one: Moved, names: Mapping[Path, tuple[str | None, ...]]) -> Kept:
+    """An array of the new tree, with its role and the names of its axes."""
+    shape = one.part.shape
+    found = _named(one.path, names)
+    named = found if len(found) == len(shape) else (None,) * len(shape)
+    return Kept(".".join(one.path), old.role(one.part.tensors[0], shape), named, one.part)
+
+
+def _unused(path: Path, message: str) -> Problem:
+    return Problem("unused", ".".join(path), message, is_array=True)
 
 
 def find_parts(
@@ -208,13 +287,6 @@ def find_parts(
         return {}, layouts.reason or why
     parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
     return {key_of(path): made for path, made in parts.items()}, ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Same:
-    path: Path
-    like: Path
-    part: Copy
 
 
 class _Layouts:
@@ -254,7 +326,11 @@ class _Layouts:
         except (ConfigError, UnknownFamilyError, ModelNameError) as e:
             self.reason = str(e)
 
-    def check(self, scan: bool | None, axis: int | None, is_moving: bool) -> list[Problem]:
+    def is_other(self, scan: bool | None, axis: int | None) -> bool:
+        """Whether layers are stacked otherwise in a layout."""
+        return scan != self.scan or (bool(scan) and axis != self.axis)
+
+    def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
         """What stands against the layout that is wanted."""
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
         if is_moving and self.family is None:
@@ -318,6 +394,18 @@ class _Layouts:
         assert self.family is not None
         return maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)[0]
 
+    def describe(self, tree: Tree) -> Tree:
+        """A tree with what is known of its model."""
+        roots = f"{PARAMETERS}decoder.", f"{PARAMETERS}token_embedder."
+        tree = dataclasses.replace(tree, is_maxtext=any(key.startswith(roots) for key in self.weights))
+        if self.family is None:
+            return tree
+        tree = dataclasses.replace(tree, family=self.family.name, note=self.note, misfit=self.misfit())
+        if tree.misfit:
+            return tree
+        maxtext = self.maxtext(tree.scan, tree.scan_axis)
+        return dataclasses.replace(tree, maxtext=maxtext, model=self.naming.model)
+
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""
         if self.family is not None:
@@ -364,16 +452,8 @@ def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
             message = (
                 "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
             )
-            problems.append(Problem("unused", ".".join(path), message, is_array=True))
+            problems.append(_unused(path, message))
     return problems
-
-
-def _empty(source: OrbaxCheckpoint) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """The leaves without an array: None, empty dicts, texts."""
-    for entry in source.metadata["tree_metadata"].values():
-        about = entry["value_metadata"]
-        if about.get("skip_deserialize") or about.get("value_type") == TEXT:
-            yield tuple(str(key["key"]) for key in entry["key_metadata"]), entry
 
 
 def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
