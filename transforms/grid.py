@@ -231,22 +231,27 @@ def cut_array(
     """Cuts an array for `meshes`, where its axes are assigned to these axes of a mesh; None where nobody knows, and it
     is cut evenly.
 
+    The array of `make_grid`'s drawing with no mesh named, in zarr3. A unit holds `embed` whole, and an element takes 6
+    bytes: two in the file, two in the chunk, two of its encoding:
+
+        embed  layers    mlp
+         4096      32  14336     the array
+           64      32   1792     the finest shard: of the common meshes, `fsdp=64` and `tensor=8`
+           64       1   1792     cut: 1 where an index selects a tensor; above 4 MiB the other axes are cut, too
+           64       8   1792     grown along `layers`: from 224 KiB until it has 1 MiB, if 4 MiB don't forbid it
+           64       2   1792     fitted: the smallest unit, (4096, 8, 1792), would take 336 MiB, and may take 128
+         4096       2   1792     the shard: 64 such chunks of 448 KiB, all that a unit holds of `embed`
+
+    The other modes differ in the finest shard. Meshes that are named cut their own shards, evenly if nobody knows which
+    axes they shard; then a chunk is a shard. A small array that no mesh cuts is one chunk.
+
     Raises:
       UnitBytesError: the smallest unit needs more than `unit_bytes`.
     """
     shape, itemsize = array.shape, array.dtype.itemsize
-    whole_axes, growth = reading.whole_axes, reading.growth
-    selecting = selecting_axes(array)
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
-    if meshes:
-        finest, warnings = (
-            (_even_device_shard(array, meshes), ())
-            if assignments is None
-            else finest_device_shard(array, assignments, meshes)
-        )
-    else:
-        least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
-        finest, warnings = _common_device_shard(array, assignments or (None,) * len(shape), with_experts, least), ()
+    finest, warnings = _finest_shard(array, assignments, meshes, packed, experts)
+    selecting = selecting_axes(array)
     # a ragged last chunk does no harm
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting
 
@@ -254,25 +259,56 @@ def cut_array(
     element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
-    grid = Grid(spec, partition, whole_axes, growth, element_bytes, warnings, reading.beside)
+    grid = Grid(spec, partition, reading.whole_axes, reading.growth, element_bytes, warnings, reading.beside)
 
-    ways = [mesh.ways(axes) for mesh in meshes for axes in assignments or ()]
-    sharded = max(ways, default=1) > 1 or (assignments is None and bool(meshes) and finest != list(shape))
-    if not packed and array.nbytes <= MIN_CHUNK and not sharded:
-        chunk = list(shape)
+    if packed or array.nbytes > MIN_CHUNK or _is_sharded(array, assignments, meshes, finest):
+        chunk = _good_chunk(array, finest, grid, uncut, packed, bool(meshes))
     else:
-        chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
-        slowest = [axis for axis in reversed(growth) if axis not in selecting]
-        _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole_axes, key=lambda axis: -chunk[axis])], uncut)
-        for axis in sorted(
-            (axis for axis in growth if axis in selecting),
-            key=lambda axis: not meshes and array.logical_axes[axis] == EXPERTS,
-        ):
-            least = GOOD_PACKED_CHUNK if packed and array.logical_axes[axis] == EXPERTS else MIN_CHUNK
-            _grow(chunk, finest, axis, least // itemsize)
+        chunk = list(shape)
     _fit(chunk, finest, grid, unit_bytes, selecting, uncut)
     shard = _shard(chunk, grid, unit_bytes, selecting) if packed else list(chunk)
-    return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
+    return dataclasses.replace(grid, spec=dataclasses.replace(spec, chunk=tuple(chunk), shard=tuple(shard)))
+
+
+def _finest_shard(
+    array: Array, assignments: Sequence[Assignment] | None, meshes: Sequence[Mesh], packed: bool, experts: int
+) -> tuple[list[int], tuple[str, ...]]:
+    """The finest shard of the meshes, or of the common ones if none is named, and warnings."""
+    if meshes and assignments is not None:
+        return finest_device_shard(array, assignments, meshes)
+    if meshes:
+        return _even_device_shard(array, meshes), ()
+    least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
+    return _common_device_shard(array, assignments or (None,) * len(array.shape), with_experts, least), ()
+
+
+def _is_sharded(
+    array: Array, assignments: Sequence[Assignment] | None, meshes: Sequence[Mesh], finest: Sequence[int]
+) -> bool:
+    """Whether a mesh that is named cuts the array."""
+    if assignments is None:
+        return bool(meshes) and tuple(finest) != array.shape
+    return any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments)
+
+
+def _good_chunk(
+    array: Array, finest: Sequence[int], grid: Grid, uncut: Container[int], packed: bool, is_for_meshes: bool
+) -> list[int]:
+    """A chunk of 1 to 4 MiB in the finest shard, whatever a unit of it takes.
+
+    For the common meshes it grows along experts last, and an expert of 32 KiB has a packed chunk of its own.
+    """
+    selecting, itemsize = selecting_axes(array), array.dtype.itemsize
+    chunk = [1 if axis in selecting else n for axis, n in enumerate(finest)]
+    slowest = [axis for axis in reversed(grid.growth) if axis not in selecting]
+    longest = sorted(grid.whole_axes, key=lambda axis: -chunk[axis])
+    _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *longest], uncut)
+    is_expert = [name == EXPERTS for name in array.logical_axes]
+    growing = [axis for axis in grid.growth if axis in selecting]
+    for axis in sorted(growing, key=lambda axis: not is_for_meshes and is_expert[axis]):
+        least = GOOD_PACKED_CHUNK if packed and is_expert[axis] else MIN_CHUNK
+        _grow(chunk, finest, axis, least // itemsize)
+    return chunk
 
 
 def finest_device_shard(
