@@ -162,6 +162,23 @@ def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
     if near == far:
         _copy_runs(np.moveaxis(source, near, -1), np.moveaxis(target, near, -1))
         return
+    rows, columns = _find_block(source, target, by_source, by_target)
+    if math.prod(source.shape[axis] for axis in rows) < 8:
+        target[...] = source
+        return
+    others = [axis for axis in range(source.ndim) if axis not in columns and axis not in rows]
+    source, target = source.transpose(*others, *rows, *columns), target.transpose(*others, *columns, *rows)
+    for index in np.ndindex(*source.shape[: len(others)]):
+        _transpose(source[index], target[index], len(rows))
+
+
+def _find_block(
+    source: np.ndarray, target: np.ndarray, by_source: Sequence[int], by_target: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The axes of a block's rows and those of its columns, the slowest first; `by_source` and `by_target` are the axes
+    from the fastest on.
+    """
+    near, far = by_source[0], by_target[0]
     rows, count = [far], source.shape[far]
     for axis in by_target[1:]:  # what goes on where a run of the target ends
         if axis != near and count < BLOCK[0] and target.strides[axis] == count * target.itemsize:
@@ -173,16 +190,10 @@ def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
             columns.insert(0, axis)
             run *= source.shape[axis]
     for axis in by_target[1:]:  # what else lies near in the target, until it is worth while
-        if axis not in rows and axis not in columns and count < BLOCK[0]:
+        if axis not in (*rows, *columns) and count < BLOCK[0]:
             rows.insert(0, axis)
             count *= source.shape[axis]
-    if count < 8:
-        target[...] = source
-        return
-    others = [axis for axis in range(source.ndim) if axis not in columns and axis not in rows]
-    source, target = source.transpose(*others, *rows, *columns), target.transpose(*others, *columns, *rows)
-    for index in np.ndindex(*source.shape[: len(others)]):
-        _transpose(source[index], target[index], len(rows))
+    return rows, columns
 
 
 def _copy_runs(source: np.ndarray, target: np.ndarray) -> None:
