@@ -312,32 +312,39 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
     """
     free = [axis for axis, size in enumerate(array.shape) if size > 1 and strides[axis]]
     free.sort(key=lambda axis: -strides[axis])  # the slowest first
+    tail = _find_range(array, strides, free)
     chunk = [size if _is_free(axis) else 1 for size, axis in zip(array.shape, array.parts[0].target_axes, strict=True)]
-    if free and strides[free[-1]] != 1:
-        raise NotVirtualError(f"takes one of {strides[free[-1]]} elements that lie side by side")
-    tail = len(free)  # from here on the axes are one range without holes
-    run = 1
-    while tail and strides[free[tail - 1]] == run:
-        tail -= 1
-        run *= array.shape[free[tail]]
-    stretch = run * array.dtype.itemsize
-    if stretch < LEAST_CHUNK and any(array.logical_axes[axis] != EXPERTS for axis in free[:tail]):
-        raise NotVirtualError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
     for axis in free[:tail]:
         chunk[axis] = 1
     allowed = [_common_divisor(array, axis) for axis in range(len(chunk))]
-    for place in range(tail, len(free)):  # an axis may be cut where all slower ones are cut to 1
-        axis, behind = free[place], free[place + 1 :]
-        row = math.prod(chunk[other] for other in behind) * array.dtype.itemsize
-        wanted = math.gcd(allowed[axis], finest[axis])
-        if array.logical_axes[axis] == EXPERTS:
-            wanted = 1
+    row = math.prod(array.shape[axis] for axis in free[tail:]) * array.dtype.itemsize
+    for axis in free[tail:]:  # an axis may be cut where all slower ones are cut to 1
+        row //= array.shape[axis]
+        wanted = 1 if array.logical_axes[axis] == EXPERTS else math.gcd(allowed[axis], finest[axis])
         chunk[axis] = _rows(wanted, row)
         if chunk[axis] > 1:
             break
     if any(step > 1 and allowed[axis] % step for axis, step in enumerate(chunk)):
         raise NotVirtualError("parts of several tensors lie side by side on an axis that isn't a tensor's first")
     return chunk
+
+
+def _find_range(array: Array, strides: Sequence[int], free: Sequence[int]) -> int:
+    """From which of the `free` axes on they are one range of the file without holes; the slowest is the first.
+
+    Raises:
+      MaterialError: elements, or stretches of them that are worth a reference, don't lie side by side.
+    """
+    if free and strides[free[-1]] != 1:
+        raise NotVirtualError(f"takes one of {strides[free[-1]]} elements that lie side by side")
+    tail, run = len(free), 1
+    while tail and strides[free[tail - 1]] == run:
+        tail -= 1
+        run *= array.shape[free[tail]]
+    stretch = run * array.dtype.itemsize
+    if stretch < LEAST_CHUNK and any(array.logical_axes[axis] != EXPERTS for axis in free[:tail]):
+        raise NotVirtualError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
+    return tail
 
 
 def _common_divisor(array: Array, axis: int) -> int:
