@@ -90,31 +90,20 @@ class Part:
 
     def __init__(self, stack: Stack, rule: Rule, dims: dict[str, int], scan_axis: int):
         self.rule = rule
-        self.path = "/".join(prefix for prefix in (stack.collection, stack.target, rule.target) if prefix)
+        self.path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
         self.layers = stack.layers
         self.template = None if rule.source is None else stack.source + rule.source
 
-        def size(factor: str) -> int:  # in the tensor
-            return rule.segments[factor].size if factor in rule.segments else dims[factor]
-
         tensor_axes = rule.axes.left[len(rule.name_axes) :]
-        self.source_factors = tuple(tuple(size(factor) for factor in axis) for axis in tensor_axes)
+        self.source_factors = tuple(tuple(_size(factor, rule, dims) for factor in axis) for axis in tensor_axes)
         self.window_shape = tuple(math.prod(sizes) for sizes in self.source_factors)
         self.window = rule.window + (slice(None),) * (len(tensor_axes) - len(rule.window))
         self.starts = tuple(cut.start or 0 for cut in self.window)
         self.steps = tuple(cut.step or 1 for cut in self.window)
         self.name_shape = tuple(dims[axis] for axis in rule.name_axes)
 
-        flat = [factor for axis in tensor_axes for factor in axis]
-
-        def place(factor: str) -> Factor:
-            if factor in rule.name_axes:
-                return Factor("name", rule.name_axes.index(factor), dims[factor])
-            segment = rule.segments.get(factor)
-            total, start = (segment.total, segment.start) if segment else (dims[factor], 0)
-            return Factor("free", flat.index(factor), total, start)
-
-        axes = [tuple(place(factor) for factor in axis) for axis in rule.axes.right]
+        flat = tuple(itertools.chain(*tensor_axes))
+        axes = [tuple(_factor(factor, rule, dims, flat) for factor in axis) for axis in rule.axes.right]
         at = min(scan_axis, len(axes))
         axes[at:at] = [(Factor("layer", i, n),) for i, n in enumerate(stack.layers.shape)]
         self.target_axes = tuple(axes)
@@ -210,6 +199,20 @@ class Part:
     def flat_sizes(self) -> tuple[int, ...]:
         """The sizes of the tensor's factors, those of all its axes in one."""
         return tuple(itertools.chain(*self.source_factors))
+
+
+def _size(factor: str, rule: Rule, dims: dict[str, int]) -> int:
+    """The size of a factor in the tensor; where the array's axis is longer, that of the tensor's segment of it."""
+    return rule.segments[factor].size if factor in rule.segments else dims[factor]
+
+
+def _factor(factor: str, rule: Rule, dims: dict[str, int], flat: tuple[str, ...]) -> Factor:
+    """A factor of the array's axis; `flat` are the words of the tensor's axes, in one."""
+    if factor in rule.name_axes:
+        return Factor("name", rule.name_axes.index(factor), dims[factor])
+    segment = rule.segments.get(factor)
+    total, start = (segment.total, segment.start) if segment else (dims[factor], 0)
+    return Factor("free", flat.index(factor), total, start)
 
 
 _NUMBER = re.compile(r"\d+")
