@@ -169,60 +169,61 @@ def plan_adapter(
       alpha: where the checkpoint doesn't say it.
       model: the MaxText model, where neither the checkpoint nor `config` settles it.
     """
-    problems: list[Problem] = []
-    said = _mapping(source.custom, "lora")
+    rank, alpha, problems = _scaling(source, alpha)
+    model = model or _mapping(source.record, "options").get("maxtext_model")
     weights = source.weights
-    ranks = {array.shape[-1] for key, array in weights.items() if key.endswith("_lora_a") and array.shape}
-    rank = said.get("lora_rank", next(iter(ranks), 0))
-    if ranks != {rank}:
-        problems.append(
-            Problem("adapter", source.root, f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}")
-        )
-    alpha = said.get("lora_alpha", alpha)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
-        problems.append(
-            Problem(
-                "adapter",
-                source.root,
-                "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha",
-            )
-        )
-        alpha = float(rank or 1)
-    made = _mapping(source.record, "options")
     try:
-        family = family_of(Config(config), model or made.get("maxtext_model"))
-        naming = name_model(family, Config(config), model or made.get("maxtext_model"))
-        scan = source.custom.get("scan_layers")
-        layout = Layout(
-            scan=scan if isinstance(scan, bool) else is_scanned(weights),
-            scan_axis=made.get("param_scan_axis", 1),
-            vocab=None, mtp=any(".mtp_block." in key for key in weights), multimodal=any("_encoder." in key for key in weights), model=naming.model, shapes={},
-        )  # fmt: skip
+        family = family_of(Config(config), model)
+        layout = _layout(source, name_model(family, Config(config), model).model)
         parts, unknown = _parts(family, Config(config), layout, rank, weights)
     except (ConfigError, UnknownFamilyError) as e:
-        return AdapterExport(
-            source, base, {}, rank, alpha, (*problems, Problem("config", "config.json", str(e))), None, config
-        )
+        problems.append(Problem("config", "config.json", str(e)))
+        return AdapterExport(source, base, {}, rank, alpha, tuple(problems), None, config)
     problems += [
         Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
         for key in unknown
     ]
+    problems += _find_faults(parts, weights)
+    return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
+
+
+def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, list[Problem]]:
+    """The rank of all factors, the alpha that the checkpoint names, or else this one, and what is wrong with them."""
+    problems = []
+    said = _mapping(source.custom, "lora")
+    ranks = {array.shape[-1] for key, array in source.weights.items() if key.endswith("_lora_a") and array.shape}
+    rank = said.get("lora_rank", next(iter(ranks), 0))
+    if ranks != {rank}:
+        message = f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}"
+        problems.append(Problem("adapter", source.root, message))
+    alpha = said.get("lora_alpha", alpha)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+        message = "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha"
+        problems.append(Problem("adapter", source.root, message))
+        alpha = float(rank or 1)
+    return rank, alpha, problems
+
+
+def _layout(source: OrbaxCheckpoint, model: str | None) -> Layout:
+    """The layout that an adapter is in."""
+    weights, scan = source.weights, source.custom.get("scan_layers")
+    return Layout(
+        scan=scan if isinstance(scan, bool) else is_scanned(weights),
+        scan_axis=_mapping(source.record, "options").get("param_scan_axis", 1),
+        vocab=None, mtp=any(".mtp_block." in key for key in weights), multimodal=any("_encoder." in key for key in weights), model=model, shapes={},
+    )  # fmt: skip
+
+
+def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -> Iterator[Problem]:
+    """The factors of other shapes than the table's, and those that lack the other factor of their product."""
     for key, part in parts.items():
         if weights[key].shape != part.shape:
-            problems.append(
-                Problem(
-                    "shape",
-                    key,
-                    f"{weights[key].shape} in the checkpoint, by config.json it is {part.shape}",
-                    is_array=True,
-                )
-            )
+            message = f"{weights[key].shape} in the checkpoint, by config.json it is {part.shape}"
+            yield Problem("shape", key, message, is_array=True)
         other = f"{key[:-1]}{'b' if key.endswith('a') else 'a'}"
         if other not in weights:
-            problems.append(
-                Problem("missing", other, f"the checkpoint holds {key}, and a product has two factors", is_array=True)
-            )
-    return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
+            message = f"the checkpoint holds {key}, and a product has two factors"
+            yield Problem("missing", other, message, is_array=True)
 
 
 def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -175,37 +175,54 @@ def _pairs(
 ) -> Iterator[tuple[str, Pair, tuple[str, str]]]:
     """`(kernel, factors of some of its layers, the keys of these)` for every kernel of the table that the adapter has
     factors of.
+
+    Where kernel and factors are stacked alike, one pair is of all layers; else each layer has a pair:
+
+        kernel                    A                          B
+        (embed, layers, mlp)      (embed, layers, rank)      (rank, layers, mlp)      one pair
+        (embed, layers, mlp)      (embed, rank), …           (rank, mlp), …           a pair for each layer
+        (embed, mlp)              (embed, layers, rank)      (rank, layers, mlp)      one pair, of one index of `layers`
     """
     places: dict[str, _Place] = {}
     for key, part in factors.items():
         places |= {str(cell.tensor): _Place(key, part, cell.layer) for cell in part.cells()}
     for name, part in parts.items():
-        if part.rule.source is None or part.rule.name_axes:
-            continue
-        layers: dict[tuple[int, ...], list[_Place]] = {}
-        for index in np.ndindex(part.layers.shape):
-            rule = dataclasses.replace(part.rule, source=part.tensor(index, ()))
-            found = [places[factor] for side in "ab" if (factor := name_of(rule, side)) in places]
-            if len(found) == 2:
-                layers[index] = found
-        if not layers:
-            continue
-        first = next(iter(layers.values()))
-        keys = first[0].key, first[1].key
-        together = all(
-            tuple(place.key for place in found) == keys and index == found[0].index == found[1].index
-            for index, found in layers.items()
-        )
-        if (
-            together
-            and len(layers) == part.layers.size
-            and all(place.part.layers.shape == part.layers.shape for place in first)
-        ):
-            yield name, _pair(adapter, first, whole(part.layers.shape), (0,) * part.layers.ndim, scaling), keys
+        layers = _layers(part, places)
+        if _are_together(part, layers):
+            first = next(iter(layers.values()))
+            yield name, _pair(adapter, first, whole(part.layers.shape), (0,) * part.layers.ndim, scaling), _keys(first)
             continue
         for index, found in layers.items():
             pair = _pair(adapter, found, tuple((at, at + 1) for at in index), found[0].index, scaling)
-            yield name, pair, (found[0].key, found[1].key)
+            yield name, pair, _keys(found)
+
+
+def _layers(part: Part, places: Mapping[str, _Place]) -> dict[tuple[int, ...], list[_Place]]:
+    """Where A and B lie of each layer of a kernel that has both."""
+    if part.rule.source is None or part.rule.name_axes:
+        return {}
+    layers = {}
+    for index in np.ndindex(part.layers.shape):
+        rule = dataclasses.replace(part.rule, source=part.tensor(index, ()))
+        found = [places[factor] for side in "ab" if (factor := name_of(rule, side)) in places]
+        if len(found) == 2:
+            layers[index] = found
+    return layers
+
+
+def _are_together(part: Part, layers: Mapping[tuple[int, ...], Sequence[_Place]]) -> bool:
+    """Whether one array of A and one of B hold all layers of a kernel, in its order."""
+    if not layers or len(layers) != part.layers.size:
+        return False
+    first = next(iter(layers.values()))
+    return all(place.part.layers.shape == part.layers.shape for place in first) and all(
+        _keys(found) == _keys(first) and index == found[0].index == found[1].index for index, found in layers.items()
+    )
+
+
+def _keys(places: Sequence[_Place]) -> tuple[str, str]:
+    a, b = places
+    return a.key, b.key
 
 
 def _pair(
