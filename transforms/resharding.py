@@ -672,14 +672,20 @@ class _Planner:
         spec = copy_spec(self.around.zarr[stored.key], array.key, array.dtype)
         if spec is None or 2 * math.prod(spec.shard) * array.dtype.itemsize > self.options.unit_bytes:
             return None
-        for mesh in self.meshes:
-            for axis, (size, chunk) in enumerate(zip(spec.shape, spec.chunk, strict=True)):
-                ways = mesh.ways(assignments[axis]) if assignments is not None else 1
-                if size % ways or ((chunk < size or ways > 1) and (size // ways) % chunk):
-                    return None
-            if assignments is None and mesh.devices > 1 and math.prod(spec.shape) > 1:
-                return None
-        return spec
+        return spec if all(_is_cut_for(mesh, spec, assignments) for mesh in self.meshes) else None
+
+
+def _is_cut_for(mesh: Mesh, spec: ArraySpec, assignments: Sequence[Assignment] | None) -> bool:
+    """Whether every shard of a mesh is whole chunks, or one chunk is the whole axis; where nobody knows which axes are
+    sharded, whether there is nothing to shard.
+    """
+    if assignments is None and mesh.devices > 1 and math.prod(spec.shape) > 1:
+        return False
+    for axis, (size, chunk) in enumerate(zip(spec.shape, spec.chunk, strict=True)):
+        ways = mesh.ways(assignments[axis]) if assignments is not None else 1
+        if size % ways or ((chunk < size or ways > 1) and (size // ways) % chunk):
+            return False
+    return True
 
 
 def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
