@@ -18,7 +18,15 @@ PLACE = re.compile(r"\s*(?P<kind>output|link): (?:(?P<place>\S+): )?")
 PATH = re.compile(r"\s*(?P<path>\S*?/.*?|\S+): ")
 
 
-class Refused(Exception):  # noqa: N818
+class Told(Exception):  # noqa: N818
+    """An end that its message tells; where it was raised is of no use to who called."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it."""
+        return [f"weightbeam.{type(self).__name__}: {self}"]
+
+
+class Refused(Told):
     """Refused before any work: what the user can mend. The message says why and what to do (exit status 2)."""
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()):
@@ -42,7 +50,7 @@ class Busy(Refused):
     """Refused because another process, or a job, is at work on the output."""
 
 
-class Failed(Exception):  # noqa: N818
+class Failed(Told):
     """Failed on the way: the message says what, where, and how to go on (exit status 1)."""
 
     def __init__(self, message: str):

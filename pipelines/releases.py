@@ -430,7 +430,7 @@ def _publish_cached(planned: ReleasePlan, place: ReleaseFolder, output: str, tit
     if made is None:
         raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
     with contextlib.suppress(HeldError):  # somebody else's by now
-        place.remove()
+        _remove(place)
     return made
 
 
@@ -448,7 +448,7 @@ def _write_to_cache(
     """Writes a release to its place in the cache, which is this command's alone, where it isn't there as it was
     planned.
     """
-    if _is_finished(place, planned):
+    if _is_finished(place, planned) and _is_as_noted(place, planned):
         with contextlib.suppress(IncompleteError):
             place.made(planned.shards)
             return Written(str(place.final), compared=compared_of(record_of(place.final)))
@@ -456,7 +456,34 @@ def _write_to_cache(
         place.remove()
     anew = place.exists() and bool(why_not_go_on(place, planned))
     how = dataclasses.replace(how, resume=not anew, overwrite=anew)
-    return _write(planned, place, str(place.final), how, beam, progress)
+    written = _write(planned, place, str(place.final), how, beam, progress)
+    _note(place).write_text(json.dumps(_marks(place, planned)))
+    return written
+
+
+def _note(place: ReleaseFolder) -> Path:
+    """What says beside a release in the cache how its files were when they were written, for a command that comes later."""
+    return Path(f"{place.final.url}.written")
+
+
+def _marks(place: ReleaseFolder, planned: ReleasePlan) -> dict[str, list[int]]:
+    """The inode of each file of weights, and the time of any change, which no tool sets back."""
+    found = {name: os.stat(place.final.path(name)) for name, *_ in planned.shards}
+    return {name: [stat.st_ino, stat.st_ctime_ns] for name, stat in found.items()}
+
+
+def _is_as_noted(place: ReleaseFolder, planned: ReleasePlan) -> bool:
+    """Whether nobody has touched the weights of a release in the cache since they were written."""
+    try:
+        return json.loads(_note(place).read_bytes()) == _marks(place, planned)
+    except (OSError, ValueError):
+        return False
+
+
+def _remove(place: ReleaseFolder) -> None:
+    """Removes a release in the cache."""
+    place.remove()
+    _note(place).unlink(missing_ok=True)
 
 
 def _clear(place: ReleaseFolder) -> None:
@@ -464,7 +491,7 @@ def _clear(place: ReleaseFolder) -> None:
     if place.is_taken() or place.exists():
         with contextlib.suppress(Busy), alone(place):
             place.discard()
-            place.remove()
+            _remove(place)
 
 
 def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:

@@ -105,6 +105,21 @@ def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path]
     assert found["model.safetensors"] == exported(checkpoints[0], tmp_path / "wanted")["model.safetensors"]
 
 
+def test_a_cached_release_that_was_touched_is_made_anew(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:
+    """A byte of the weights is another one, and time and size of the file are as before."""
+    hub.fail("status", status=401, matching="POST .*/preupload/")
+    assert call("export", checkpoints[0], URL) == 1
+    (folder,) = (path for path in (tmp_path / "cache" / "weightbeam").iterdir() if path.is_dir())
+    weights = next(folder.glob("*.safetensors"))
+    before, held = weights.stat(), weights.read_bytes()
+    weights.write_bytes(held[:-5] + bytes([held[-5] ^ 0x40]) + held[-4:])
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    hub.faults.clear()
+    assert call("export", checkpoints[0], URL) == 0
+    assert hub.held(REPO)[weights.name] == held
+    assert cached(tmp_path) == []
+
+
 def test_a_cached_release_that_lost_a_file_is_made_anew(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:
     hub.fail("status", status=401, matching="POST .*/preupload/")
     assert call("export", checkpoints[0], URL) == 1
