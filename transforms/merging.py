@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.options import MergeOptions, hashed, options_from
 from weightbeam.transforms.quantizing import (
     REASON,
+    Entry,
     Given,
     find_quantised,
     quantization_config,
@@ -243,88 +244,54 @@ def plan_merge(
       slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
     source = open_source(checkpoint)
-    aliases = _aliases(checkpoint, options.family)
+    merging, touched = _merge(checkpoint, source, adapters, options.family)
+    if options.dequantize:
+        touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
+    decoded = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
+    replaced = _replaced(options, checkpoint, source, decoded)
+    quantization, why = _quantization(checkpoint, source, decoded)
+    problems = (*_find_problems(options, checkpoint, source, adapters, merging, touched), *why)
+    made = Merge(options, checkpoint, tuple(adapters), Plan("identity", (), replaced, problems), {}, None, (), merging)
+    if problems:
+        return made
+    encodings = _encodings(checkpoint, touched, decoded, replaced)
+    entries = [
+        (name, _dtype(name, decoded, checkpoint, options.save_dtype), encoding.shape)
+        for name, encoding in encodings.items()
+    ]
+    codes = find_quantised(entries, given) if options.quantize else frozenset()
+    if options.quantize:
+        if amiss := _without_codes(checkpoint, entries, codes, given):
+            return dataclasses.replace(made, plan=Plan("identity", (), {}, tuple(amiss)))
+        quantization = given.quantization_config if given else quantization_config(entries, codes)
+    files = plan_files(with_scales(entries, codes), _files_of(checkpoint, encodings), options.max_shard_size)
+    return dataclasses.replace(
+        made,
+        encodings=encodings,
+        files=files,
+        units=tuple(row_units(encodings, files, options.unit_bytes, codes, slots)),
+        quantization=quantization,
+        quantised=codes,
+        given=given,
+        warnings=files.warnings,
+        slots=slots,
+    )
+
+
+def _merge(
+    checkpoint: HfCheckpoint, source: Source, adapters: Sequence[Adapter], family: str | None
+) -> tuple[Merging, dict[str, Encoding]]:
+    """What adapters make of the release, and the tensors that they change, by the release's names.
+
+    Raises:
+      UnknownFamilyError: the family was named, and there is none.
+    """
+    aliases = _aliases(checkpoint, family)
     spelled = {rename(name, aliases): name for name in source.encodings}
     model_type = str(checkpoint.config.get("model_type", ""))
     merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
-    problems = [*checkpoint.problems, *source.problems, *(merging.problems if checkpoint.tensors else ())]
-    if not adapters and not options.dequantize and not options.quantize:
-        problems.append(Problem("option", "--lora", "names no adapter to merge"))
     touched = {spelled[name]: merging.encodings[name] for name in merging.touched}
-    replaced: dict[str, str] = {}
-    if options.dequantize:
-        touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
-        replaced |= source.dropped
-        if not touched and not problems:
-            problems.append(
-                Problem(
-                    "quantised", checkpoint.root, "none of its tensors is quantised; there is nothing to dequantise"
-                )
-            )
-    if options.quantize and not problems:
-        labels = Counter(encoding.label for encoding in source.encodings.values() if encoding.label)
-        problems += [
-            Problem(
-                "quantised",
-                checkpoint.root,
-                f"{number:,} of its tensors are quantised already ({label}); dequantise the release first",
-            )
-            for label, number in labels.items()
-        ]
-    quantised = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
-    replaced |= {
-        tensor: f"codes or scales of {name}, which is written as its values"
-        for name in quantised
-        for tensor in stored_tensors(checkpoint, source, name)
-    }
-    quantization, why = _quantization(checkpoint, source, quantised)
-    problems += why
-    encodings: dict[str, Encoding] = {}
-    for stored, tensor in checkpoint.tensors.items():
-        if stored not in replaced and stored not in quantised:
-            encodings[stored] = touched.get(stored, Plain(tensor))
-    encodings |= {name: touched[name] for name in quantised}
-    place = {name: at for at, name in enumerate(checkpoint.tensors)}
-    encodings = dict(sorted(encodings.items(), key=lambda item: place.get(item[0], place.get(item[1].weight.name, -1))))
-    merged = dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()})
-    if problems:
-        return Merge(
-            options, checkpoint, tuple(adapters), Plan("identity", (), replaced, tuple(problems)), {}, None, (), merged
-        )
-    where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
-    order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
-    wanted = [
-        (name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape)
-        for name, encoding in encodings.items()
-    ]
-    codes = find_quantised(wanted, given) if options.quantize else frozenset()
-    if options.quantize:
-        amiss = [*given.problems, *given.missing(wanted)] if given else []
-        if not codes and not amiss:
-            amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
-        if amiss:
-            return Merge(
-                options, checkpoint, tuple(adapters), Plan("identity", (), {}, tuple(amiss)), {}, None, (), merged
-            )
-        quantization = given.quantization_config if given else quantization_config(wanted, codes)
-    files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
-    units = row_units(encodings, files, options.unit_bytes, codes, slots)
-    plan = Plan("identity", (), replaced, ())
-    made = Merge(
-        options,
-        checkpoint,
-        tuple(adapters),
-        plan,
-        encodings,
-        files,
-        tuple(units),
-        merged,
-        quantization,
-        codes,
-        given,
-        slots=slots,
-    )
-    return dataclasses.replace(made, warnings=files.warnings)
+    return dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()}), touched
 
 
 def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
@@ -341,11 +308,88 @@ def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
         return {}
 
 
-def _dtype(name: str, quantised: Collection[str], checkpoint: HfCheckpoint, save_dtype: str | None) -> np.dtype:
+def _replaced(
+    options: MergeOptions, checkpoint: HfCheckpoint, source: Source, decoded: Iterable[str]
+) -> dict[str, str]:
+    """The release's tensors that aren't written, with the reason: codes and scales of weights that are written as their
+    values; where all are, also what of the quantisation no weight needs.
+    """
+    return {
+        **(source.dropped if options.dequantize else {}),
+        **{
+            tensor: f"codes or scales of {name}, which is written as its values"
+            for name in decoded
+            for tensor in stored_tensors(checkpoint, source, name)
+        },
+    }
+
+
+def _find_problems(
+    options: MergeOptions,
+    checkpoint: HfCheckpoint,
+    source: Source,
+    adapters: Sequence[Adapter],
+    merging: Merging,
+    touched: Collection[str],
+) -> list[Problem]:
+    """What stands against the inputs; that there is nothing to do, or that it is done already, only where nothing else
+    does.
+    """
+    problems = [*checkpoint.problems, *source.problems, *(merging.problems if checkpoint.tensors else ())]
+    if not adapters and not options.dequantize and not options.quantize:
+        problems.append(Problem("option", "--lora", "names no adapter to merge"))
+    if options.dequantize and not touched and not problems:
+        message = "none of its tensors is quantised; there is nothing to dequantise"
+        problems.append(Problem("quantised", checkpoint.root, message))
+    if options.quantize and not problems:
+        problems += _already_quantised(checkpoint, source)
+    return problems
+
+
+def _already_quantised(checkpoint: HfCheckpoint, source: Source) -> list[Problem]:
+    """The formats that the release is quantised in."""
+    labels = Counter(encoding.label for encoding in source.encodings.values() if encoding.label)
+    message = "{:,} of its tensors are quantised already ({}); dequantise the release first"
+    return [Problem("quantised", checkpoint.root, message.format(number, label)) for label, number in labels.items()]
+
+
+def _encodings(
+    checkpoint: HfCheckpoint,
+    touched: Mapping[str, Encoding],
+    decoded: Collection[str],
+    replaced: Collection[str],
+) -> dict[str, Encoding]:
+    """How each tensor that is written is stored, in the release's order; a weight stands where its codes do, if the
+    release has none of its name.
+    """
+    kept = (name for name in checkpoint.tensors if name not in replaced and name not in decoded)
+    encodings = {name: touched[name] if name in touched else Plain(checkpoint.tensors[name]) for name in kept}
+    encodings |= {name: touched[name] for name in decoded}
+    place = {name: at for at, name in enumerate(checkpoint.tensors)}
+    return dict(sorted(encodings.items(), key=lambda item: place.get(item[0], place.get(item[1].weight.name, -1))))
+
+
+def _files_of(checkpoint: HfCheckpoint, encodings: Mapping[str, Encoding]) -> dict[str, str]:
+    """The release's file that each tensor, or its codes, lie in."""
+    files = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
+    return {name: files.get(name) or files[encoding.weight.name] for name, encoding in encodings.items()}
+
+
+def _dtype(name: str, decoded: Collection[str], checkpoint: HfCheckpoint, save_dtype: str | None) -> np.dtype:
     """What a tensor is written in: its own dtype, a quantised one in the one that was asked for, or in the model's."""
-    if name not in quantised:
+    if name not in decoded:
         return checkpoint.tensors[name].dtype
     return DTYPES[save_dtype or dtype_of_model(checkpoint.config) or "bfloat16"]
+
+
+def _without_codes(
+    checkpoint: HfCheckpoint, entries: Sequence[Entry], codes: Collection[str], given: Given | None
+) -> list[Problem]:
+    """What stands against codes: there are none, or not those of a given release."""
+    amiss = [*given.problems, *given.missing(entries)] if given else []
+    if not codes and not amiss:
+        amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
+    return amiss
 
 
 def _quantization(
