@@ -384,27 +384,47 @@ def make_small(planned: Export, small: Mapping[str, bytes], output: str | None =
     if planned.form is not planned.like:
         text = json.dumps(dict(planned.form.config), indent=2, ensure_ascii=False)
         small = {name: small[name] for name in small if role_of(name) != "processor"} | {"config.json": text.encode()}
-    dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
-    if dtype is None and dtype_of_model(planned.form.config) is None:  # engines would take float32, or float16
-        dtype = Counter(
-            name for tensor in planned.layout.tensors.values() if (name := tensor.dtype.name) in SAVED
-        ).most_common(1)[0][0]
-    quantised = any(key in planned.form.config for key in ("quantization_config", "compression_config"))
-    edits = {
-        "dtype": dtype or ("bfloat16" if quantised else None),
-        "vocab_size": planned.config_edits.get("vocab_size"),
+    files = make_small_files(
+        small, planned.form.config, _edits(planned), ("quantisation",), planned.like.root, _facts(planned), naming_of(planned, output), output,
+        planned.plan.family, tags=["fp8"] if planned.quantization else [],
+    )  # fmt: skip
+    return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
+
+
+def _edits(planned: Export) -> dict[str, Any]:
+    """What `config.json` has to say otherwise, as `edit_config` takes it."""
+    edits = planned.config_edits
+    return {
+        "dtype": _dtype(planned),
+        "vocab_size": edits.get("vocab_size"),
         "drop_quantization": True,
         "quantization": planned.quantization or None,
-        "nextn": next((planned.config_edits[field] for field in NEXTN if field in planned.config_edits), None),
-        "fields": {
-            field: value for field, value in planned.config_edits.items() if field not in ("vocab_size", *NEXTN)
-        },
+        "nextn": next((edits[field] for field in NEXTN if field in edits), None),
+        "fields": {field: value for field, value in edits.items() if field not in ("vocab_size", *NEXTN)},
     }
 
-    def said(reasons: Mapping[str, str]) -> str:
-        return f"{count(len(reasons), 'tensor')}: {'; '.join(sorted(set(reasons.values())))}" if reasons else ""
 
-    facts = {
+def _dtype(planned: Export) -> str | None:
+    """The dtype that `config.json` is to say; None where it stays as it is."""
+    if planned.options.save_dtype != AUTO:
+        return planned.options.save_dtype
+    config = planned.form.config
+    if dtype_of_model(config) is None:  # engines would take float32, or float16
+        names = (tensor.dtype.name for tensor in planned.layout.tensors.values())
+        return Counter(name for name in names if name in SAVED).most_common(1)[0][0]
+    return "bfloat16" if any(key in config for key in ("quantization_config", "compression_config")) else None
+
+
+def _facts(planned: Export) -> dict[str, str]:
+    """What the model card says of where the release comes from; what is empty isn't said."""
+    taken, form = "", ""
+    if planned.parts:
+        taken = f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: parts of the model that the weights don't hold"
+    if planned.form is not planned.like:
+        form = (
+            f"the language model alone, {planned.config_edits['model_type']}; config.json is its part of the release's"
+        )
+    return {
         "weights": planned.source.root,
         "tree": planned.source.tree.kind,
         "MaxText model": planned.plan.model or "",
@@ -413,20 +433,16 @@ def make_small(planned: Export, small: Mapping[str, bytes], output: str | None =
             f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"
             for number, adapter in enumerate(planned.adapters, 1)
         },
-        "rounded": said(planned.lossy),
-        "taken from the release": f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: parts of the model that the weights don't hold"
-        if planned.parts
-        else "",
-        "form": f"the language model alone, {planned.config_edits['model_type']}; config.json is its part of the release's"
-        if planned.form is not planned.like
-        else "",
-        "left out of the release": said(planned.plan.dropped),
+        "rounded": _sum_up(planned.lossy),
+        "taken from the release": taken,
+        "form": form,
+        "left out of the release": _sum_up(planned.plan.dropped),
     }
-    files = make_small_files(
-        small, planned.form.config, edits, ("quantisation",), planned.like.root, facts, naming_of(planned, output), output,
-        planned.plan.family, tags=["fp8"] if planned.quantization else [],
-    )  # fmt: skip
-    return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
+
+
+def _sum_up(reasons: Mapping[str, str]) -> str:
+    """How many tensors there are reasons for, and the reasons; empty where there are none."""
+    return f"{count(len(reasons), 'tensor')}: {'; '.join(sorted(set(reasons.values())))}" if reasons else ""
 
 
 def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
