@@ -4,12 +4,14 @@ those it was made of.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weightbeam.formats.links import SOURCE, SYMBOLIC, find_changes, identities
+from weightbeam.formats.naming import is_name
 from weightbeam.formats.orbax import record_of
 from weightbeam.formats.references import Reference, encode_leaf
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
@@ -110,8 +112,12 @@ def open_own_source(items: Store) -> HfCheckpoint:
     files = {file.name: file for file in identities(record)}
     if all(file.link != SYMBOLIC for file in files.values()):
         return open_hf(items / SOURCE)
+    where = record["source"]
+    if is_name(where):  # which leads nowhere; the links do
+        name = next(iter(files))
+        where = os.path.realpath((items / SOURCE).path(name)).removesuffix(f"/{name}")
     try:
-        checkpoint = open_hf(record["source"])
+        checkpoint = open_hf(where)
     except StorageError as e:
         raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}

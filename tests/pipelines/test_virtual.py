@@ -185,6 +185,15 @@ def test_each_kind_of_link(mixed: Path, tmp_path: Path, link: str) -> None:
         assert file["inode"] == path.stat().st_ino
 
 
+def test_links_lead_to_a_source_that_is_told_by_its_name(mixed: Path, tmp_path: Path) -> None:
+    """With `--full_paths false` the record doesn't say where the source lies; the links do."""
+    step = convert(mixed, tmp_path / "out", "--virtual", "--link", "symlink", "--full_paths", "false")
+    assert "/" not in record(step)["source"]
+    assert call("verify", tmp_path / "out") == 0
+    assert call("materialize", tmp_path / "out", tmp_path / "ordinary") == 0
+    assert_same_bits(restore(tmp_path / "ordinary" / "0"), restore(step))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
