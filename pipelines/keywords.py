@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import yaml
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.pipelines.arguments.parser import spelled
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.wording import worded
+from weightbeam.pipelines.wording import in_python
 from weightbeam.transforms.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.options import Option, Options, Unsaid, options_of
 
@@ -44,31 +44,39 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Result:
-            said = {name: value for name, value in given.items() if name not in signature.parameters}
-            values = {each.name for name, kind in kinds.items() if name in given for each in options_of(kind)}
-            if twice := values & said.keys():
-                raise TypeError(f"{', '.join(sorted(twice))}: a value has the options already")
+            mine = {name: value for name, value in given.items() if name in signature.parameters}
+            said = {name: value for name, value in given.items() if name not in mine}
             check_known(said, [*options, *(each.name for each in own)])
-            return function(
-                *args,
-                **{name: given[name] for name in given if name in signature.parameters},
-                **{name: read(kind, said) for name, kind in kinds.items() if name not in given},
-            )
+            return function(*args, **mine, **_values(kinds, mine, said))
 
-        keywords = [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation
-            )
-            for each in options.values()
-        ]
-        places = [parameter for parameter in own if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
-        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*places, *keywords, *(parameter for parameter in own if parameter not in places)]
-        )
+        call.__signature__ = signature.replace(parameters=_spelled_out(own, options.values()))  # type: ignore[attr-defined]
         call.__doc__ = _with_options(str(function.__doc__), options.values())
         return call
 
     return decorate
+
+
+def _values(kinds: Mapping[str, type], handed: Collection[str], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that keywords ask for, but for those that were handed over.
+
+    Raises:
+      TypeError: a keyword says what a value says, too.
+      Refused: see `read`.
+    """
+    known = {each.name for name in handed if name in kinds for each in options_of(kinds[name])}
+    if twice := sorted(known & said.keys()):
+        raise TypeError(f"{', '.join(twice)}: a value has the options already")
+    return {name: read(kind, said) for name, kind in kinds.items() if name not in handed}
+
+
+def _spelled_out(own: Sequence[inspect.Parameter], options: Iterable[Option]) -> list[inspect.Parameter]:
+    """A function's parameters with the options among them: behind its places."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    keywords = [
+        inspect.Parameter(each.name, only, default=each.default, annotation=each.annotation) for each in options
+    ]
+    places = [parameter for parameter in own if parameter.kind is not only]
+    return [*places, *keywords, *(parameter for parameter in own if parameter.kind is only)]
 
 
 def _with_options(text: str, options: Iterable[Option]) -> str:
@@ -76,7 +84,7 @@ def _with_options(text: str, options: Iterable[Option]) -> str:
     before, title, rest = text.partition("    Args:\n")
     own, blank, after = rest.partition("\n\n")
     lines = [
-        textwrap.fill(f"{each.name}: {worded(each.help)}.", 120, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        textwrap.fill(f"{each.name}: {in_python(each.help)}.", 120, initial_indent=" " * 6, subsequent_indent=" " * 8)
         for each in options
     ]
     return before + title + "\n".join([own, *lines]) + blank + after

@@ -49,7 +49,12 @@ def at_the_shell() -> Iterator[None]:
 
 def worded(text: str) -> str:
     """A message as its reader would say it."""
-    return text if _at_the_shell else TOKEN.sub(_in_python, text)
+    return text if _at_the_shell else in_python(text)
+
+
+def in_python(text: str) -> str:
+    """A text about options as who calls functions would say it."""
+    return TOKEN.sub(_in_python, text)
 
 
 def _in_python(found: re.Match[str]) -> str:
