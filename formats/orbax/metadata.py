@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,11 @@ ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 # of a step, beside its items: what its release and MaxText's configuration were, and all that says what it is
 BESIDE = ("release.zip", "maxtext.yml")
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
+DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
+ITEM_FOLDER = re.compile(
+    rf"d|ocdbt\.process_.*|{ARRAY_METADATAS}|source"
+)  # the last of a virtual checkpoint (`links.py`)
+ZARR_FILES = (".zattrs", ".zgroup", ".zmetadata", "zarr.json")  # of a group of arrays
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -187,7 +193,18 @@ def others_in(step: Store) -> list[str]:
     """The files in a step, and in its items that hold arrays, that are neither Orbax's nor ours: someone put them there.
     What another item holds is up to whoever saved it.
     """
-    places = ["", *(f"{name}/" for name in step.folders() if (step / name).exists(METADATA))]
-    files = [(place, file.name) for place in places for file in (step / place).list(recursive=False)]
-    own = {*STEP_FILES, MARKER, PLAN, "manifest.ocdbt", "checkpoint"}  # the last of Orbax's former format
-    return [f"{place}{name}" for place, name in files if name not in own and not name.startswith(("_", "."))]
+    items = [name for name in step.folders() if (step / name).exists(METADATA)]
+    files = [
+        (place, file.name)
+        for place in ["", *(f"{name}/" for name in items)]
+        for file in (step / place).list(recursive=False)
+    ]
+    own = {*STEP_FILES, MARKER, PLAN, DATABASE, "checkpoint", *ZARR_FILES}  # "checkpoint" is of Orbax's former format
+    # where there is no database, a folder of an item is an array
+    folders = [
+        f"{name}/{each}/" for name in items if (step / name).exists(DATABASE) for each in (step / name).folders()
+    ]
+    return [
+        *(f"{place}{name}" for place, name in files if name not in own and not name.startswith("_")),
+        *(path for path in folders if not ITEM_FOLDER.fullmatch(path.split("/")[1])),
+    ]

@@ -84,7 +84,7 @@ def test_a_record_whose_files_are_none(
         assert "isn't a release that Weightbeam wrote" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt"])
+@pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt", ".mine", "items/.mine", "items/eval/"])
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,12 +92,16 @@ def test_what_others_put_into_a_step_is_named(
     step = convert(source, tmp_path / "out", *MODEL)
     (step / "metrics").mkdir()
     (step / "metrics" / "metrics").touch()
-    (step / name).write_text("mine")
+    mine = step / name / "results.csv" if name.endswith("/") else step / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
     command = ("convert", "--source", source, "--output", tmp_path / "out", *MODEL, "--overwrite")
     assert call(*command) == 2
     assert f"would delete: {name}; move it away" in capfd.readouterr().err
-    assert (step / name).read_text() == "mine"
-    (step / name).unlink()
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    if name.endswith("/"):
+        mine.parent.rmdir()
     assert call(*command) == 0
 
 
