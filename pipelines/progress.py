@@ -169,6 +169,7 @@ class Bar:
                 TimeRemainingColumn,
                 TransferSpeedColumn,
             )
+            from rich.table import Column
 
             console = Console(file=self._stream)
 
@@ -178,16 +179,17 @@ class Bar:
 
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                BarColumn(bar_width=None),  # what the others leave of the line
+                DownloadColumn(table_column=Column(no_wrap=True)),
+                TransferSpeedColumn(table_column=Column(no_wrap=True)),
                 TextColumn("elapsed"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
             )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
-            self._bar = Narrow(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+            quietly: Any = {"redirect_stdout": False, "redirect_stderr": False}
+            self._bar = Narrow(*columns, console=console, expand=True, **quietly)
             self._task = self._bar.add_task(now.doing, total=now.total)
             self._bar.start()
         assert self._task is not None
