@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import re
 import shlex
@@ -111,51 +112,95 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = make_parser()
     commands = commands_of(parser)
-    given = list(arguments)
-    if given[:1] == ["plan"] and len(given) > 1 and given[1] in commands and given[1] not in ("help", "completion"):
-        given = [*given[1:], "--dry_run"]
+    given = _command_first(list(arguments), commands)
     if not given or given[0] not in commands:
         return parser.parse_args(given), []
-    name, words = given[0], given[1:]
-    known, ours, places, rest = commands[name]._option_string_actions, [], [], []
-    bare: dict[str, str] = {}  # the booleans by the words behind them
-    while words:
-        word = words.pop(0)
+    name, *words = given
+    read = _Words(commands[name], words)
+    while read.left:
+        read.sort_next()
+    has_places = COMMANDS[name].places and not COMMANDS[name].words
+    args = read.parser.parse_args(read.ours if has_places else [*read.ours, *read.places])
+    args.command = name
+    if has_places:
+        _place(read.parser, args, read.places, read.bare)
+    return args, read.rest
+
+
+def _command_first(given: list[str], commands: Collection[str]) -> list[str]:
+    """A command line without `plan` before another command: `plan COMMAND …` is `COMMAND … --dry_run`."""
+    if given[:1] == ["plan"] and given[1:2] and given[1] in {*commands} - {"help", "completion"}:
+        return [*given[1:], "--dry_run"]
+    return given
+
+
+@dataclasses.dataclass
+class _Words:
+    """The words behind a command, which are sorted from the first to the last.
+
+    Attributes:
+      parser: the command's.
+      left: the words that aren't sorted yet.
+      ours: the command's options, with their values.
+      places: the words without an option.
+      rest: the options that aren't ours, with their values.
+      bare: the options that are true or false and have no `=`, by the words behind them.
+    """
+
+    parser: argparse.ArgumentParser
+    left: list[str]
+    ours: list[str] = dataclasses.field(default_factory=list)
+    places: list[str] = dataclasses.field(default_factory=list)
+    rest: list[str] = dataclasses.field(default_factory=list)
+    bare: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def sort_next(self) -> None:
+        """Sorts a word, together with its value where that is the word behind it."""
+        word, known = self.left.pop(0), self.parser._option_string_actions
         option, equals, value = word.partition("=")
         if option.startswith("--"):
             option = "--" + option[2:].replace("-", "_")
-        no = known.get(f"--{option.removeprefix('--no_')}") if option.startswith("--no_") and not equals else None
-        if no and is_boolean(no):
-            ours.append(f"{no.option_strings[-1]}=false")
+        if not equals and (no := self._find_negated(option)):
+            self.ours.append(f"{no.option_strings[-1]}=false")
         elif option in known and is_boolean(known[option]):
-            if not equals:
-                behind = words[0] if words else ""
-                if behind.lower() in OTHER_BOOLEANS:
-                    commands[name].error(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
-                value = words.pop(0) if behind.lower() in BOOLEANS else "true"
-                bare[behind] = option
-            ours.append(f"{known[option].option_strings[-1]}={value}")
+            value = value if equals else self._take_boolean(option)
+            self.ours.append(f"{known[option].option_strings[-1]}={value}")
         elif option in known:
-            ours.append(option + equals + value)
-            if not equals and known[option].nargs is None and words:
-                ours.append(words.pop(0))
-            if option == "--mesh" and words and (more := _axis(words[0])):
-                one = f"{value or ours[-1]},{more}"
-                commands[name].error(f"unexpected: {more}; the axes of a mesh have commas between them: --mesh {one}")
+            self._sort_ours(option, equals, value)
         elif word.startswith("-") and len(word) > 1:
-            rest.append(option + equals + value)
-            if not equals and words and (words[0] == "-" or not words[0].startswith("-")):
-                rest.append(words.pop(0))
+            self._sort_rest(option, equals, value)
         elif equals and f"--{option}" in known:
-            commands[name].error(f"unexpected: {word}; did you mean --{word}?")
+            self.parser.error(f"unexpected: {word}; did you mean --{word}?")
         else:
-            places.append(word)
-    has_places = COMMANDS[name].places and not COMMANDS[name].words
-    args = commands[name].parse_args(ours if has_places else [*ours, *places])
-    args.command = name
-    if has_places:
-        _place(commands[name], args, places, bare)
-    return args, rest
+            self.places.append(word)
+
+    def _find_negated(self, option: str) -> argparse.Action | None:
+        """The option that is true or false of a `--no_NAME`; None for other words."""
+        named = self.parser._option_string_actions.get(f"--{option.removeprefix('--no_')}")
+        return named if option.startswith("--no_") and named and is_boolean(named) else None
+
+    def _take_boolean(self, option: str) -> str:
+        """The value of an option that is true or false: the word behind it, if it is one."""
+        behind = self.left[0] if self.left else ""
+        if behind.lower() in OTHER_BOOLEANS:
+            self.parser.error(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
+        self.bare[behind] = option
+        return self.left.pop(0) if behind.lower() in BOOLEANS else "true"
+
+    def _sort_ours(self, option: str, equals: str, value: str) -> None:
+        """Sorts an option of the command that isn't true or false."""
+        self.ours.append(option + equals + value)
+        if not equals and self.parser._option_string_actions[option].nargs is None and self.left:
+            self.ours.append(self.left.pop(0))
+        if option == "--mesh" and self.left and (more := _axis(self.left[0])):
+            one = f"{value or self.ours[-1]},{more}"
+            self.parser.error(f"unexpected: {more}; the axes of a mesh have commas between them: --mesh {one}")
+
+    def _sort_rest(self, option: str, equals: str, value: str) -> None:
+        """Sorts an option that isn't ours."""
+        self.rest.append(option + equals + value)
+        if not equals and self.left and (self.left[0] == "-" or not self.left[0].startswith("-")):
+            self.rest.append(self.left.pop(0))
 
 
 def _axis(word: str) -> str:
