@@ -67,7 +67,7 @@ from weightbeam.transforms.comparing import COMPARED, CompareArrays, StagedSubje
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
-from weightbeam.transforms.options import VerifyOptions
+from weightbeam.transforms.options import Options, VerifyOptions
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.release_faults import compare_remembered, find_release_faults
 from weightbeam.transforms.staged import remember
@@ -377,57 +377,115 @@ def plan_verification(
     with reading(checkpoint):
         if (pair := find_export(checkpoint, source)) is not None:
             return _plan_export(*pair, given)
-        if given.get("like"):
-            raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
-        if given.get("accept"):
-            raise Refused(
-                "--accept: is for an export, whose small files are compared; neither side is one; leave it out"
-            )
-        items = find_items(checkpoint)
-        found = check_files(items)
-        if found:
-            LOG.info(found)
-        stores = open_arrays(items)
-        files = Files.of(items)
-        weights = weights_of(items)
-        if not given.get("lora") and (
-            adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)
-        ):
-            message = f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it"
-            raise Refused(
-                f"{message}; weightbeam diff compares it with another checkpoint, or --lora names the adapter as PEFT has it"
-            )
-        if not source and not found:
-            source = _source_of(items)
-            if is_name(source):
-                raise Refused(_only_named(str(items), source, checkpoint))
-            LOG.info(f"compared with {source}, which it was made of")
-        opened = (
-            open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
-            if source
-            else open_own_source(items)
-        )
-    with reading(checkpoint):
-        options = options_of(items, {**{name: stores[key] for name, key in weights.items()}, **stores}, given)
-        if named := [url for url, _ in options.lora if is_name(url)]:
-            raise Refused(
-                f"{items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"
-            )
-        conversion = prepare(options, opened, open_adapters(options))
+        _refuse_options_of_exports(given)
+        found = _open_checkpoint(checkpoint, source, given)
+        options = _options(found, given)
+        conversion = prepare(options, found.source, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
+    with reading(checkpoint):
+        return _compare_metadata(found, conversion)
+
+
+def _refuse_options_of_exports(given: Mapping[str, Any]) -> None:
+    """Refuses the options that only an export has a use for.
+
+    Raises:
+      Refused: there are any.
+    """
+    if given.get("like"):
+        raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
+    if given.get("accept"):
+        raise Refused("--accept: is for an export, whose small files are compared; neither side is one; leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint, and the release that it is compared with.
+
+    Attributes:
+      stores: its arrays, by their keys.
+      weights: the keys of its weights, by MaxText's names for them.
+      files: which are watched while they are read.
+      is_own: whether the release is the files that a virtual checkpoint refers to.
+    """
+
+    items: Store
+    stores: Mapping[str, ts.TensorStore]
+    weights: Mapping[str, str]
+    files: Files
+    source: HfCheckpoint
+    is_own: bool
+
+
+def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, Any]) -> _Checkpoint:
+    """Looks at a checkpoint, and at the release that it is compared with.
+
+    Raises:
+      Refused: it can't be compared, or doesn't say with what.
+      Failed: the files that a virtual checkpoint refers to have changed.
+    """
+    items = find_items(checkpoint)
+    if virtual := check_files(items):
+        LOG.info(virtual)
+    stores, files, weights = open_arrays(items), Files.of(items), weights_of(items)
+    if not given.get("lora"):
+        _refuse_merged(items)
+    if not source and not virtual:
+        source = _source_of(items)
+        if is_name(source):
+            raise Refused(_only_named(str(items), source, checkpoint))
+        LOG.info(f"compared with {source}, which it was made of")
+    opened = (
+        open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
+        if source
+        else open_own_source(items)
+    )
+    return _Checkpoint(items, stores, weights, files, opened, not source)
+
+
+def _refuse_merged(items: Store) -> None:
+    """Refuses a checkpoint that an adapter of MaxText's was merged into, which can't be merged here again.
+
+    Raises:
+      Refused: there was one.
+    """
+    for adapter in record_of(items).get("adapters", ()):
+        if "lora_rank" in adapter:
+            raise Refused(
+                f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it; weightbeam diff compares it "
+                "with another checkpoint, or --lora names the adapter as PEFT has it"
+            )
+
+
+def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
+    """The options of the conversion into such a checkpoint.
+
+    Raises:
+      Refused: adapters were merged into it, and nothing says where they are.
+    """
+    weights = {name: found.stores[key] for name, key in found.weights.items()}
+    options = options_of(found.items, {**weights, **found.stores}, given)
+    if named := [url for url, _ in options.lora if is_name(url)]:
+        raise Refused(
+            f"{found.items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"
+        )
+    return options
+
+
+def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
+    """What is to be compared, with what can be said of it by the metadata alone."""
+    items, stores, record = found.items, found.stores, record_of(found.items)
     arrays = conversion.plan.arrays
-    keys = {array.key: array.key if array.key in stores else weights.get(array.key, array.key) for array in arrays}
+    keys = {
+        array.key: array.key if array.key in stores else found.weights.get(array.key, array.key) for array in arrays
+    }
     names = {key: name for name, key in keys.items()}
     state = tuple(key for key in stores if key not in names and key != STEP.key and is_state(key))
-    with reading(checkpoint):
-        there = {names.get(key, key): store for key, store in stores.items() if key not in state}
-        wrong = (
-            *compare_trees(conversion, there),
-            *find_metadata_faults(items, stores, arrays, record_of(items)),
-        )
-        notes = _source_notes(opened, record_of(items)) if source else ()
-        notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record_of(items)))
-    return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, files))
+    there = {names.get(key, key): store for key, store in stores.items() if key not in state}
+    wrong = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
+    notes = () if found.is_own else _source_notes(found.source, record)
+    notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
+    return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, found.files))
 
 
 def weights_of(items: Store) -> Mapping[str, str]:
