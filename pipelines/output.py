@@ -185,7 +185,8 @@ def is_finished(staging: Staging, conversion: CheckpointPlan) -> bool:
     return not staging.exists() and plan_hash_of(staging.final) == conversion.hash
 
 
-def _problem(place: Store, message: str) -> list[Problem]:
+def problem_at(place: Store, message: str) -> list[Problem]:
+    """What stands against writing there."""
     return [Problem("output", str(place), message)]
 
 
@@ -194,7 +195,7 @@ def _find_unfit(staging: Staging) -> list[Problem]:
     if not isinstance(staging, FolderStaging):
         return []
     if staging.output.folder.exists() and not staging.output.folder.is_dir():
-        return _problem(staging.output, "is a file")
+        return problem_at(staging.output, "is a file")
     staging.final.kvstore()
     return []
 
@@ -205,35 +206,37 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, how: Delivery) 
     if resume and is_finished(staging, conversion):
         damage = find_damage(staging.final, conversion.specs, conversion.format)
         return (
-            _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew")
+            problem_at(
+                staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew"
+            )
             if damage
             else []
         )
     # a bucket can't swap
     if (source := _find_source(staging, conversion)) and not (how.in_place and isinstance(staging, FolderStaging)):
-        return _problem(
+        return problem_at(
             staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
         )
     if own := next((url for url in conversion.inputs if _is_same(url, staging.output.url)), None):
-        return _problem(staging.final, f"would lie among the files of {own}, which it is made of; {ANOTHER}")
+        return problem_at(staging.final, f"would lie among the files of {own}, which it is made of; {ANOTHER}")
     if (stopped := staging.exists()) and not resume and not overwrite:
-        return _problem(
+        return problem_at(
             staging.plan_folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite"
         )
     if stopped and resume and (why := why_not_go_on(staging, conversion)):
-        return _problem(staging.plan_folder, why)
+        return problem_at(staging.plan_folder, why)
     if staging.is_taken():
         if irreplaceable := _why_not_replace(staging):
-            return _problem(staging.final, irreplaceable)
+            return problem_at(staging.final, irreplaceable)
         if not overwrite:
             if not resume:
-                return _problem(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
+                return problem_at(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
             if stopped:
-                return _problem(
+                return problem_at(
                     staging.final,
                     "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end",
                 )
-            return _problem(
+            return problem_at(
                 staging.final, "exists, and was made with other options or of another source; --overwrite replaces it"
             )
     if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
@@ -296,10 +299,14 @@ def _check_room(staging: FolderStaging, conversion: CheckpointPlan, how: Deliver
     needed = int(conversion.made_bytes * (staging.share_left(len(conversion.units)) if how.resume else 1))
     if how.link == COPY:
         needed += conversion.linked_bytes
-    output = staging.output.folder
-    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
+    return check_room(staging.output, needed)
+
+
+def check_room(place: LocalFolder, needed: int) -> list[Problem]:
+    """Whether the disk has room for so many bytes."""
+    free = shutil.disk_usage(next(folder for folder in (place.folder, *place.folder.parents) if folder.exists())).free
     if free < needed:
-        return [Problem("output", str(output), f"needs {human(needed)}, the disk has {human(free)} left")]
+        return problem_at(place, f"needs {human(needed)}, the disk has {human(free)} left")
     return []
 
 

@@ -11,9 +11,8 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,7 +37,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.keywords import asked_of
-from weightbeam.pipelines.output import alone, look_for_job, why_not_go_on
+from weightbeam.pipelines.output import alone, check_room, look_for_job, problem_at, why_not_go_on
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
@@ -506,55 +505,99 @@ def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:
         raise Refused(f"--output={e}") from e
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What lies where a release goes.
+
+    Attributes:
+      stopped: whether something is staged that wasn't published.
+      there: whether anything is in the place itself.
+      made_by: the hash of the plan that the release there was made by; None if that is none of ours.
+    """
+
+    stopped: bool
+    there: bool
+    made_by: str | None
+
+
 def check_release(staging: ReleasePlace, planned: ReleasePlan, how: Delivery) -> list[Problem]:
-    """What stands against writing a release there."""
-    resume, overwrite = how.resume, how.overwrite
+    """What stands against writing a release there: the first that is found, in the order of the steps.
 
-    def problem(message: str) -> list[Problem]:
-        return [Problem("output", str(staging.final), message)]
+    Raises:
+      Busy: another command is at work there, or it can't be looked at.
+    """
+    if problems := _check_kind(staging) or _check_inputs(staging, planned.inputs):
+        return problems
+    found = _look_at(staging)
+    return (
+        _check_stopped(staging, planned, how, found)
+        or _check_there(staging, planned, how, found)
+        or _check_room(staging, planned, found)
+    )
 
-    local = Path(staging.final.url) if isinstance(staging, ReleaseFolder) else None
-    if local and (local.is_symlink() or (local.exists() and not local.is_dir())):
-        return problem("is a link or a file; name a folder")
-    for url in filter(None, planned.inputs):
-        if any(
-            lies_in(*pair)
-            for place in (staging.final, *staging.beside())
-            for pair in ((url, place.url), (place.url, url))
-        ):
-            return problem(f"and {url}, which it is made of, lie in each other; choose another --output")
+
+def _check_kind(staging: ReleasePlace) -> list[Problem]:
+    """Whether a release can lie there at all."""
+    if isinstance(staging, ReleaseFolder):
+        folder = staging.final.folder
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            return problem_at(staging.final, "is a link or a file; name a folder")
+    return []
+
+
+def _check_inputs(staging: ReleasePlace, inputs: Iterable[str]) -> list[Problem]:
+    """Whether what the release is made of lies elsewhere."""
+    for url in filter(None, inputs):
+        for place in (staging.final, *staging.beside()):
+            if lies_in(url, place.url) or lies_in(place.url, url):
+                why = f"and {url}, which it is made of, lie in each other; choose another --output"
+                return problem_at(staging.final, why)
+    return []
+
+
+def _look_at(staging: ReleasePlace) -> _Found:
+    """Looks at what lies there, if nobody is at work."""
     try:
         staging.check_free()
         stopped, made_by = staging.exists(), plan_hash_of(staging.final)
-        there = staging.is_taken()
+        return _Found(stopped, staging.is_taken(), made_by)
     except OSError as e:
         raise Busy(f"  output: {reason(e)}") from e
-    if stopped and not resume and not overwrite:
-        return problem(
-            "what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite"
-        )
-    if stopped and resume and (why := why_not_go_on(staging, planned)):
-        return [Problem("output", str(staging.plan_folder), why)]
-    if there and not overwrite and not (resume and made_by == planned.hash):
-        return problem(
-            "exists"
-            + (
-                "; --overwrite replaces it"
-                if made_by
-                else ", and isn't a release that Weightbeam wrote; choose another --output"
-            )
-        )
-    if there and not made_by and not _may_go(staging):
-        return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
-    if there and overwrite and made_by and (others := set(others_in(staging.final)) - {baselines.FILE}):
-        return problem(
-            f"holds what Weightbeam didn't write there, and --overwrite would delete: {', '.join(sorted(others))}; "
-            "move it away, or choose another --output"
-        )
-    if local:
-        free = shutil.disk_usage(next(folder for folder in (local, *local.parents) if folder.exists())).free
-        if planned.files is not None and free < planned.files.size and not stopped:
-            return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
+
+
+def _check_stopped(staging: ReleasePlace, planned: ReleasePlan, how: Delivery, found: _Found) -> list[Problem]:
+    """Whether it was said what to do with what a stopped command staged, and that can be done."""
+    if not found.stopped:
+        return []
+    if how.resume:
+        why = why_not_go_on(staging, planned)
+        return problem_at(staging.plan_folder, why) if why else []
+    todo = "go on with --resume, or start anew with --overwrite"
+    return [] if how.overwrite else problem_at(staging.final, f"what a stopped command staged lies beside it; {todo}")
+
+
+def _check_there(staging: ReleasePlace, planned: ReleasePlan, how: Delivery, found: _Found) -> list[Problem]:
+    """Whether what lies in the place is the release that is wanted, or may be replaced."""
+    is_wanted = how.resume and found.made_by == planned.hash
+    if not found.there or (is_wanted and not how.overwrite):
+        return []
+    foreign = "isn't a release that Weightbeam wrote"
+    if not how.overwrite:
+        why = "; --overwrite replaces it" if found.made_by else f", and {foreign}; choose another --output"
+        return problem_at(staging.final, f"exists{why}")
+    if not found.made_by:
+        why = f"{foreign}, and isn't deleted; choose another --output"
+        return [] if _may_go(staging) else problem_at(staging.final, why)
+    if others := sorted(set(others_in(staging.final)) - {baselines.FILE}):
+        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {', '.join(others)}"
+        return problem_at(staging.final, f"{why}; move it away, or choose another --output")
+    return []
+
+
+def _check_room(staging: ReleasePlace, planned: ReleasePlan, found: _Found) -> list[Problem]:
+    """Whether the disk has room for a release of which nothing is staged."""
+    if isinstance(staging, ReleaseFolder) and planned.files is not None and not found.stopped:
+        return check_room(staging.final, planned.files.size)
     return []
 
 
