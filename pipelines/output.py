@@ -201,47 +201,61 @@ def _find_unfit(staging: Staging) -> list[Problem]:
 
 
 def _find_problems(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
-    """What lies there already, and whether there is room."""
-    resume, overwrite = how.resume, how.overwrite
-    if resume and is_finished(staging, conversion):
-        damage = find_damage(staging.final, conversion.specs, conversion.format)
-        return (
-            problem_at(
-                staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew"
-            )
-            if damage
-            else []
-        )
-    # a bucket can't swap
-    if (source := _find_source(staging, conversion)) and not (how.in_place and isinstance(staging, FolderStaging)):
-        return problem_at(
-            staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
-        )
+    """What lies there already, and whether there is room: the first that is found, in the order of the steps."""
+    if how.resume and is_finished(staging, conversion):
+        return _check_finished(staging, conversion)
+    if problems := _check_inputs(staging, conversion, how):
+        return problems
+    stopped = staging.exists()
+    return (
+        (_check_stopped(staging, conversion, how) if stopped else [])
+        or (_check_there(staging, how, stopped) if staging.is_taken() else [])
+        or _check_room(staging, conversion, how)
+    )
+
+
+def _check_finished(staging: Staging, conversion: CheckpointPlan) -> list[Problem]:
+    """Whether the checkpoint that is wanted, and is there, is whole."""
+    if damage := find_damage(staging.final, conversion.specs, conversion.format):
+        why = f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew"
+        return problem_at(staging.final, why)
+    return []
+
+
+def _check_inputs(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
+    """Whether what the checkpoint is made of lies elsewhere, or may be part of what is replaced."""
+    swaps = how.in_place and isinstance(staging, FolderStaging)  # a bucket can't swap
+    if (source := _find_source(staging, conversion)) and not swaps:
+        why = f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
+        return problem_at(staging.final, why)
     if own := next((url for url in conversion.inputs if _is_same(url, staging.output.url)), None):
         return problem_at(staging.final, f"would lie among the files of {own}, which it is made of; {ANOTHER}")
-    if (stopped := staging.exists()) and not resume and not overwrite:
-        return problem_at(
-            staging.plan_folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite"
-        )
-    if stopped and resume and (why := why_not_go_on(staging, conversion)):
-        return problem_at(staging.plan_folder, why)
-    if staging.is_taken():
-        if irreplaceable := _why_not_replace(staging):
-            return problem_at(staging.final, irreplaceable)
-        if not overwrite:
-            if not resume:
-                return problem_at(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
-            if stopped:
-                return problem_at(
-                    staging.final,
-                    "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end",
-                )
-            return problem_at(
-                staging.final, "exists, and was made with other options or of another source; --overwrite replaces it"
-            )
-    if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
+    return []
+
+
+def _check_stopped(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
+    """Whether it was said what to do with what a stopped command staged, and that can be done."""
+    if how.resume:
+        why = why_not_go_on(staging, conversion)
+    else:
+        todo = "go on with --resume, or start anew with --overwrite"
+        why = "" if how.overwrite else f"holds a stopped conversion; {todo}"
+    return problem_at(staging.plan_folder, why) if why else []
+
+
+def _check_there(staging: Staging, how: Delivery, stopped: bool) -> list[Problem]:
+    """Whether what lies in the checkpoint's place can be replaced, and should be."""
+    if why := _why_not_replace(staging):
+        return problem_at(staging.final, why)
+    if how.overwrite:
         return []
-    return _check_room(staging, conversion, how) if isinstance(staging, FolderStaging) else []
+    if not how.resume:
+        why = "exists; --overwrite replaces it, --step writes another one beside it"
+    elif stopped:
+        why = "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end"
+    else:
+        why = "exists, and was made with other options or of another source; --overwrite replaces it"
+    return problem_at(staging.final, why)
 
 
 def _is_same(url: str, other: str) -> bool:
@@ -294,8 +308,11 @@ def _others(staging: Staging) -> str:
     return ""
 
 
-def _check_room(staging: FolderStaging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
+def _check_room(staging: Staging, conversion: CheckpointPlan, how: Delivery) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
+    is_complete = how.resume and plan_hash_of(staging.checkpoint) == conversion.hash
+    if is_complete or not isinstance(staging, FolderStaging):
+        return []
     needed = int(conversion.made_bytes * (staging.share_left(len(conversion.units)) if how.resume else 1))
     if how.link == COPY:
         needed += conversion.linked_bytes
