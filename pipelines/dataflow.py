@@ -122,43 +122,74 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str, baselin
     Raises:
       RefusedError: the machine that was asked for is too small.
     """
-    cloud, worker, debug = (
-        options.view_as(GoogleCloudOptions),
-        options.view_as(WorkerOptions),
-        options.view_as(DebugOptions),
-    )
+    cloud = options.view_as(GoogleCloudOptions)
     cloud.region = cloud.region or _default_region(create_runner(RUNNER))
+    machine = _choose_machine(options)
+    threads = _choose_threads(options, conversion, machine, target)
+    needed = memory_bound(conversion, threads, target, baselines) + SYSTEM_BYTES
+    _check_memory(options, conversion, machine, needed)
+    _hint_memory(options, needed)
+    _choose_workers(options, len(conversion.units), threads)
+    _choose_setup(options)
+    cloud.job_name = cloud.job_name or job_name(conversion, target)
+
+
+def _choose_machine(options: PipelineOptions) -> Machine | None:
+    """Sets the type of machine, unless Prime chooses it; returns the machine, where its type says how large it is."""
+    cloud, worker, debug = (options.view_as(kind) for kind in (GoogleCloudOptions, WorkerOptions, DebugOptions))
     prime = "enable_prime" in (cloud.dataflow_service_options or []) or debug.lookup_experiment("enable_prime")
     if worker.machine_type is None and not prime:  # Prime chooses machines itself, and takes no wishes
         worker.machine_type = MACHINE
-    machine = Machine.parse(worker.machine_type or MACHINE)
+    return Machine.parse(worker.machine_type or MACHINE)
+
+
+def _choose_threads(options: PipelineOptions, conversion: Movement, machine: Machine | None, target: str) -> int:
+    """Sets how many threads a worker has, in how many processes; returns the threads."""
+    debug = options.view_as(DebugOptions)
     if not debug.lookup_experiment(PROCESSES) and not debug.lookup_experiment(f"no_{PROCESSES}"):
         debug.add_experiment(f"no_{PROCESSES}")  # the memory bound is that of one process
     if debug.number_of_worker_harness_threads is None:
         debug.number_of_worker_harness_threads = _threads(conversion, machine, target)
-    threads = debug.number_of_worker_harness_threads
-    needed = memory_bound(conversion, threads, target, baselines) + SYSTEM_BYTES
+    return debug.number_of_worker_harness_threads
+
+
+def _check_memory(options: PipelineOptions, conversion: Movement, machine: Machine | None, needed: int) -> None:
+    """Refuses a machine that has less memory than a worker needs."""
     if machine and machine.memory < needed:
+        asked = options.view_as(WorkerOptions).machine_type
+        threads = options.view_as(DebugOptions).number_of_worker_harness_threads
         what = f"{threads} threads × --unit_bytes={human(conversion.unit_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
         raise RefusedError(
-            f"--machine_type={worker.machine_type} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}"
+            f"--machine_type={asked} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}"
         )
-    hints = options.view_as(StandardOptions)
+
+
+def _hint_memory(options: PipelineOptions, needed: int) -> None:
+    """Tells Dataflow how many bytes of memory a worker needs, unless the user did."""
+    hints, cloud = options.view_as(StandardOptions), options.view_as(GoogleCloudOptions)
     if not cloud.flexrs_goal and not any(re.match("min_?ram=", hint, re.IGNORECASE) for hint in hints.resource_hints):
         hints.resource_hints = [*hints.resource_hints, f"min_ram={needed}B"]  # FlexRS knows no hints
+
+
+def _choose_workers(options: PipelineOptions, units: int, threads: int) -> None:
+    """Sets what disk a worker has, and how many workers there may be: no more than have a unit for each thread."""
+    worker = options.view_as(WorkerOptions)
     if worker.disk_size_gb is None:
         worker.disk_size_gb = DISK_GB
     if worker.autoscaling_algorithm is None:
         worker.autoscaling_algorithm = "THROUGHPUT_BASED"
     if worker.max_num_workers is None:
-        worker.max_num_workers = max(worker.num_workers or 1, min(-(-len(conversion.units) // threads), MAX_WORKERS))
-    setup = options.view_as(SetupOptions)
+        worker.max_num_workers = max(worker.num_workers or 1, min(-(-units // threads), MAX_WORKERS))
+
+
+def _choose_setup(options: PipelineOptions) -> None:
+    """Sets what a worker starts with."""
+    setup, worker = options.view_as(SetupOptions), options.view_as(WorkerOptions)
     if setup.save_main_session is None:
         setup.save_main_session = False  # every DoFn lies in a module of ours
     if worker.sdk_container_image and setup.sdk_location == "default":
         setup.sdk_location = "container"
-    cloud.job_name = cloud.job_name or job_name(conversion, target)
 
 
 def _threads(conversion: Movement, machine: Machine | None, target: str) -> int:
