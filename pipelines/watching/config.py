@@ -213,30 +213,49 @@ def _read_run_target(given: Any) -> RunTarget:
         )
     asked = dict(given)
     name, kind, output = asked.pop("name", None), asked.pop("kind", EXPORT), asked.pop("output", None)
-    problems = _find_misnamed(name)
-    if kind not in (EXPORT, QUANTIZE, RESHARD):
-        problems.append(f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}")
-        kind = EXPORT
+    on_nan, create_pr = asked.pop("on_nan", PUBLISH), asked.pop("create_pr", False)
     lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else None
-    if lora and kind == RESHARD:
-        problems.append(f"lora: {lora} is for releases, and a step is resharded as it is")
-    elif lora == ADAPTER and kind == QUANTIZE:
-        problems.append("lora: an adapter isn't quantised; the model that it is merged into is, with merged")
-    on_nan = asked.pop("on_nan", PUBLISH)
-    if on_nan not in (HOLD, PUBLISH, NEWEST):
-        problems.append(f"on_nan: should be {HOLD}, {PUBLISH} or {NEWEST}")
-    create_pr = asked.pop("create_pr", False)
-    if not isinstance(create_pr, bool):
-        problems.append("create_pr: should be true or false")
-    elif create_pr and not str(output).startswith("hf://"):
-        problems.append("create_pr: only a target whose output is hf://owner/name has pull requests")
-    if output is not None:
-        try:
-            output = read_place(output)
-        except ValueError as e:
-            problems.append(f"output: {e}")
+    problems = [*_find_misnamed(name), *_find_misfits(kind, lora, on_nan, create_pr, output)]
+    kind = kind if kind in (EXPORT, QUANTIZE, RESHARD) else EXPORT
+    output = _read_target_place(output, problems)
     known = [each.name for each in options_of(KINDS[kind]) if each.name not in OURS]
     right = _read_each(KINDS[kind], known, asked, problems, f" of {kind}", FIELDS)
+    options = _read_target_options(kind, right, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    lora = lora or (MERGED if kind == QUANTIZE else ADAPTER)
+    return RunTarget(str(name), kind, right, options, lora, output, create_pr, on_nan)
+
+
+def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, output: Any) -> Iterator[str]:
+    """What is wrong with the fields of a run's target that aren't options, each by itself and with the others."""
+    if kind not in (EXPORT, QUANTIZE, RESHARD):
+        yield f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}"
+    if lora and kind == RESHARD:
+        yield f"lora: {lora} is for releases, and a step is resharded as it is"
+    elif lora == ADAPTER and kind == QUANTIZE:
+        yield "lora: an adapter isn't quantised; the model that it is merged into is, with merged"
+    if on_nan not in (HOLD, PUBLISH, NEWEST):
+        yield f"on_nan: should be {HOLD}, {PUBLISH} or {NEWEST}"
+    if not isinstance(create_pr, bool):
+        yield "create_pr: should be true or false"
+    elif create_pr and not str(output).startswith("hf://"):
+        yield "create_pr: only a target whose output is hf://owner/name has pull requests"
+
+
+def _read_target_place(output: Any, problems: list[str]) -> str | None:
+    """Where a target goes, if it says so; what is wrong with that is added to the problems."""
+    try:
+        return None if output is None else read_place(output)
+    except ValueError as e:
+        problems.append(f"output: {e}")
+        return None
+
+
+def _read_target_options(
+    kind: str, right: Mapping[str, Any], problems: list[str]
+) -> ExportOptions | QuantizeOptions | ReshardOptions:
+    """The options of a target, read together; what is wrong with them is added to the problems."""
     options = KINDS[kind]()
     try:
         options = read(KINDS[kind], right)
@@ -244,10 +263,7 @@ def _read_run_target(given: Any) -> RunTarget:
             meshes_of(Options(mesh=options.mesh, sharding_rules=options.sharding_rules))
     except (MeshError, RefusedError) as e:
         problems.append(str(e))
-    if problems:
-        raise ValueError("\n".join(problems))
-    lora = lora or (MERGED if kind == QUANTIZE else ADAPTER)
-    return RunTarget(str(name), kind, right, options, lora, output, create_pr, on_nan)
+    return options
 
 
 def read_place(url: Any) -> str:
