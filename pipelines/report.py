@@ -146,83 +146,93 @@ def base_bytes(conversion: Movement) -> int:
 
 def plan_blocks(conversion: Conversion, threads: int, output: str | None = None) -> Iterator[Block]:
     """The whole plan: arrays (alike layers collapsed), what is rounded, drops, warnings and totals."""
-    plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
-    groups: dict[tuple, list[str]] = defaultdict(list)
-    for array in plan.arrays:
-        grid = grids.get(array.key)
-        chunk = shape_text(grid.spec.chunk) if grid else "–"
-        axes = " ".join(name or "-" for name in array.logical_axes)
-        groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
-    arrays = Table(
-        "array",
-        "shape",
-        "dtype",
-        "logical axes",
-        "chunk",
-        ">arrays",
-        "exact",
-        spare=("logical axes", "dtype", "exact", "arrays", "chunk"),
-    )
-    for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
-        name = keys[0] if len(keys) == 1 else f"{keys[0]} …"
-        arrays.add_row(
-            name.removeprefix(PARAMETERS),
-            shape_text(shape),
-            dtype,
-            axes,
-            chunk,
-            str(len(keys)),
-            "rounded" if lossy else "yes",
-        )
-    yield arrays
+    plan = conversion.plan
+    yield _arrays_table(conversion)
     if rounded := Counter(array.lossy for array in plan.arrays if array.lossy):
-        why = Table(">rounded", "why")
-        for reason, times in rounded.items():
-            why.add_row(count(times, "array"), reason)
-        yield from ("", why)
+        yield from ("", _rounded_table(rounded))
     if plan.dropped:
-        drops = Table(">left out", "why", "for example", spare=("for example",))
-        examples = {reason: name for name, reason in reversed(list(plan.dropped.items()))}
-        for reason, times in Counter(plan.dropped.values()).items():
-            drops.add_row(str(times), reason, examples[reason])
-        yield from ("", drops)
+        yield from ("", _dropped_table(plan.dropped))
     if conversion.adapters:
-        adapters = Table(">adapter", "weight", "what is done with its tensors")
-        for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False):
-            done = Counter(use.partition(" into ")[0] for use in uses.values())
-            adapters.add_row(
-                adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items())
-            )
-        yield from ("", adapters)
+        yield from ("", _adapters_table(conversion))
     if conversion.source.ignored:
         yield from ("", f"not part of the model, ignored: {', '.join(conversion.source.ignored)}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
-    options = conversion.options
-    source, read = conversion.source_bytes, conversion.read_bytes
     totals = Table("", "")
-    totals.add_row("family", plan.family + (f": {plan.note}" if plan.note else ""))
-    totals.add_row("supported", plan.support)
-    totals.add_row("MaxText model", model_text(plan))
-    if plan.maxtext:
-        totals.add_row("MaxText flags", plan.maxtext.command_line())
-    layout = "scanned" if options.scan_layers else "unscanned"
-    totals.add_row("layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh"))
-    if rules := rules_text(conversion):
-        totals.add_row("sharding rules", rules)
-    totals.add_row(
-        "source",
-        f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}",
-    )
-    totals.add_row("target", f"{human(conversion.target_bytes)} in {count(len(plan.arrays), 'array')}")
-    if conversion.units:
-        totals.add_row("units", units_text(conversion))
-        totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        most, parts = memory_parts(
-            threads, conversion.unit_bytes, spare_bytes(conversion, output), base_bytes(conversion)
-        )
-        totals.add_row("memory", f"at most {most} a worker: {parts}")
+    for name, text in (*_model_totals(conversion), *_size_totals(conversion, threads, output)):
+        totals.add_row(name, text)
     yield from ("", totals)
+
+
+def _arrays_table(conversion: Conversion) -> Table:
+    """The arrays; those that differ only in the numbers of their names are one row."""
+    grids = {grid.spec.key: grid for grid in conversion.grids}
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for array in conversion.plan.arrays:
+        grid = grids.get(array.key)
+        chunk = shape_text(grid.spec.chunk) if grid else "–"
+        axes = " ".join(name or "-" for name in array.logical_axes)
+        groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
+    spare = ("logical axes", "dtype", "exact", "arrays", "chunk")
+    table = Table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact", spare=spare)
+    for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
+        name = (keys[0] if len(keys) == 1 else f"{keys[0]} …").removeprefix(PARAMETERS)
+        table.add_row(name, shape_text(shape), dtype, axes, chunk, str(len(keys)), "rounded" if lossy else "yes")
+    return table
+
+
+def _rounded_table(rounded: Mapping[str, int]) -> Table:
+    """How many arrays are rounded, by the reason."""
+    table = Table(">rounded", "why")
+    for reason, times in rounded.items():
+        table.add_row(count(times, "array"), reason)
+    return table
+
+
+def _dropped_table(dropped: Mapping[str, str]) -> Table:
+    """How many tensors are left out, by the reason, each with the first of them."""
+    table = Table(">left out", "why", "for example", spare=("for example",))
+    examples = {reason: name for name, reason in reversed(list(dropped.items()))}
+    for reason, times in Counter(dropped.values()).items():
+        table.add_row(str(times), reason, examples[reason])
+    return table
+
+
+def _adapters_table(conversion: Conversion) -> Table:
+    """The adapters, and what is done with the tensors of each."""
+    table = Table(">adapter", "weight", "what is done with its tensors")
+    for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False):
+        done = Counter(use.partition(" into ")[0] for use in uses.values())
+        text = "; ".join(f"{times:,} {what}" for what, times in done.items())
+        table.add_row(adapter.root, f"{adapter.weight:g}", text)
+    return table
+
+
+def _model_totals(conversion: Conversion) -> Iterator[tuple[str, str]]:
+    """Which model it is, and how MaxText will hold it."""
+    plan, options = conversion.plan, conversion.options
+    yield "family", plan.family + (f": {plan.note}" if plan.note else "")
+    yield "supported", plan.support
+    yield "MaxText model", model_text(plan)
+    if plan.maxtext:
+        yield "MaxText flags", plan.maxtext.command_line()
+    layout = "scanned" if options.scan_layers else "unscanned"
+    yield "layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh")
+    if rules := rules_text(conversion):
+        yield "sharding rules", rules
+
+
+def _size_totals(conversion: Conversion, threads: int, output: str | None) -> Iterator[tuple[str, str]]:
+    """How large the two ends are, and what the way between them takes."""
+    source, size, read = conversion.source, conversion.source_bytes, conversion.read_bytes
+    yield "source", f"{human(size)} in {count(len(source.shards), 'file')}, {count(len(source.tensors), 'tensor')}"
+    yield "target", f"{human(conversion.target_bytes)} in {count(len(conversion.plan.arrays), 'array')}"
+    if conversion.units:
+        yield "units", units_text(conversion)
+        yield "reads", f"{human(read)}, {read / size:.3f} × the source"
+        spare, base = spare_bytes(conversion, output), base_bytes(conversion)
+        most, parts = memory_parts(threads, conversion.unit_bytes, spare, base)
+        yield "memory", f"at most {most} a worker: {parts}"
 
 
 def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:
