@@ -655,23 +655,33 @@ def _find_counterparts(
     Raises:
       Refused: the release can't be read.
     """
-    parts: list[HfCheckpoint] = []
-    export = conversion.source
-    config, options = Config(export.config), conversion.options
-    family = family_of(config, options.maxtext_model, options.family)
+    names = _names_taken(record)
+    if like and not names:
+        raise Refused(f"--like: {conversion.source.root} has nothing from a release; leave it out")
     found: dict[str, list[Counterpart]] = {}
     wrong: dict[str, str] = {}
-    said = record.get("tensors") if isinstance(record, Mapping) else None
-    names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-    if like and not names:
-        raise Refused(f"--like: {export.root} has nothing from a release; leave it out")
+    parts: list[HfCheckpoint] = []
     if names:
-        if not like and is_name(record.get("from")):
-            raise Refused(
-                f"{export.root} has tensors of {record['from']}, which is a name and no place; --like says where it is"
-            )
-        parts.append(release := _open_like(like or str(record.get("from"))))
-        found[f"{release.root}, which they were taken from"], wrong = taken(export, release, names)
+        parts.append(release := _open_like(conversion.source.root, record.get("from"), like))
+        found[f"{release.root}, which they were taken from"], wrong = taken(conversion.source, release, names)
+    left, copies = _find_left_out(conversion, names)
+    if pairs := copied(conversion.encodings, copies):
+        found["those that they are copies of"] = list(pairs.values())
+    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}, parts
+
+
+def _names_taken(record: Any) -> list[str]:
+    """The tensors that an export has from a release, by its own names, as its record says."""
+    said = record.get("tensors") if isinstance(record, Mapping) else None
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+
+
+def _find_left_out(conversion: Conversion, names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """An export's tensors that the table leaves out, but for those of the `names`: each with the reason; and the copies
+    among them, each with the tensor that it is a copy of.
+    """
+    config, options = Config(conversion.source.config), conversion.options
+    family = family_of(config, options.maxtext_model, options.family)
     judged = {rename(name, family.aliases) for name in names}
     left = {
         name: why
@@ -683,17 +693,22 @@ def _find_counterparts(
         for copy, original in family.copies(config, Layout()).items()
         if copy in left and not isinstance(left[copy], Prediction)
     }
-    if pairs := copied(conversion.encodings, copies):
-        found["those that they are copies of"] = list(pairs.values())
-    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}, parts
+    return left, copies
 
 
-def _open_like(url: str) -> HfCheckpoint:
+def _open_like(export: str, said: object, like: str | None) -> HfCheckpoint:
     """The release that towers or prediction layers were taken from.
 
+    Args:
+      said: where the export says that it is.
+      like: where it is, if it isn't there.
+
     Raises:
-      Refused: it can't be read.
+      Refused: it can't be read, or nothing says where it is.
     """
+    if not like and is_name(said):
+        raise Refused(f"{export} has tensors of {said}, which is a name and no place; --like says where it is")
+    url = like or str(said)
     try:
         return open_hf(url)
     except OSError as e:
