@@ -52,6 +52,13 @@ from weightbeam.transforms.planner import prepare
 
 MISSING, SHAPE = "missing", "shape"
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
+TEXTS = {
+    EQUAL: "equal",
+    ROUNDED: "rounded: no element differs by more than one step of the coarser dtype",
+    CHANGED: "changed",
+    SHAPE: "of another shape",
+    MISSING: "on one side only",
+}
 SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
 SHOWN = 20  # tensors, kinds or layers that a report lists
 NAMED = 3  # tensors in a sentence
@@ -184,17 +191,27 @@ class Comparison(Shown):
         """What a person sees: the tensors that differ, those that changed most first; the same of kinds and layers; how
         many there are of each status.
         """
-        texts = {
-            EQUAL: "equal",
-            ROUNDED: "rounded: no element differs by more than one step of the coarser dtype",
-            CHANGED: "changed",
-        }
-        texts |= {SHAPE: "of another shape", MISSING: "on one side only"}
-        if absent := {name: found.message or "" for name, found in self.tensors.items() if found.difference is None}:
+        yield from self._absent()
+        yield from self._apart()
+        yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
+        yield from (f"  {number:>6,} {TEXTS[status]}" for status, number in self.counts.items() if number)
+        if self.left_out:
+            yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
+        yield from self._odd()
+        if beyond := len(self.beyond):
+            yield f"{count(beyond, 'tensor')} {'differs' if beyond == 1 else 'differ'} {self._bounds()}"
+
+    def _absent(self) -> Iterator[Block]:
+        """The tensors whose values weren't compared, and why."""
+        absent = {name: found.message or "" for name, found in self.tensors.items() if found.difference is None}
+        if absent:
             table = Table("tensor", "")
             for name, message in itertools.islice(absent.items(), SHOWN):
                 table.add_row(name.removeprefix(PARAMETERS), message)
             yield from _listed(table, len(absent))
+
+    def _apart(self) -> Iterator[Block]:
+        """How far the tensors are apart, and then all of a kind and all of a layer where there are some layers."""
         apart = {
             name.removeprefix(PARAMETERS): (found.difference, found.status)
             for name, found in self.tensors.items()
@@ -208,18 +225,19 @@ class Comparison(Shown):
                 for key, total in totals.items()
             }
             yield from _ranked(heading, {name: found for name, found in named.items() if found[0].different})
-        yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
-        yield from (f"  {number:>6,} {texts[status]}" for status, number in self.counts.items() if number)
-        if self.left_out:
-            yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
+
+    def _odd(self) -> Iterator[Block]:
+        """On which side which tensors have elements that aren't finite."""
         for side, where in (("a", self.a), ("b", self.b)):
             if odd := [n for n, each in self.tensors.items() if each.difference and side in each.difference.not_finite]:
                 more = f" and {len(odd) - NAMED:,} more" if len(odd) > NAMED else ""
                 yield f"NaN or infinite elements in {', '.join(odd[:NAMED])}{more} of {where}"
-        if beyond := len(self.beyond):
-            bounds = [f"by more than {self.fail_over:g} of its norm"] if self.fail_over is not None else []
-            bounds += [f"beyond the tolerance of {self.tolerance:g}"] if self.tolerance or not bounds else []
-            yield f"{count(beyond, 'tensor')} {'differs' if beyond == 1 else 'differ'} {' and '.join(bounds)}"
+
+    def _bounds(self) -> str:
+        """By how much a tensor differs that differs too much."""
+        bounds = [f"by more than {self.fail_over:g} of its norm"] if self.fail_over is not None else []
+        bounds += [f"beyond the tolerance of {self.tolerance:g}"] if self.tolerance or not bounds else []
+        return " and ".join(bounds)
 
     def brief(self) -> str:
         counts = ", ".join(f"{number:,} {status}" for status, number in self.counts.items() if number)
@@ -475,63 +493,82 @@ def compare_pairs(
     Raises:
       Failed: a file can't be read, or holds what can't be right.
     """
-    differences = [{name: Difference() for name in pair.first if pair.shared(name)} for pair in pairs]
-    for number, found in enumerate(known):
-        differences[number] |= {
-            name: difference
-            for name, difference in found.items()
-            if name in differences[number] and difference.elements == math.prod(pairs[number].second[name].shape)
-        }
-    # what is read together: the numbers of the pairs, by the tensor
-    groups: dict[tuple[str, tuple[int, ...], np.dtype], list[int]] = {}
-    for number, pair in enumerate(pairs):
-        for name, difference in differences[number].items():
-            second = pair.second[name]
-            if difference.elements:  # known
-                continue
-            groups.setdefault((name, second.shape, second.dtype), []).append(number)
-    boxes = (
-        (name, numbers, box)
-        for (name, *_), numbers in groups.items()
-        for box in _cut([pairs[numbers[0]].second[name], *(pairs[number].first[name] for number in numbers)])
-    )
-    total = sum(math.prod(shape) * dtype.itemsize * len(numbers) for (_, shape, dtype), numbers in groups.items())
-    done, lock, ended = 0, threading.Lock(), threading.Event()
-
-    def work() -> None:
-        """Compares boxes as long as there are any."""
-        nonlocal done
-        while not ended.is_set():
-            with lock:
-                name, numbers, box = next(boxes, ("", [], ()))
-            if not name:
-                return
-            values = pairs[numbers[0]].second[name].read(box)
-            found = compare_each([pairs[number].first[name].read(box) for number in numbers], values)
-            with lock:
-                for number, difference in zip(numbers, found, strict=True):
-                    differences[number][name] += difference
-                done += values.nbytes * len(numbers)
-
+    differences = [_start(pair, known[number] if number < len(known) else {}) for number, pair in enumerate(pairs)]
+    comparing = _Comparing(pairs, differences)
     places = list(dict.fromkeys(url for pair in pairs for url in (pair.a, pair.b)))
     threads = min(AT_ONCE, cores() + 1)  # one reads while the others compare
     with (
-        watch_progress(total, lambda: done, "comparing", report, places=places),
+        watch_progress(comparing.total, lambda: comparing.done, "comparing", report, places=places),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         try:
-            for future in concurrent.futures.as_completed([pool.submit(work) for _ in range(threads)]):
+            for future in concurrent.futures.as_completed([pool.submit(comparing.work) for _ in range(threads)]):
                 future.result()
         except (StorageError, ContentError) as e:
             check_read(source for pair in pairs for source in pair.sources)  # which says more
             raise Failed(f"  {e}") from e
         finally:
-            ended.set()
+            comparing.ended.set()
     check_read(source for pair in pairs for source in pair.sources)
     return [
         Comparison(pair.a, pair.b, _verdicts(pair, found), left_out=pair.left_out)
         for pair, found in zip(pairs, differences, strict=True)
     ]
+
+
+def _start(pair: Pair, known: Mapping[str, Difference]) -> dict[str, Difference]:
+    """The differences of the tensors of a pair before any is read: those of which all is known; of the others none yet."""
+    found = {name: Difference() for name in pair.first if pair.shared(name)}
+    return found | {
+        name: difference
+        for name, difference in known.items()
+        if name in found and difference.elements == math.prod(pair.second[name].shape)
+    }
+
+
+class _Comparing:
+    """Boxes that threads compare, each the next that is left, and what they found.
+
+    Attributes:
+      pairs: what is compared.
+      differences: for each pair, those of its tensors; what isn't known of them yet is added up here.
+      groups: what is read together: the numbers of the pairs, by the second side's tensor.
+      total, done: bytes of the second sides that are to be compared, and that have been.
+      ended: is set where no more should be compared.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], differences: Sequence[dict[str, Difference]]) -> None:
+        self.pairs, self.differences = pairs, differences
+        self.groups: dict[tuple[str, tuple[int, ...], np.dtype], list[int]] = {}
+        for number, pair in enumerate(pairs):
+            for name in (name for name, difference in differences[number].items() if not difference.elements):
+                second = pair.second[name]
+                self.groups.setdefault((name, second.shape, second.dtype), []).append(number)
+        self.total = sum(
+            math.prod(shape) * dtype.itemsize * len(numbers) for (_, shape, dtype), numbers in self.groups.items()
+        )
+        self.done, self.ended = 0, threading.Event()
+        self._lock, self._boxes = threading.Lock(), self._all_boxes()
+
+    def _all_boxes(self) -> Iterator[tuple[str, list[int], Box]]:
+        """All boxes: of which tensor, of which pairs."""
+        for (name, *_), numbers in self.groups.items():
+            sides = [self.pairs[numbers[0]].second[name], *(self.pairs[number].first[name] for number in numbers)]
+            yield from ((name, numbers, box) for box in _cut(sides))
+
+    def work(self) -> None:
+        """Compares boxes as long as there are any."""
+        while not self.ended.is_set():
+            with self._lock:
+                name, numbers, box = next(self._boxes, ("", [], ()))
+            if not name:
+                return
+            values = self.pairs[numbers[0]].second[name].read(box)
+            found = compare_each([self.pairs[number].first[name].read(box) for number in numbers], values)
+            with self._lock:
+                for number, difference in zip(numbers, found, strict=True):
+                    self.differences[number][name] += difference
+                self.done += values.nbytes * len(numbers)
 
 
 def _verdicts(pair: Pair, differences: Mapping[str, Difference]) -> dict[str, Verdict]:
