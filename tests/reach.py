@@ -6,7 +6,7 @@ prints the test files that reach a module, or one definition of it, nearest firs
 
 A node is a definition at a module's top level, `(path, name)`; `(path, "")` is whatever else runs when the module is
 imported. A node leads to all that it names: through imports at the top and inside of functions, through what a package
-exports for others (the face of `weightbeam`, too, whose names stand below `TYPE_CHECKING`), to the fixtures that a test
+exports for others (the face of `weightbeam`, too, whose names stand in `HOMES` of `pipelines/api.py`), to the fixtures that a test
 asks for, to programs in strings, to modules and scripts that strings name (`-m weightbeam`, `"models.py"`).
 A name that is put together, `import_module(f"weightbeam.pipelines.{command}")`, leads to the modules whose names are
 words of a string there, or in the tests that lead there: `main(["convert", …])`. The rest is meant to be too much
@@ -75,6 +75,7 @@ class Graph:
     def __init__(self, root: Path = ROOT) -> None:
         self.files = files(root)
         self.modules = {path: Module(path, (root / path).read_text()) for path in self.files if path.endswith(".py")}
+        self._show_face()
         self.scripts: dict[str, list[str]] = defaultdict(list)
         for path in self.modules:
             self.scripts[path.rpartition("/")[2]].append(path)
@@ -85,6 +86,15 @@ class Graph:
         for path, module in self.modules.items():
             for name, statements in module.definitions.items():
                 _Definition(self, (path, name), statements)
+
+    def _show_face(self) -> None:
+        """Has `weightbeam` and the API lead to what their names are fetched from, by the table that says where."""
+        homes = self.modules["pipelines/api.py"].definitions["HOMES"] if "pipelines/api.py" in self.modules else []
+        for table in (node.value for node in homes if isinstance(node, ast.Assign)):
+            for name, home in ast.literal_eval(table).items():
+                found = ast.ImportFrom(f"weightbeam.pipelines.{home}", [ast.alias(name)], 0)
+                for path in ("pipelines/api.py", "weightbeam/__init__.py"):
+                    self.modules[path].faces.append(found)
 
     @functools.cache  # noqa: B019, one graph lives as long as its program
     def find(self, dotted: str) -> str | None:
