@@ -26,9 +26,8 @@ ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 BESIDE = ("release.zip", "maxtext.yml")
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
-ITEM_FOLDER = re.compile(
-    rf"d|ocdbt\.process_.*|{ARRAY_METADATAS}|source"
-)  # the last of a virtual checkpoint (`links.py`)
+# the last is a virtual checkpoint's (`links.py`)
+ITEM_FOLDER = re.compile(rf"d|ocdbt\.process_.*|{ARRAY_METADATAS}|source")
 ZARR_FILES = (".zattrs", ".zgroup", ".zmetadata", "zarr.json")  # of a group of arrays
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
