@@ -39,9 +39,9 @@ from benchmarks import models
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 MESH = "fsdp=16"
 BLOCK = 16 << 20  # bytes of one read of the raw copy

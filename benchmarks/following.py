@@ -42,7 +42,7 @@ HEADER = 8  # bytes of a safetensors file that say how long its header is
 COMPARING = """
 import sys
 import weightbeam
-from weightbeam.transforms.baselines import compared_with
+from weightbeam.transforms.comparing.baselines import compared_with
 source, like, output, model, *others = sys.argv[1:]
 with compared_with(others):
     weightbeam.export(source, output, like=like, maxtext_model=model, progress=False)

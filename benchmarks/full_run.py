@@ -39,12 +39,11 @@ from benchmarks.figures import Figure, report
 from benchmarks.full_size import DEEPSEEK_V3, MESH, MODELS, write
 from benchmarks.measure import run
 from benchmarks.stock import BLOCK, tensors_in
-from weightbeam.formats import zarr
-from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.orbax import find_items, open_arrays, zarr
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import Store
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 MODEL = "DeepSeek-V3"
 ROWS = 2048  # of the vocabulary that are compared
@@ -118,9 +117,9 @@ def peak_bytes() -> int:
 
 def convert(command: list[str], notes_file: Path) -> int:
     """`weightbeam convert`, with notes; the process of the conversion."""
-    from weightbeam.formats import ocdbt
+    from weightbeam.formats.orbax import ocdbt
     from weightbeam.pipelines.cli import main
-    from weightbeam.transforms.stages import StageFn
+    from weightbeam.transforms.stages.chain import StageFn
 
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 60)

@@ -42,9 +42,9 @@ from benchmarks.figures import Figure, make_parser, report
 from benchmarks.measure import WEIGHTBEAM
 from benchmarks.shaped_link import IN, OUT, PORT, missing, serving
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.makespan import CLUSTER_START, Worker, efforts_of, estimate
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.makespan import CLUSTER_START, Worker, efforts_of, estimate
+from weightbeam.transforms.planning.options import Options
 
 if TYPE_CHECKING:
     from engines.clusters import Host  # pyright: ignore[reportMissingImports] — of the tests

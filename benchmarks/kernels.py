@@ -33,7 +33,7 @@ from weightbeam.formats.encodings.gptq import Awq, Gptq
 from weightbeam.formats.encodings.packed import PackedRows
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.boxes import extent, whole
-from weightbeam.transforms.stack import copy
+from weightbeam.transforms.execution.stack import copy
 
 ROWS, COLUMNS = 2048, 7168  # outputs and inputs of an expert of DeepSeek-V3 and Kimi-K2
 FP8_RATE, FOUR_BIT_RATE, COPY_SHARE = 400e6, 150e6, 1 / 3
@@ -149,7 +149,7 @@ def decoders() -> Iterator[Kernel]:
 
 
 def copies() -> Iterator[Kernel]:
-    """The copies of `transforms/stack.py` that change the order of axes."""
+    """The copies of `transforms/execution/stack.py` that change the order of axes."""
     ways: dict[str, tuple[tuple[int, int], Callable[[np.ndarray], np.ndarray]]] = {
         "transpose of 4096 × 4096": ((4096, 4096), lambda a: a.T),
         "transpose of 7168 × 2048": ((7168, 2048), lambda a: a.T),

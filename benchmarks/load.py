@@ -39,11 +39,11 @@ from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, run
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.grid import EXPERTS
-from weightbeam.transforms.load import load_of, shard_box, total
-from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.cutting.grid import EXPERTS
+from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.cutting.read_cost import load_of, shard_box, total
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 MESH, HOSTS = "fsdp=16", 16
 KINDS = ("llama", "moe")

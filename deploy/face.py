@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from weightbeam.pipelines.api import HOMES
-from weightbeam.transforms.options import Unsaid
+from weightbeam.transforms.planning.options import Unsaid
 
 FILE = Path(__file__).parents[1] / "weightbeam" / "__init__.pyi"
 PACKAGE = "weightbeam.pipelines"
@@ -42,7 +42,7 @@ def text() -> str:
     ours = {(module, word) for module, word in needed if module.startswith("weightbeam.")} - set(taken)
     lines = [f"from {module} import {word} as {word}" for module, word in sorted(taken)]
     lines += [f"from {module} import {word}" for module, word in sorted(ours) if word != "Report"]
-    lines += ["from weightbeam.pipelines.progress import Report"]
+    lines += ["from weightbeam.pipelines.terminal.progress import Report"]
     listed = "".join(f"    {name!r},\n" for name in sorted(HOMES)).replace("'", '"')
     body = (
         f"{HEAD}{IMPORTS}" + "\n".join(lines) + f"\n\n__version__: str\n__all__ = [\n{listed}]\n\n" + "\n".join(spelled)

@@ -1,6 +1,6 @@
 """What the Flex Template's launcher runs: the template's parameters, as options of `weightbeam convert`.
 
-A file of its own, outside the packages: a script's folder comes first on Python's path, and `pipelines/inspect.py`
+A file of its own, outside the packages: a script's folder comes first on Python's path, and `pipelines/commands/inspect.py`
 would hide Python's own module.
 """
 
@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weightbeam.pipelines.arguments.commands import SHELL
-from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.cli import main
+from weightbeam.pipelines.terminal.arguments.commands import SHELL
+from weightbeam.pipelines.terminal.arguments.parser import make_parser
 
 
 def conversion_options() -> dict[str, argparse.Action]:

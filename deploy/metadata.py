@@ -12,8 +12,8 @@ from typing import Any
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from deploy.launch import conversion_options, may_repeat
-from weightbeam.pipelines.arguments.texts import CONVERT
-from weightbeam.transforms.values import boolean, natural, positive, secret, size
+from weightbeam.pipelines.terminal.arguments.texts import CONVERT
+from weightbeam.transforms.planning.values import boolean, natural, positive, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
 NAME = "Weightbeam"

@@ -19,7 +19,7 @@ import numpy as np
 
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.ops import Op, inverses
-from weightbeam.model_mappings.relation import Axis, Place, Relation, View
+from weightbeam.model_mappings.relation import Axis, Relation, SideFactor, View
 from weightbeam.model_mappings.rules import Rule, Stack
 
 
@@ -185,12 +185,12 @@ class Part:
     def _relation(self) -> Relation:
         """The same facts as a relation of two sides; a cell's indices are those of its layer, then those in its name."""
 
-        def place(factor: Factor) -> Place:
+        def place(factor: Factor) -> SideFactor:
             if factor.kind == "free":
-                return Place(factor.size, factor.start, free=factor.which)
-            return Place(factor.size, fixed=factor.which + (self.layers.ndim if factor.kind == "name" else 0))
+                return SideFactor(factor.size, factor.start, free=factor.which)
+            return SideFactor(factor.size, fixed=factor.which + (self.layers.ndim if factor.kind == "name" else 0))
 
-        places = iter([Place(size, free=free) for free, size in enumerate(self.flat_sizes)])
+        places = iter([SideFactor(size, free=free) for free, size in enumerate(self.flat_sizes)])
         windows = zip(self.source_factors, self.starts, self.steps, strict=True)
         left = tuple(Axis.of([next(places) for _ in sizes], start, step) for sizes, start, step in windows)
         return Relation(left, tuple(Axis.of(map(place, axis)) for axis in self.target_axes), self.flat_sizes)

@@ -278,7 +278,7 @@ def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class ConfigReading:
     """What a `config.json` says to MaxText.
 
     Attributes:
@@ -290,7 +290,7 @@ class Reading:
     limits: tuple[str, ...]
 
 
-def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Reading:
+def read(lines: Iterable[Line], config: Config, model: str | None = None) -> ConfigReading:
     """MaxText's keys of a `config.json`, for a model that it runs under the name `model`.
 
     Raises:
@@ -312,7 +312,7 @@ def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Rea
             raise ConfigError(
                 f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}"
             ) from e
-    return Reading(keys, tuple(limits))
+    return ConfigReading(keys, tuple(limits))
 
 
 def read_known(lines: Iterable[Line], config: Config) -> dict[str, Any]:

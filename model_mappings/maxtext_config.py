@@ -21,7 +21,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.configuration import Line, read
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
-from weightbeam.model_mappings.naming import Naming
+from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.values import Value
 
 FILE = "maxtext.yml"
@@ -173,7 +173,7 @@ def layout_keys(layout: Layout, family: Family) -> dict[str, Any]:
     return keys
 
 
-def maxtext_config(family: Family, config: Config, layout: Layout, naming: Naming) -> MaxTextConfig:
+def maxtext_config(family: Family, config: Config, layout: Layout, naming: ModelNaming) -> MaxTextConfig:
     """The MaxText configuration of a checkpoint.
 
     Args:

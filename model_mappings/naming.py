@@ -18,7 +18,7 @@ class ModelNameError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Naming:
+class ModelNaming:
     """The MaxText model of a checkpoint.
 
     Attributes:
@@ -31,7 +31,7 @@ class Naming:
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def name_model(family: Family, config: Config, named: str | None = None) -> Naming:
+def name_model(family: Family, config: Config, named: str | None = None) -> ModelNaming:
     """The MaxText model of a checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Nami
         raise ModelNameError(
             f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}"
         )
-    return Naming(fitting[0] if fitting else None)
+    return ModelNaming(fitting[0] if fitting else None)
 
 
 def unknown_name(named: str | None) -> list[str]:
@@ -69,9 +69,9 @@ def unknown_name(named: str | None) -> list[str]:
     ]
 
 
-def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> Naming:
+def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> ModelNaming:
     if own_name(named) in fitting:
-        return Naming(named)
+        return ModelNaming(named)
     sizes = {key: ours for key, (ours, _) in differences(keys, named, SIZES).items()}
     if fitting:
         theirs = ", ".join(f"{key} {ours}, not {said}" for key, (ours, said) in differences(keys, named, SIZES).items())
@@ -79,4 +79,4 @@ def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> Naming:
             f"--maxtext_model={named}: config.json has the sizes of {' or '.join(fitting)}"
             + (f": {theirs}" if theirs else "")
         )
-    return Naming(named, sizes)
+    return ModelNaming(named, sizes)

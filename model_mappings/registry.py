@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import runpy
 from collections.abc import Iterable
 
@@ -92,6 +93,8 @@ def load_family(name: str) -> Family:
                 f"--family={name}: no such family; known are {', '.join(known)}, or name a file, FAMILY.py"
             )
         return known[name]
+    if os.path.exists(name) and not os.path.isfile(name):  # a pipe would make us wait
+        raise UnknownFamilyError(f"--family={name}: isn't a regular file")
     try:
         return _checked(runpy.run_path(name).get("FAMILY"), f"--family={name}: FAMILY")
     except UnknownFamilyError:

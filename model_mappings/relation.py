@@ -1,7 +1,7 @@
 """A relation: which elements of one array are which elements of another one, read from either side. Integers only.
 
 Each side is a list of axes. An axis is a regular window (`start`, `step`) into an axis of its array, split into
-factors; a factor (`Place`) is shared with the other side, or fixed by the cell that is looked at, such as the layer's
+factors; a factor (`SideFactor`) is shared with the other side, or fixed by the cell that is looked at, such as the layer's
 number. Take
 
     "(heads dim) embed -> embed heads dim"    with 32 layers stacked on the array's axis 1
@@ -57,7 +57,7 @@ def selection(pick: Range | int) -> slice | int:
     return pick if isinstance(pick, int) else slice(*pick)
 
 
-class Place(NamedTuple):
+class SideFactor(NamedTuple):
     """A factor of an axis, as one side has it.
 
     Attributes:
@@ -76,13 +76,13 @@ class Place(NamedTuple):
 class Axis(NamedTuple):
     """An axis of one side: its factors and their sizes, and the window that they are of the array's axis."""
 
-    places: tuple[Place, ...]
+    places: tuple[SideFactor, ...]
     sizes: tuple[int, ...]
     start: int = 0
     step: int = 1
 
     @classmethod
-    def of(cls, places: Iterable[Place], start: int = 0, step: int = 1) -> Axis:
+    def of(cls, places: Iterable[SideFactor], start: int = 0, step: int = 1) -> Axis:
         """The axis that is merged from these factors."""
         places = tuple(places)
         return cls(places, tuple(place.size for place in places), start, step)
@@ -168,7 +168,7 @@ class Relation(NamedTuple):
         return met
 
 
-def _span(place: Place, cell: Sequence[int], shared: dict[int, Range]) -> Range:
+def _span(place: SideFactor, cell: Sequence[int], shared: dict[int, Range]) -> Range:
     """The range of a place, by what the other side has found."""
     if place.free is None:
         at = cell[place.fixed or 0]

@@ -51,7 +51,7 @@ class Tree:
     state: tuple[str, ...]
 
 
-def recognise(paths: Iterable[Path]) -> Tree:
+def recognize(paths: Iterable[Path]) -> Tree:
     """Finds the weights among the paths of a checkpoint's arrays.
 
     Raises:

@@ -1,1 +1,3 @@
-"""The API, the command line and their commands."""
+"""What a person or a program calls: `api`, `cli`, `entry`; the folders say what lies where, each may import those on its right:
+watching, commands, loading, running, terminal.
+"""

@@ -13,32 +13,32 @@ import inspect as inspection
 from collections.abc import Callable
 from typing import Any
 
-from weightbeam.pipelines.errors import Interrupted
-from weightbeam.pipelines.progress import Cell, in_a_notebook
-from weightbeam.pipelines.without_beam import LoggingAsItIs
-from weightbeam.pipelines.wording import worded
+from weightbeam.pipelines.running.without_beam import LoggingAsItIs
+from weightbeam.pipelines.terminal.errors import Interrupted
+from weightbeam.pipelines.terminal.progress import NotebookBar, in_a_notebook
+from weightbeam.pipelines.terminal.wording import worded
 
 HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in; `python -m deploy.face` writes the stub
-    "plan": "plan",
-    "convert": "convert",
-    "export": "export",
-    "reshard": "reshard",
-    "verify": "verify",
+    "plan": "commands.plan",
+    "convert": "commands.convert",
+    "export": "commands.export",
+    "reshard": "commands.reshard",
+    "verify": "commands.verify",
     "load": "loading.load",
     "open": "loading.tree",
-    "inspect": "inspect",
-    "diff": "diff",
-    "materialize": "materialize",
-    "dequantize": "dequantize",
-    "merge": "merge",
-    "quantize": "quantize",
-    "maxtext_config": "plan",
-    "fit": "fit",
-    "Plan": "plan",
-    "Progress": "progress",
-    "Refused": "errors",
-    "Busy": "errors",
-    "Failed": "errors",
+    "inspect": "commands.inspect",
+    "diff": "commands.diff",
+    "materialize": "commands.materialize",
+    "dequantize": "commands.dequantize",
+    "merge": "commands.merge",
+    "quantize": "commands.quantize",
+    "maxtext_config": "commands.plan",
+    "fit": "commands.fit",
+    "Plan": "commands.plan",
+    "Progress": "terminal.progress",
+    "Refused": "terminal.errors",
+    "Busy": "terminal.errors",
+    "Failed": "terminal.errors",
 }
 
 
@@ -61,7 +61,7 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         cell = None
         if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
-            kwargs["progress"] = cell = Cell(f"{name}: reading headers")
+            kwargs["progress"] = cell = NotebookBar(f"{name}: reading headers")
         try:
             with LoggingAsItIs():
                 return function(*args, **kwargs)

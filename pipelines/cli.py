@@ -16,14 +16,15 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from weightbeam.formats.printable import printable
-from weightbeam.formats.uninterrupted import IMPATIENCE
-from weightbeam.pipelines.arguments.parser import parse
-from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.shell import messages
-from weightbeam.pipelines.streams import prepare_streams
-from weightbeam.pipelines.without_beam import is_local, leave_out_services
-from weightbeam.pipelines.wording import at_the_shell
+from weightbeam.formats.storage.uninterrupted import IMPATIENCE
+from weightbeam.formats.text.printable import printable
+from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
+from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
+from weightbeam.pipelines.terminal.arguments.parser import parse
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.shell import messages
+from weightbeam.pipelines.terminal.streams import prepare_streams
+from weightbeam.pipelines.terminal.wording import at_the_shell
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with messages(args):
                 interrupts.at_once = True
                 # only now: commands import numpy, TensorStore and Beam
-                module = importlib.import_module(f"weightbeam.pipelines.{command}")
+                module = importlib.import_module(COMMANDS[command].home)
                 interrupts.at_once = False
                 try:
                     return module.run(args, rest)

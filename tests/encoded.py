@@ -12,11 +12,11 @@ import numpy as np
 from stored import decode, slices
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.sources import Source
+from weightbeam.formats.release.source import ReleaseTensors
 from weightbeam.model_mappings.boxes import Box, whole
 
 
-def only(source: Source) -> Encoding:
+def only(source: ReleaseTensors) -> Encoding:
     """The encoding of a source's one weight, against which nothing stands."""
     assert not source.problems, "\n".join(map(str, source.problems))
     (encoding,) = source.encodings.values()

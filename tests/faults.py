@@ -27,16 +27,16 @@ from processes import run
 from support import HERE, call
 
 STAGES = {  # stage -> the module and the name of the function that does it
-    "reading": ("weightbeam.transforms.execution", "read"),
-    "writing": ("weightbeam.transforms.conversion", "write_unit"),
-    "merging": ("weightbeam.formats.ocdbt", "merge"),
-    "publishing": ("weightbeam.formats.orbax.writing", "publish"),
+    "reading": ("weightbeam.transforms.execution.boxes", "read"),
+    "writing": ("weightbeam.formats.targets.orbax", "write_unit"),
+    "merging": ("weightbeam.formats.orbax.ocdbt", "merge"),
+    "publishing": ("weightbeam.formats.targets.orbax", "publish"),
 }
 EXPORTING = {  # the same of an export
-    "unpacking": ("weightbeam.transforms.exporting", "unpack"),
-    "reading a chunk": ("weightbeam.transforms.execution", "read"),
-    "writing rows": ("weightbeam.formats.release_target", "write_unit"),
-    "making whole": ("weightbeam.formats.release_target", "assemble"),
+    "unpacking": ("weightbeam.transforms.planning.exporting", "unpack"),
+    "reading a chunk": ("weightbeam.transforms.execution.boxes", "read"),
+    "writing rows": ("weightbeam.formats.targets.release", "write_unit"),
+    "making whole": ("weightbeam.formats.targets.release", "assemble"),
 }
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 
@@ -176,7 +176,7 @@ def fork(job: Mapping[str, Any]) -> int:
 def main(jobs: Collection[Mapping[str, Any]]) -> None:
     """Runs jobs; one with `"zombie"` is left stopped until all others are done, then it goes on."""
     for command in {job["arguments"][0] for job in jobs}:  # once for all of them
-        importlib.import_module(f"weightbeam.pipelines.{command}")
+        importlib.import_module(f"weightbeam.pipelines.commands.{command}")
     sleeping: dict[int, Mapping[str, Any]] = {}
 
     def tell(job: Mapping[str, Any], status: int) -> None:

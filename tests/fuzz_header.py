@@ -28,7 +28,7 @@ except ImportError:  # the tests use `check_input` without it
     atheris = None
 if atheris and __name__ == "__main__":
     with atheris.instrument_imports(
-        include=["weightbeam.formats.safetensors", "weightbeam.formats.strict_json", "json", "json.decoder"]
+        include=["weightbeam.formats.safetensors", "weightbeam.formats.storage.strict_json", "json", "json.decoder"]
     ):
         from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
 else:

@@ -88,7 +88,7 @@ def measuring() -> Iterator[Measure]:
 
 if __name__ == "__main__":
     for module in ("plan", "inspect", "convert", "verify", "export", "reshard", "diff"):
-        importlib.import_module(f"weightbeam.pipelines.{module}")  # now, so that the forked processes needn't
+        importlib.import_module(f"weightbeam.pipelines.commands.{module}")  # now, so that the forked processes needn't
     for line in sys.stdin:
         arguments, file = json.loads(line)
         print(json.dumps(measure(arguments, Path(file))), flush=True)

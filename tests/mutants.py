@@ -36,14 +36,12 @@ import pytest
 from reach import ROOT, Graph
 
 GROUPS = {  # what must not be wrong -> its modules
-    "kernels": "formats/encodings transforms/execution.py transforms/quantizing.py formats/adapters/kernels.py formats/copying.py "
-    "model_mappings/ops.py model_mappings/relation.py model_mappings/cells.py model_mappings/boxes.py model_mappings/rope.py",
-    "ledger": "formats/staging formats/orbax/writing.py formats/ocdbt.py formats/composing.py transforms/handshake.py",
-    "lease": "formats/lease.py",
-    "comparers": "transforms/differences.py transforms/verification.py transforms/comparing.py transforms/counterparts.py transforms/baselines.py "
-    "transforms/operands.py transforms/layouts.py transforms/odd_values.py pipelines/verify.py pipelines/diff.py",
-    "planners": "transforms/planner.py transforms/export_planner.py transforms/merging.py transforms/resharding.py transforms/units.py "
-    "transforms/grid.py transforms/chunk_blocks.py transforms/carrying.py transforms/mesh.py transforms/makespan.py model_mappings/plan.py",
+    "kernels": "formats/encodings transforms/execution/boxes.py transforms/cutting/quantizing.py formats/adapters/kernels.py "
+    "formats/orbax/copying.py model_mappings/ops.py model_mappings/relation.py model_mappings/cells.py model_mappings/boxes.py model_mappings/rope.py",
+    "ledger": "formats/staging formats/targets formats/orbax/ocdbt.py formats/storage/composing.py transforms/stages/handshake.py",
+    "lease": "formats/staging/lease.py",
+    "comparers": "transforms/comparing transforms/stages/comparing.py transforms/execution/operands.py pipelines/commands/verify.py pipelines/commands/diff.py",
+    "planners": "transforms/planning transforms/cutting model_mappings/plan.py",
 }
 ALL = 1 << 30  # files
 LIMIT = 120  # seconds of a test: a fault may make a loop endless

@@ -1,6 +1,6 @@
 """Which tests reach a definition: the graph of the repository's names, read from its syntax. Nothing is imported.
 
-    python tests/reach.py transforms/grid.py [cut_array]
+    python tests/reach.py transforms/cutting/grid.py [cut_array]
 
 prints the test files that reach a module, or one definition of it, nearest first, and how many tests of each.
 

@@ -1,7 +1,7 @@
 """Commands that write releases, and sleep and wake at every operation on their output, in an order that the test
 chooses: to a folder, to a bucket and to the hub.
 
-The commands are `pipelines.releases.carry_out`, from its first look to its last line; only Beam is left out: the units
+The commands are `pipelines.running.carry.carry`, from its first look to its last line; only Beam is left out: the units
 are made one after the other. The hub is the test server, asked by huggingface_hub; a process stops before each of its
 requests.
 """
@@ -32,29 +32,32 @@ from huggingface_hub import constants
 from schedules import MemoryBucket, Process, World, _here, _hook
 from servers.hub import FakeHub
 
-from weightbeam.formats import hub_publishing, lease
-from weightbeam.formats.checksums import as_base64
-from weightbeam.formats.release_bucket import ReleaseBucket
-from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import File
 from weightbeam.formats.storage import hub as storage
+from weightbeam.formats.storage.checksums import as_base64
+from weightbeam.formats.targets import hub as hub_publishing
+from weightbeam.formats.targets.published import RECORD
+from weightbeam.formats.targets.release_bucket import ReleaseBucket
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines import execution, output, releases
-from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.files import plan_files
-from weightbeam.transforms.options import Delivery, ExportOptions
-from weightbeam.transforms.rows import ReleasePlan
+from weightbeam.pipelines.running import carry, hub, output
+from weightbeam.pipelines.running import graph as execution
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.transforms.cutting.files import plan_files
+from weightbeam.transforms.planning.options import Delivery, ExportOptions
+from weightbeam.transforms.planning.to_release import ToRelease
+from weightbeam.transforms.stages.assembly import stage
 
 TOKEN, REPO = "hf_nobody", "org/tuned"
 # of each plan besides: no other plan's may lie beside it
 SMALL = {"A": "tokenizer.json", "B": "chat_template.jinja", "last": "vocab.json"}
 
 
-class TinyPlan(ReleasePlan):
+class TinyPlan(ToRelease):
     """A release of two tensors in two files, two units of work, and small files of its own."""
 
-    kind, title, warnings, inputs = "export", "Export", (), ("gs://nowhere/run",)
+    kind, doing, title, warnings, inputs = "export", "exporting", "Export", (), ("gs://nowhere/run",)
+    source_bytes = 0
     lossy: Any = None
     config_edits: Any = None
 
@@ -72,7 +75,8 @@ class TinyPlan(ReleasePlan):
         }
         self.units = ((), ())
 
-    hash = property(lambda self: self.hash_)
+    hash: Any = property(lambda self: self.hash_)
+    source: Any = None
     sources: Any = ()  # what is read is in the plan itself
 
     def was_touched(self, since: Any) -> bool:
@@ -81,6 +85,8 @@ class TinyPlan(ReleasePlan):
     def record(self) -> dict[str, Any]:
         return {"plan": self.hash}
 
+    settled = facts = staged = expand = None  # type: ignore[assignment]
+
     def check(self) -> None:
         """Its source never changes."""
 
@@ -88,21 +94,22 @@ class TinyPlan(ReleasePlan):
     def content(self) -> dict[str, bytes]:
         """The whole release without its record."""
         values = {tensor.path: self.tensors[tensor.name].tobytes() for tensor in self.layout.tensors.values()}
-        return {**self.texts, **{name: header + values[name] for name, header, _ in self.shards}}
+        return {**self.target.texts, **{name: header + values[name] for name, header, _ in self.target.files}}
 
-    def run(self, staging: Any, beam: Any, ours: Any, how: Delivery, report: Any = None) -> None:
+    def run(self, staging: Any, beam: Any, ours: Any, how: Delivery, report: Any = None) -> int:
         """What the pipeline does, in its order."""
         overwrite = how.overwrite
-        if not stage(self, staging, how.resume):  # type: ignore[arg-type]
+        if not stage(self, staging, how):
             staging.publish(overwrite)
-            return
+            return 0
         done = staging.done()
         for unit, tensor in enumerate(self.layout.tensors.values()):
             if unit not in done:
                 box = whole(tensor.shape)
-                rows = SimpleNamespace(write_as=lambda values, of=(tensor, box): [(*of, values)])
-                self.write(staging, SimpleNamespace(id=unit, recipes=[rows]), [self.tensors[tensor.name]])  # type: ignore[arg-type]
+                rows = SimpleNamespace(parts=lambda values, of=(tensor, box): [(*of, values)])
+                self.write(staging, SimpleNamespace(id=unit, recipes=[rows], copies=()), [self.tensors[tensor.name]])  # type: ignore[arg-type]
         self.assemble(staging, overwrite)
+        return 0
 
     def stage(self) -> bytes:
         return self.name.encode()
@@ -166,11 +173,12 @@ class ReleaseWorld(World):
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
             execution: dict(run_units=lambda plan, *rest, **how: plan.run(*rest, **how)),
-            releases: dict(get_ready=lambda *_: contextlib.nullcontext()),
+            carry: dict(get_ready=lambda *_: contextlib.nullcontext()),
+            hub: dict(get_ready=lambda *_: contextlib.nullcontext()),
             output: dict(load=lambda staged: PLANS[staged.decode()]),
         }
         if kind == "bucket":
-            patches[releases]["find_place"] = lambda planned, url: ReleaseBucket(
+            patches[carry]["find_place"] = lambda planned, url: ReleaseBucket(
                 ComposingBucket("gs://bucket"),  # type: ignore[arg-type]
                 "out",
                 planned.hash,
@@ -192,7 +200,7 @@ class ReleaseWorld(World):
     def start(self, plan: str, resume: bool, overwrite: bool) -> Process:
         def work() -> str:
             try:
-                written = releases.carry_out(PLANS[plan], self.url, Delivery(resume, overwrite), (), False)
+                written = carry.carry(PLANS[plan], self.url, Delivery(resume, overwrite), (), False)
             except (Refused, Failed) as e:
                 return f"{type(e).__name__}: {e}"
             return written.state

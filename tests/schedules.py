@@ -24,12 +24,12 @@ from unittest import mock
 
 import numpy as np
 
-from weightbeam.formats import lease, ocdbt
-from weightbeam.formats.orbax import Contents, assemble, plan_hash_of, write_unit
-from weightbeam.formats.orbax import writing as orbax_writing
-from weightbeam.formats.staging import Staging, staging_at
+from weightbeam.formats.orbax import ocdbt, plan_hash_of
+from weightbeam.formats.orbax.zarr import ArraySpec, Format
+from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
-from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.formats.targets import orbax
+from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
 
 UNITS, PARTS = 2, 2  # of a conversion; files of a unit's database
 SPEC = ArraySpec("a", (UNITS,), np.dtype(np.float32), (1,), (1,))
@@ -257,9 +257,8 @@ def act_as_convert(
         for unit in range(UNITS):
             if unit not in done:
                 write_unit(worker, unit, [(SPEC, unit, plan)], format)  # type: ignore[arg-type]
-        if not worker.is_complete():
-            worker.gather()
-        assemble(worker, Contents([SPEC], format, UNITS, True, {"plan": plan, "dropped": {}}, bare=True), overwrite)
+        target = OrbaxTarget([SPEC], format, scan_layers=True, bare=True)
+        assemble(worker, target, UNITS, {"plan": plan, "dropped": {}}, overwrite)
     return "published" if plan_hash_of(staging.final) == plan else "failed: isn't its result"
 
 
@@ -288,7 +287,7 @@ class World:
         self.stack = contextlib.ExitStack()
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
-            orbax_writing: dict(_write=_write, digest=lambda *_: 0),
+            orbax: dict(_write=_write, digest=lambda *_: 0),
             ocdbt: dict(merge=_merge),
         }
         if kind == "folder in two":

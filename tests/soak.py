@@ -26,8 +26,8 @@ from release_schedules import release_schedules
 from schedules import schedules
 from support import BF16, LLAMA, assert_same_bits, make_release, random_tensors, reference, restore
 
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 # at most, of a stage in the conversions here: one of them gets the signal
 CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}
@@ -35,7 +35,7 @@ SECONDS = 0.006  # what a stage takes, about
 
 
 # units are read and written in the background, as if a folder were a bucket
-OVERLAPPING = {"weightbeam.transforms.overlap.REMOTE": "/"}
+OVERLAPPING = {"weightbeam.transforms.execution.overlap.REMOTE": "/"}
 
 
 def random_faults(
@@ -151,7 +151,7 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
             | asleep
         )
         over = dict(arguments=arguments(sources[1], output, "--overwrite", *layout), printed=str(root / "printed"))
-        jobs.append(over | {"set": {"weightbeam.formats.lease.STALE": 0}})
+        jobs.append(over | {"set": {"weightbeam.formats.staging.lease.STALE": 0}})
     told = run_jobs(jobs, timeout=3600)
     woken = told[len(jobs) :]
     counts: Counter[str] = Counter()

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from support import BF16, F32
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import open_hf, read_boxes
-from weightbeam.formats.sources import Source, open_source
 from weightbeam.model_mappings.boxes import Box, extent, whole
 
 # of the codes of a word, from its lowest bits up (AutoAWQ 0.2.9, awq/utils/packing_utils.py)
@@ -48,7 +48,9 @@ def pack_awq(codes: np.ndarray) -> np.ndarray:
     return words.view(np.int32)
 
 
-def source_of(folder: Path, tensors: Mapping[str, np.ndarray], quantization: Mapping[str, Any] | None = None) -> Source:
+def source_of(
+    folder: Path, tensors: Mapping[str, np.ndarray], quantization: Mapping[str, Any] | None = None
+) -> ReleaseTensors:
     """Writes a checkpoint into `folder` and opens it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "any"} | ({"quantization_config": quantization} if quantization else {})

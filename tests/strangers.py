@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats import ocdbt
+from weightbeam.formats.orbax import ocdbt
 from weightbeam.formats.storage import open_store
 
 NAMES = {"zarr": ".zarray", "zarr3": "zarr.json"}

@@ -30,7 +30,7 @@ from servers.dataflow import FakeDataflow, Job
 from servers.gcs import FakeGcs
 from support import DEEPSEEK, make_release
 
-from weightbeam.pipelines.tables import Table, text
+from weightbeam.pipelines.terminal.tables import Table, text
 
 ROOT = Path(__file__).parents[1]
 PROJECT, REGION = "a-project", "us-central1"

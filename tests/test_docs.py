@@ -14,8 +14,8 @@ from facts import tiny
 from processes import run
 from support import BF16, save
 
-from weightbeam.pipelines.arguments.parser import parse
-from weightbeam.pipelines.options import check_options
+from weightbeam.pipelines.running.beam_options import check_options
+from weightbeam.pipelines.terminal.arguments.parser import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -82,20 +82,20 @@ def near(graph: Graph, *nodes: Node) -> dict[str, int]:
 
 def test_near_tests_come_first(graph: Graph) -> None:
     """Those of the module's own file before the commands, and before what has nothing to do with it."""
-    found = near(graph, ("formats/lease.py", "hold"))
+    found = near(graph, ("formats/staging/lease.py", "hold"))
     assert found["tests/formats/test_lease.py"] == 1
     assert found["tests/formats/test_lease.py"] < found["tests/pipelines/test_resume.py"]
-    assert "tests/transforms/test_grid.py" not in found
-    order = [file for file, _ in graph.nearest([("formats/lease.py", "hold")], {})]
+    assert "tests/model_mappings/test_cells.py" not in found
+    order = [file for file, _ in graph.nearest([("formats/staging/lease.py", "hold")], {})]
     assert order.index("tests/formats/test_lease.py") < order.index("tests/pipelines/test_resume.py")
 
 
 @pytest.mark.parametrize(
     ("node", "test"),
     [
-        pytest.param(("pipelines/diff.py", "diff"), ("tests/pipelines/test_api.py", ""), id="the face, an attribute"),
-        pytest.param(("pipelines/watch.py", "run"), ("tests/pipelines/test_watch.py", ""), id="-m in a string"),
-        pytest.param(("pipelines/verify.py", "run"), ("tests/pipelines/test_verify.py", ""), id="main(['verify', …])"),
+        pytest.param(("pipelines/commands/diff.py", "diff"), ("tests/pipelines/test_api.py", ""), id="the face, an attribute"),
+        pytest.param(("pipelines/watching/watch.py", "run"), ("tests/pipelines/test_watch.py", ""), id="-m in a string"),
+        pytest.param(("pipelines/commands/verify.py", "run"), ("tests/pipelines/test_verify.py", ""), id="main(['verify', …])"),
         pytest.param(("pipelines/entry.py", "run"), ("tests/pipelines/test_terminal.py", ""), id="a program's text"),
         pytest.param(("tests/cases/models.py", "write"), ("tests/pipelines/test_transformers.py", ""), id="a script that a fixture runs"),
         pytest.param(("formats/encodings/fp8.py", "_entry"), ("tests/formats/test_encodings_fp8.py", ""), id="a table of another module"),
@@ -109,7 +109,7 @@ def test_every_way_of_use_is_seen(graph: Graph, node: Node, test: Node) -> None:
 
 def test_a_command_that_is_not_named_is_not_reached(graph: Graph) -> None:
     """`test_lease.py` runs `convert` alone, and never compares two checkpoints."""
-    assert "tests/formats/test_lease.py" not in near(graph, ("pipelines/diff.py", "diff"))
+    assert "tests/formats/test_lease.py" not in near(graph, ("pipelines/commands/diff.py", "diff"))
 
 
 def test_a_golden_file_leads_to_its_test(graph: Graph) -> None:
@@ -186,7 +186,7 @@ print((bench.root / {path!r}).read_bytes() == source)
 
 def test_what_changed_is_told_by_lines(graph: Graph) -> None:
     """A changed line counts for its definition; one between definitions for all; a page for the tests that read it."""
-    path = "formats/lease.py"
+    path = "formats/staging/lease.py"
     (first,) = graph.modules[path].definitions["hold"]
     lines = range(first.end_lineno, first.end_lineno + 1)
     assert check.changed_definitions(graph, {path: [lines]}) == {(path, "hold")}

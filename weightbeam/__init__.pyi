@@ -5,23 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
-from weightbeam.pipelines.adapters import ExportedAdapter
-from weightbeam.pipelines.convert import Converted
-from weightbeam.pipelines.diff import Comparison
-from weightbeam.pipelines.errors import Busy as Busy
-from weightbeam.pipelines.errors import Failed as Failed
-from weightbeam.pipelines.errors import Refused as Refused
-from weightbeam.pipelines.export import Exported
-from weightbeam.pipelines.fit import fit as fit
-from weightbeam.pipelines.inspect import Inspection
+from weightbeam.pipelines.commands.adapters import ExportedAdapter
+from weightbeam.pipelines.commands.convert import Converted
+from weightbeam.pipelines.commands.diff import Comparison
+from weightbeam.pipelines.commands.export import Exported
+from weightbeam.pipelines.commands.fit import fit as fit
+from weightbeam.pipelines.commands.inspect import Inspection
+from weightbeam.pipelines.commands.merge import Merged
+from weightbeam.pipelines.commands.plan import Plan as Plan
+from weightbeam.pipelines.commands.reshard import Resharded
+from weightbeam.pipelines.commands.verify import Verification
 from weightbeam.pipelines.loading.load import load as load
 from weightbeam.pipelines.loading.tree import open as open
-from weightbeam.pipelines.merge import Merged
-from weightbeam.pipelines.plan import Plan as Plan
-from weightbeam.pipelines.progress import Progress as Progress
-from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.reshard import Resharded
-from weightbeam.pipelines.verify import Verification
+from weightbeam.pipelines.terminal.errors import Busy as Busy
+from weightbeam.pipelines.terminal.errors import Failed as Failed
+from weightbeam.pipelines.terminal.errors import Refused as Refused
+from weightbeam.pipelines.terminal.progress import Progress as Progress
+from weightbeam.pipelines.terminal.progress import Report
 
 __version__: str
 __all__ = [

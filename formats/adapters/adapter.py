@@ -94,7 +94,7 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class AdaptedModule:
     """What an adapter holds of one module.
 
     Attributes:
@@ -164,7 +164,7 @@ class Contents:
     nothing needs.
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[AdaptedModule, ...]
     whole: Mapping[str, Tensor]
     unneeded: Mapping[str, str]
     problems: tuple[Problem, ...]
@@ -191,7 +191,9 @@ def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
             unneeded[given] = FROZEN
         else:
             whole[name.replace(".base_layer.bias", ".bias")] = tensor
-    return Contents(tuple(Target(module, found) for module, found in parts.items()), whole, unneeded, tuple(problems))
+    return Contents(
+        tuple(AdaptedModule(module, found) for module, found in parts.items()), whole, unneeded, tuple(problems)
+    )
 
 
 def _split(name: str) -> tuple[str, str | None]:

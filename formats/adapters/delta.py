@@ -53,7 +53,7 @@ class Delta:
         inputs, outputs = self.a.shape[1], self.b.shape[0]
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
-    def share(self, box: Box) -> Share | None:
+    def share(self, box: Box) -> DeltaShare | None:
         """What of the factors a box of the tensor needs; None where they don't meet."""
         if len(box) == 3:
             held = _overlap(box[0], (self.place, self.place + self.experts))
@@ -67,9 +67,9 @@ class Delta:
             return None
         rows, columns = ((start + at, stop + at) for (start, stop), at in zip(meets, self.offset, strict=True))
         first = box[0][0] if len(box) == 3 else 0
-        return Share(which, rows, columns, (held[0] - first, meets[0][0] - box[-2][0], meets[1][0] - box[-1][0]))
+        return DeltaShare(which, rows, columns, (held[0] - first, meets[0][0] - box[-2][0], meets[1][0] - box[-1][0]))
 
-    def reads(self, share: Share) -> tuple[BoxRead, BoxRead]:
+    def reads(self, share: DeltaShare) -> tuple[BoxRead, BoxRead]:
         """The stored boxes of A and of B."""
         outputs, inputs = (share.columns, share.rows) if self.transposed else (share.rows, share.columns)
         first, last = share.experts
@@ -77,7 +77,7 @@ class Delta:
             self.b, (outputs, (0, self.rank * self.experts))
         )
 
-    def factors(self, share: Share, stored: Sequence[np.ndarray]) -> Iterator[Product]:
+    def factors(self, share: DeltaShare, stored: Sequence[np.ndarray]) -> Iterator[Product]:
         """The products, one for each expert, of what `reads` fetched."""
         first, last = share.experts
         a = stored[0].astype(np.float32).reshape(last - first, self.rank, -1)
@@ -92,7 +92,7 @@ class Delta:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class DeltaShare:
     """The part of a delta that lies in a box: ranges of its experts and of D's rows and columns, and where they begin
     in the box.
     """

@@ -22,13 +22,13 @@ from weightbeam.formats.adapters.delta import Product, doubled
 from weightbeam.formats.adapters.merged import FLOAT32, STRIP_ELEMENTS, is_finite
 from weightbeam.formats.encodings import ContentError, StoredArray
 from weightbeam.formats.encodings.encoding import InOrder, Read
-from weightbeam.formats.orbax_source import OrbaxArray
+from weightbeam.formats.orbax.source import OrbaxArray
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, Range, extent, hull
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Factor:
+class LoraFactor:
     """A, (in, rank), or B, (rank, out), as a checkpoint holds them: with axes of layers among these two.
 
     Attributes:
@@ -69,7 +69,7 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pair:
+class LoraPair:
     """Both factors of some layers of a kernel; of one layer, where one side has axes of layers and the other hasn't.
 
     Attributes:
@@ -80,8 +80,8 @@ class Pair:
 
     layers: Box
     first: tuple[int, ...]
-    a: Factor
-    b: Factor
+    a: LoraFactor
+    b: LoraFactor
     scaling: float
 
     def held(self, met: Box) -> Box:
@@ -111,7 +111,7 @@ class AdaptedKernel(InOrder):
     """
 
     base: StoredArray
-    pairs: tuple[Pair, ...]
+    pairs: tuple[LoraPair, ...]
     at: int
     stacked: int
     inputs: int
@@ -190,7 +190,7 @@ class AdaptedKernel(InOrder):
         _, inputs, outputs = self._split(tuple((0, size) for size in self.shape))
         return extent(inputs), extent(outputs)
 
-    def _met(self, box: Box) -> Iterator[tuple[Pair, Box, tuple[Factor, Box], tuple[Factor, Box]]]:
+    def _met(self, box: Box) -> Iterator[tuple[LoraPair, Box, tuple[LoraFactor, Box], tuple[LoraFactor, Box]]]:
         """The pairs that reach a box: which of their layers, and which boxes of A and B."""
         layers, inputs, outputs = self._split(box)
         rows, columns = (
@@ -202,7 +202,7 @@ class AdaptedKernel(InOrder):
                 held = pair.held(met)
                 yield pair, met, (pair.a, pair.a.box(held, rows)), (pair.b, pair.b.box(held, columns))
 
-    def _add(self, kernel: np.ndarray, a: np.ndarray, b: np.ndarray, pair: Pair) -> None:
+    def _add(self, kernel: np.ndarray, a: np.ndarray, b: np.ndarray, pair: LoraPair) -> None:
         """Adds `a · b` to a layer, (inputs, outputs), some of its first inputs at a time."""
         product = Product(np.ascontiguousarray(a), np.ascontiguousarray(doubled(b, 1)), 0, 0, 0, b.shape[1])
         rows = math.prod(kernel.shape[1 : self.inputs])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from weightbeam.formats.adapters.delta import Delta, Product, Share
+from weightbeam.formats.adapters.delta import Delta, DeltaShare, Product
 from weightbeam.formats.encodings import ContentError, Encoding, Plain
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
@@ -24,7 +24,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Merged:
+class MergedWeight:
     """`W + Σ scaling · B · A`; with a magnitude DoRA's `m / ‖W + ΔW‖ · (W + ΔW)`, the norm over the inputs of each
     output.
 
@@ -78,7 +78,7 @@ class Merged:
             for axis, (span, size) in enumerate(zip(box, self.shape, strict=True))
         )
 
-    def _shares(self, box: Box) -> list[tuple[Delta, Share]]:
+    def _shares(self, box: Box) -> list[tuple[Delta, DeltaShare]]:
         return [(delta, share) for delta in self.deltas if (share := delta.share(box))]
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:

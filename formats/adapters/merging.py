@@ -10,10 +10,10 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from weightbeam.formats.adapters.adapter import Adapter, Target
+from weightbeam.formats.adapters.adapter import AdaptedModule, Adapter
 from weightbeam.formats.adapters.delta import Delta
-from weightbeam.formats.adapters.merged import Merged, Replaced, Shifted
-from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, Files, Place
+from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
+from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, ModuleFiles, WeightPart
 from weightbeam.formats.adapters.patterns import PatternError
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Tensor
@@ -119,7 +119,7 @@ def collect(
     lost: frozenset[str] = frozenset(),
 ) -> Changes:
     """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`."""
-    files = Files(encodings, aliases, model_type)
+    files = ModuleFiles(encodings, aliases, model_type)
     changes: dict[str, Change] = defaultdict(Change)
     problems: list[Problem] = []
     uses = []
@@ -143,7 +143,7 @@ def collect(
     return Changes(changes, tuple(problems), tuple(uses))
 
 
-def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozenset[str]) -> Problem | None:
+def _problem(adapter: Adapter, name: str, why: str, files: ModuleFiles, lost: frozenset[str]) -> Problem | None:
     wanted = name.removeprefix("base_model.model.").partition(".lora_")[0]
     if any(tensor in lost for tensor in (wanted, f"{wanted}.weight")):
         return None
@@ -151,7 +151,7 @@ def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozense
 
 
 def _apply(
-    adapter: Adapter, files: Files, changes: dict[str, Change], used: dict[str, str]
+    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
     contents = adapter.contents
@@ -179,7 +179,7 @@ def _apply(
 
 
 def _apply_target(
-    adapter: Adapter, target: Target, files: Files, changes: dict[str, Change], used: dict[str, str]
+    adapter: Adapter, target: AdaptedModule, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
 ) -> None:
     config, module = adapter.config, target.module
     parameter = None
@@ -214,7 +214,7 @@ def _apply_target(
     used.update({part.name: f"merged into {what}" for part in target.parts.values()})
 
 
-def _check_rank(adapter: Adapter, target: Target, name: str, experts: int = 1) -> None:
+def _check_rank(adapter: Adapter, target: AdaptedModule, name: str, experts: int = 1) -> None:
     """The tensors must have the rank that the configuration says."""
     rank = adapter.config.rank(name)
     if target.a.shape[0] != rank * experts:
@@ -223,7 +223,7 @@ def _check_rank(adapter: Adapter, target: Target, name: str, experts: int = 1) -
 
 
 def _plain(
-    adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files
+    adapter: Adapter, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float, files: ModuleFiles
 ) -> list[tuple[str, Delta]]:
     """The delta of a module: of a matrix, of an embedding, or of one expert whose weight is a part of a fused tensor."""
     _check_rank(adapter, target, name)
@@ -245,7 +245,7 @@ def _plain(
     return [(place.tensor, delta)]
 
 
-def _parameter(targets: Sequence[str], module: str, files: Files) -> tuple[str, str]:
+def _parameter(targets: Sequence[str], module: str, files: ModuleFiles) -> tuple[str, str]:
     """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
     one.
 
@@ -279,7 +279,7 @@ def _parameter(targets: Sequence[str], module: str, files: Files) -> tuple[str, 
 
 
 def _fused(
-    adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files
+    adapter: Adapter, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float, files: ModuleFiles
 ) -> list[tuple[str, Delta]]:
     """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the
     files.
@@ -320,7 +320,7 @@ def _fused(
     ]
 
 
-def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int], model_type: str) -> bool:
+def _is_first(adapter: Adapter, target: AdaptedModule, name: str, sizes: tuple[int, int], model_type: str) -> bool:
     """Whether A's columns run along the first of the two axes that an expert has in memory; else along the second.
 
     Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`.
@@ -369,4 +369,4 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
         raise _RefusedError(
             "has a DoRA, whose norm is the base's, and another adapter; merge one first, and the other into the result"
         )
-    return Merged(base, tuple(change.deltas), change.magnitudes[0] if change.magnitudes else None)
+    return MergedWeight(base, tuple(change.deltas), change.magnitudes[0] if change.magnitudes else None)

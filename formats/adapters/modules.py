@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projec
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WeightPart:
     """A part of a module's weight, and the tensor that holds it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place:
     outputs: int | None = None
 
 
-class Files:
+class ModuleFiles:
     """The tensors of the files by the names of modules in memory.
 
     Attributes:
@@ -65,10 +65,10 @@ class Files:
         named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in SPELLINGS)
         return next((tensor for tensor in named if tensor in self.encodings), None)
 
-    def places(self, module: str) -> list[Place]:
+    def places(self, module: str) -> list[WeightPart]:
         """Where the weight of a module lies; none where no tensor has its name."""
         if tensor := self.find(f"{module}.weight"):
-            return [Place(tensor)]
+            return [WeightPart(tensor)]
         match = _EXPERT.fullmatch(module)
         fused = {name: at for names in PROJECTIONS for name, at in zip(names, ("gate", "up", "down"), strict=True)}
         if match is None or (projection := fused.get(match["projection"])) is None:
@@ -79,12 +79,12 @@ class Files:
         outputs = self.encodings[tensor].shape[2 if self.is_in_out else 1]
         if projection != "down":
             outputs //= 2
-        return [Place(tensor, int(match["expert"]), -outputs if projection == "up" else 0, outputs)]
+        return [WeightPart(tensor, int(match["expert"]), -outputs if projection == "up" else 0, outputs)]
 
-    def places_of_parameter(self, module: str, parameter: str) -> list[Place]:
+    def places_of_parameter(self, module: str, parameter: str) -> list[WeightPart]:
         """Where a parameter of a module lies, such as fused experts; none where no tensor has its name."""
         if tensor := self.find(f"{module}.{parameter}"):
-            return [Place(tensor)]
+            return [WeightPart(tensor)]
         if parameter not in PARAMETERS:
             return []
         for names in PROJECTIONS:
@@ -94,12 +94,12 @@ class Files:
                 return found
         return []
 
-    def _of_experts(self, module: str, projections: tuple[str, ...]) -> Iterator[Place]:
+    def _of_experts(self, module: str, projections: tuple[str, ...]) -> Iterator[WeightPart]:
         expert = 0
         while all(tensors := [self.find(f"{module}.{expert}.{projection}.weight") for projection in projections]):
             row = 0
             for tensor in filter(None, tensors):
-                yield Place(tensor, expert, row)
+                yield WeightPart(tensor, expert, row)
                 row += self.encodings[tensor].shape[0]
             expert += 1
 

@@ -15,7 +15,7 @@ from weightbeam.formats.encodings.format import Companion, MismatchError, Quanti
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
-from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
 # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)

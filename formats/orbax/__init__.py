@@ -1,4 +1,4 @@
-"""Orbax checkpoints: what they say of themselves, how they are written and read."""
+"""Orbax checkpoints: what they say of themselves, and how they are read."""
 
 from weightbeam.formats.orbax.metadata import (
     ARRAY_METADATAS,
@@ -11,6 +11,7 @@ from weightbeam.formats.orbax.metadata import (
     beside_faults,
     check_beside,
     custom_metadata,
+    files_beside,
     is_checkpoint,
     item_metadata,
     leaves,
@@ -36,7 +37,6 @@ from weightbeam.formats.orbax.reading import (
     read_descriptions,
     step_of,
 )
-from weightbeam.formats.orbax.writing import SEEN, Contents, assemble, publish, write_unit
 
 __all__ = [
     "ARRAY_METADATAS",
@@ -45,19 +45,17 @@ __all__ = [
     "FOREIGN",
     "METADATA",
     "MODEL_ITEM",
-    "SEEN",
     "STEP",
     "STRINGS",
     "TEXT",
     "CheckpointArray",
-    "Contents",
-    "assemble",
     "beside_faults",
     "check_beside",
     "check_committed",
     "check_files",
     "check_memory",
     "custom_metadata",
+    "files_beside",
     "find_damage",
     "find_items",
     "grains",
@@ -68,12 +66,10 @@ __all__ = [
     "open_stores",
     "others_in",
     "plan_hash_of",
-    "publish",
     "read_arrays",
     "read_descriptions",
     "read_tree",
     "record_of",
     "step_of",
     "unknown_beside",
-    "write_unit",
 ]  # fmt: skip

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.provenance import RECORD
+from weightbeam.formats.orbax.zarr import ArraySpec, Format
+from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.staging import MARKER, PLAN
 from weightbeam.formats.storage import StorageError, Store, reason
-from weightbeam.formats.strict_json import JsonError, read_json
-from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.formats.storage.strict_json import JsonError, read_json
 
 # the scalar that MaxText's TrainState keeps beside the parameters
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())
@@ -132,9 +132,24 @@ def record_of(items: Store) -> dict[str, Any]:
     return record
 
 
+def files_beside(step: Store) -> list[str]:
+    """Which of the small files lie beside a checkpoint.
+
+    Raises:
+      StorageError: what has the name of one is no file.
+    """
+    for name in BESIDE:
+        step.check_regular(name)
+    return [name for name in BESIDE if step.exists(name)]
+
+
 def hash_beside(step: Store) -> dict[str, str]:
-    """The sha256 of each of the small files that lie beside a checkpoint, for its record."""
-    return {name: hashlib.sha256(step.read(name)).hexdigest() for name in BESIDE if step.exists(name)}
+    """The sha256 of each of the small files that lie beside a checkpoint, for its record.
+
+    Raises:
+      StorageError: what has the name of one is no file.
+    """
+    return {name: hashlib.sha256(step.read(name)).hexdigest() for name in files_beside(step)}
 
 
 def _known_beside(record: Mapping[str, Any]) -> dict[str, str]:
@@ -158,7 +173,7 @@ def beside_faults(step: Store, record: Mapping[str, Any], names: Sequence[str] =
 def unknown_beside(step: Store, record: Mapping[str, Any]) -> tuple[str, ...]:
     """The small files that lie beside a checkpoint and that its record, of an earlier version, can't judge."""
     known = _known_beside(record)
-    return tuple(name for name in BESIDE if name not in known and step.exists(name))
+    return tuple(name for name in files_beside(step) if name not in known)
 
 
 def check_beside(step: Store, record: Mapping[str, Any], *names: str) -> None:
@@ -193,11 +208,8 @@ def others_in(step: Store) -> list[str]:
     What another item holds is up to whoever saved it.
     """
     items = [name for name in step.folders() if (step / name).exists(METADATA)]
-    files = [
-        (place, file.name)
-        for place in ["", *(f"{name}/" for name in items)]
-        for file in (step / place).list(recursive=False)
-    ]
+    places = {"": step, **{f"{name}/": step / name for name in items}}
+    files = [(prefix, file.name) for prefix, place in places.items() for file in place.list(recursive=False)]
     own = {*STEP_FILES, MARKER, PLAN, DATABASE, "checkpoint", *ZARR_FILES}  # "checkpoint" is of Orbax's former format
     # where there is no database, a folder of an item is an array
     folders = [

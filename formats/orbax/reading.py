@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats import ocdbt, zarr
-from weightbeam.formats.links import SOURCE, SYMBOLIC, identities
+from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.metadata import CHECKPOINT_METADATA, METADATA, STEP_FILES, leaves, read_tree, record_of
-from weightbeam.formats.references import read_references
+from weightbeam.formats.orbax.references import read_references
+from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
+from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
-from weightbeam.formats.strict_json import Budget, JsonError, parse_json
-from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import MAX_ELEMENTS
 
 MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
@@ -64,7 +64,7 @@ def find_items(where: str | Path | Store) -> Store:
         )
     if item := _item_of(store):
         return _inside(store, item)
-    folders = store.folders()
+    folders = sorted(store.folders(), key=lambda name: (len(name), name))  # step 2 before step 10
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
     if len(steps) == 1:
         return _inside(store, next(iter(steps.values())))

@@ -17,15 +17,6 @@ from typing import Any, Self
 
 import google_crc32c
 
-from weightbeam.formats.identity import (
-    SAMPLE_BYTES,
-    SAMPLES,
-    check_files,
-    hash_blocks,
-    this_machine,
-    touched,
-    were_replaced,
-)
 from weightbeam.formats.safetensors.header import (
     BAD_NAME,
     DTYPE_NAMES,
@@ -48,8 +39,18 @@ from weightbeam.formats.storage import (
     reason,
     stretches,
 )
+from weightbeam.formats.storage.identity import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    Seen,
+    check_files,
+    hash_blocks,
+    this_machine,
+    touched,
+    were_replaced,
+)
 from weightbeam.formats.storage.store import in_base64
-from weightbeam.formats.strict_json import Budget, JsonError, parse_json
+from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
@@ -139,16 +140,25 @@ class HfCheckpoint:
         return sum(len(shard.tensors) for shard in self.shards)
 
     @property
+    def paths(self) -> list[str]:
+        """Of its files, which may be links to elsewhere."""
+        return [shard.path for shard in self.shards]
+
+    @property
     def identity(self) -> list[Any]:
         """What a plan's hash knows of the files, see `Shard.identity`."""
         return [shard.identity for shard in self.shards]
 
+    @property
+    def seen(self) -> dict[str, Seen]:
+        """The files that hold the model, by their paths."""
+        return {shard.path: shard for shard in self.shards}
+
     def was_touched(self, since: HfCheckpoint, linked: bool = False) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
-        then, now = ({shard.path: shard for shard in files.shards} for files in (since, self))
         prints = [[shard.fingerprint for shard in files.shards] for files in (since, self)]
         return (
-            were_replaced(then, now, linked) or prints[0] != prints[1]
+            were_replaced(since.seen, self.seen, linked) or prints[0] != prints[1]
         )  # a file with a known hash is known by that alone
 
     def to_json(self) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats.identity import Seen
 from weightbeam.formats.storage import File, Store, store_and_name
-from weightbeam.formats.strict_json import MAX_BYTES as MAX_HEADER
-from weightbeam.formats.strict_json import Budget, JsonError, parse_json
+from weightbeam.formats.storage.identity import Seen
+from weightbeam.formats.storage.strict_json import MAX_BYTES as MAX_HEADER
+from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 
 MAX_RANK = 32  # more than numpy's dimensions need
 # of a file: the largest releases have 210,000 in all (Kimi K2-Thinking), and a plan takes 50 µs for each

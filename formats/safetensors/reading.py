@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from weightbeam.formats.identity import Seen, check_opened
 from weightbeam.formats.safetensors.header import Tensor
 from weightbeam.formats.storage import ByteRange, LocalFolder, store_and_name
+from weightbeam.formats.storage.identity import Seen, check_opened
 from weightbeam.model_mappings.boxes import Box, extent
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype

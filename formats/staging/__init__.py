@@ -39,8 +39,8 @@ def staging_at(output: str | Path | Store, step: int, plan_hash: str = "plan") -
             f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder"
         )
     store: Any = open_store(output)
-    return (
-        FolderStaging(store, str(step), plan_hash)
-        if isinstance(store, LocalFolder)
-        else BucketStaging(store, str(step), plan_hash)
-    )
+    if isinstance(store, LocalFolder):
+        place = FolderStaging(store, str(step), plan_hash)
+        place.check_name()
+        return place
+    return BucketStaging(store, str(step), plan_hash)

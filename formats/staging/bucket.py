@@ -13,6 +13,7 @@ and publishes:
 from __future__ import annotations
 
 import contextlib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,12 @@ from weightbeam.formats.storage import StorageError
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
+
+
+PLACE = re.compile("[0-9a-f]{16}")  # the id of a conversion's folder on the desk
+# what a conversion writes where it will be read; Orbax, which saves there at this moment, has databases of other names
+OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
+REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/d/")
 
 
 class BucketStaging(Staging):
@@ -72,9 +79,7 @@ class BucketStaging(Staging):
 
     def _staged(self) -> list[str]:
         """The places that have a plan."""
-        return [
-            name for name in self.desk.folders() if not name.startswith("claim.") and (self.desk / name).exists(PLAN)
-        ]
+        return [name for name in self.desk.folders() if PLACE.fullmatch(name) and (self.desk / name).exists(PLAN)]
 
     def claim(self) -> None:
         # first that by which an owner sees that he is one; then what he has written until then
@@ -111,9 +116,14 @@ class BucketStaging(Staging):
 
     def is_remains(self) -> bool:
         """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late."""
-        if any(not name.startswith("claim.") for name in self.desk.folders()):
+        if self._left():
             return True
-        return all(file.name.startswith((f"{ITEMS}/{ATTEMPT}", f"{ITEMS}/d/")) for file in self.final.list())
+        names = [file.name for file in self.final.list()]
+        return not names or (any(map(OWN_ATTEMPT.match, names)) and all(map(REMAINS.match, names)))
+
+    def _left(self) -> list[str]:
+        """What conversions have on the desk, but for claims; others' folders stay there."""
+        return [name for name in self.desk.folders() if PLACE.fullmatch(name) or name.startswith("deleting.claim.")]
 
     def create(self, plan: bytes) -> None:
         if not self._claim:
@@ -135,7 +145,7 @@ class BucketStaging(Staging):
         """
         if not self._claim:
             self.claim()
-        old = [name for name in self.desk.folders() if not name.startswith("claim.")]
+        old = self._left()
         plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
         self.check_claim()
         for found in plans:

@@ -13,6 +13,8 @@ Everything lies in one place:
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import logging
 import os
 import re
@@ -22,11 +24,14 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightbeam.formats.links import SOURCE
+from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, sync_folder
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
+from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
+REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
+HASH = re.compile("[0-9a-f]{64}")  # of a plan
 log = logging.getLogger("weightbeam")
 
 
@@ -38,6 +43,14 @@ class FolderStaging(Staging):
     def __init__(self, output: LocalFolder, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
         self._folder: str | None = None  # what is staged; None until it is claimed or created
+
+    def check_name(self) -> None:
+        """Makes sure that the file system takes the names that lie beside the final one.
+
+        Raises:
+          StorageError: they are too long for it.
+        """
+        self.output.check_name_length(self.name, len(self._new_name()) - len(self.name))
 
     @property
     def checkpoint(self) -> LocalFolder:
@@ -57,19 +70,23 @@ class FolderStaging(Staging):
 
     def _entries(self, pattern: str) -> list[str]:
         """The folders beside the final one whose names go on so, if we made them: an id of ours is in the name, or a
-        plan lies in there, as in those of earlier versions.
+        plan of ours lies in there, as in those of earlier versions.
         """
+        ids = self._named(pattern)
+        return sorted(name for name in ids if _is_id(ids[name]) or _holds_plan(self.output / name))
+
+    def _named(self, pattern: str) -> dict[str, str]:
+        """The folders beside the final one whose names go on so, with the id that is in each; whoever made them."""
         try:
             names = os.listdir(self.output)
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
         ids = {
-            name: found[1]
+            name: found[1] or ""
             for name in names
             if name.startswith(self.name) and (found := re.fullmatch(pattern, name[len(self.name) :]))
         }
-        folders = [name for name in ids if (path := Path(self.output, name)).is_dir() and not path.is_symlink()]
-        return sorted(name for name in folders if _is_id(ids[name] or "") or (self.output / name).exists(PLAN))
+        return {name: ids[name] for name in ids if (path := Path(self.output, name)).is_dir() and not path.is_symlink()}
 
     def _staged(self) -> Sequence[str]:
         """What is staged: what this plan would go on with first, then what has any plan, then what has none."""
@@ -79,10 +96,15 @@ class FolderStaging(Staging):
             return not Path(folder / self.units).exists(), not folder.exists(PLAN)
 
         whole = [name for name in self._replaced() if (self.output / name).exists(PLAN)]
-        return sorted([*whole, *self._entries(rf"(?:\.([0-9a-f]+))?{re.escape(self.growing)}")], key=rank)
+        return sorted([*whole, *self._entries(self._staged_name)], key=rank)
+
+    @property
+    def _staged_name(self) -> str:
+        """How the name of what is staged goes on, with its id, which some of earlier versions don't have; a pattern."""
+        return rf"(?:\.([0-9a-f]+))?{re.escape(self.growing)}"
 
     def _replaced(self) -> list[str]:
-        return self._entries(r"\.replaced-([0-9a-f]+)")
+        return self._entries(REPLACED)
 
     def _new_name(self) -> str:
         return f"{self.name}.{new_id()}{self.growing}"
@@ -106,6 +128,11 @@ class FolderStaging(Staging):
 
     def tidy(self) -> None:
         self.output.sweep_probes()
+        for pattern, ours in ((self._staged_name, self._staged()), (REPLACED, self._replaced())):
+            for name in sorted({*self._named(pattern)} - {*ours}):
+                if os.path.lexists(self.output / name / PLAN):
+                    said = "%s is called as what a stopped command leaves, but its %s isn't one of Weightbeam's, or is damaged"
+                    log.warning(f"{said}: nobody goes on with it, and it stays as it is", self.output / name, PLAN)
         final = Path(self.final)
         for name in self._replaced():
             if not (self.output / name).exists(PLAN):
@@ -251,6 +278,16 @@ def new_id() -> str:
 
 def _is_id(text: str) -> bool:
     return len(text) == 24 and text[16:] == _checksum(text[:16])
+
+
+def _holds_plan(folder: LocalFolder) -> bool:
+    """Whether a plan that Weightbeam has staged lies in a folder; somebody else may call a file so."""
+    try:
+        packed = io.BytesIO(folder.read(PLAN, 0, MAX_BYTES + 1))
+        plan = parse_json(gzip.GzipFile(fileobj=packed).read(MAX_BYTES + 1))
+    except (OSError, EOFError, ValueError, zlib.error):
+        return False
+    return isinstance(plan, dict) and isinstance(found := plan.get("hash"), str) and bool(HASH.fullmatch(found))
 
 
 def _checksum(text: str) -> str:

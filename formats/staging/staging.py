@@ -9,7 +9,8 @@ their engine does with a cancelled job, they notice before the next unit, and pu
 In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last
 (`bucket.py`).
 
-A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
+A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once. One
+that can't be read, as a machine that crashed or a full disk may leave it, is none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats import lease
+from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import StorageError, Store
 
 MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
@@ -35,6 +36,15 @@ WITHDRAWN = "withdrawn.json"  # in the ledger: which units were taken out of it,
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
 LOCK = ".__lock"  # how the names of TensorStore's lock files end
+
+
+def _entry(data: bytes) -> dict[str, Any] | None:
+    """What an entry of the ledger says; None where it can't be read."""
+    try:
+        entry = json.loads(data)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 class TakenOverError(StorageError):
@@ -263,13 +273,17 @@ class Staging(abc.ABC):
     def ledger(self) -> dict[int, dict[str, Any]]:
         """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
         units = sorted(self.done())
-        return dict(
-            zip(
-                units,
-                map(json.loads, self.plan_folder.read_many([f"{self.units}/{unit}.json" for unit in units])),
-                strict=True,
-            )
-        )
+        read = map(_entry, self.plan_folder.read_many([f"{self.units}/{unit}.json" for unit in units]))
+        return {unit: entry for unit, entry in zip(units, read, strict=True) if entry is not None}
+
+    def drop_unreadable(self) -> None:
+        """Removes what can't be read of the ledger and the notes that lie there, before somebody goes on with the plan:
+        it is made anew.
+        """
+        names = [file.name for file in self.plan_folder.list(f"{self.units}/") if file.name.endswith(".json")]
+        for name, data in zip(names, self.plan_folder.read_many(names), strict=True):
+            if _entry(data) is None:
+                self.plan_folder.delete(name)
 
     def withdraw(self, units: Iterable[int], why: str) -> None:
         """Takes units out of the ledger: they are to be made anew."""
@@ -281,8 +295,8 @@ class Staging(abc.ABC):
     def why_missing(self, units: Collection[int]) -> str:
         """Why units aren't in the ledger any more, where all of them were withdrawn; else empty."""
         name = f"{self.units}/{WITHDRAWN}"
-        noted = json.loads(self.plan_folder.read(name)) if self.plan_folder.exists(name) else {"units": (), "why": ""}
-        return noted["why"] if set(units) <= set(noted["units"]) else ""
+        noted = (_entry(self.plan_folder.read(name)) if self.plan_folder.exists(name) else None) or {}
+        return noted.get("why", "") if set(units) <= set(noted.get("units", ())) else ""
 
     # --- workers elsewhere
 

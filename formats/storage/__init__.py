@@ -10,6 +10,7 @@ from weightbeam.formats.storage.local import (
     LocalFolder,
     create_file,
     drop_pages,
+    read_named,
     sync_folder,
     write_file,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "create_file",
     "drop_pages",
     "open_store",
+    "read_named",
     "read_whole",
     "reason",
     "store_and_name",

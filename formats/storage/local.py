@@ -18,6 +18,7 @@ from weightbeam.formats.storage.store import PROBE, ByteRange, File, LeadsOutErr
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
+IRREGULAR = "isn't a regular file"
 RWF_DONTCACHE = 0x80  # Linux 6.14, include/uapi/linux/fs.h; Python 3.11 has no name for it
 
 
@@ -27,11 +28,26 @@ def open_file(path: str) -> int:
     Raises:
       OSError: it can't be opened, or is a pipe, a device or a folder.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as e:
+        if e.errno != errno.ENXIO:  # a socket
+            raise
+        raise OSError(errno.EINVAL, IRREGULAR, path) from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "isn't a regular file", path)
+        raise OSError(errno.EINVAL, IRREGULAR, path)
     return fd
+
+
+def read_named(path: str | os.PathLike[str]) -> bytes:
+    """All of a file that the user named, without waiting for whoever would write into a pipe.
+
+    Raises:
+      OSError: it can't be read, or isn't a regular file.
+    """
+    with open(open_file(os.fspath(path)), "rb") as file:
+        return file.read()
 
 
 def read_ranges(path: str, ranges: Iterable[ByteRange], check: Callable[[File], None] | None = None) -> int:
@@ -197,6 +213,27 @@ class LocalFolder(Store):
         if not _is_within(root, target):
             raise LeadsOutError("a symbolic link that leads out of the folder; --allow_links true takes it")
 
+    def check_name_length(self, name: str, more: int) -> None:
+        """Makes sure that the file system takes a name here, and names with so many characters more beside it.
+
+        Raises:
+          StorageError: it doesn't, or not the name of this folder, or of one above it.
+        """
+        there = next(folder for folder in (self.folder, *self.folder.parents) if _is_there(folder))
+        try:
+            most = os.pathconf(there, "PC_NAME_MAX")
+        except OSError:  # it doesn't say
+            return
+        for part, bound in (*((part, most) for part in self.folder.parts), (name, most - more)):
+            if (length := len(os.fsencode(part))) > bound:
+                units = "characters" if part.isascii() else "bytes"
+                raise StorageError(f"{part[:40]}…: the name is too long: {length} {units}, at most {bound}")
+
+    def check_regular(self, name: str) -> None:
+        path = self.folder / name
+        if path.exists() and not path.is_file():
+            raise StorageError(f"{path}: {IRREGULAR}")
+
     def links_out(self) -> list[str]:
         root, folders, found = Path(os.path.realpath(self.folder)), [""], []
         while folders:
@@ -209,7 +246,7 @@ class LocalFolder(Store):
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append(f"{name}/")
                     elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
-                        raise StorageError(f"{self.path(name)}: isn't a regular file")
+                        raise StorageError(f"{self.path(name)}: {IRREGULAR}")
         return found
 
     def make(self) -> None:
@@ -331,6 +368,14 @@ def file_of(name: str, found: os.stat_result, sha256: str | None = None) -> File
         changed=found.st_ctime_ns,
         links=found.st_nlink,
     )
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether a folder is there; one whose name is too long isn't."""
+    try:
+        return folder.is_dir()
+    except OSError:
+        return False
 
 
 def _is_within(root: Path, target: Path) -> bool:

@@ -149,6 +149,13 @@ class Store(abc.ABC):
           StorageError: it is a link that leads elsewhere.
         """
 
+    def check_regular(self, name: str) -> None:  # noqa: B027
+        """Makes sure that what has this name, if anything has, is a file, before anybody reads it.
+
+        Raises:
+          StorageError: it is a folder, a pipe, a socket or a device.
+        """
+
     def links_out(self) -> Sequence[str]:
         """The names of links that lead elsewhere, of all that lies in the folder and below.
 

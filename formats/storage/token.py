@@ -7,8 +7,8 @@ import os
 
 import huggingface_hub
 
-from weightbeam.formats.installing import install
 from weightbeam.formats.storage.store import StorageError
+from weightbeam.formats.text.installing import install
 
 SECRET = "WEIGHTBEAM_HF_TOKEN_SECRET"  # in the environment: which secret holds the token
 EMULATOR = "SECRET_MANAGER_EMULATOR_HOST"  # in the environment: the URL of a stand-in for Secret Manager

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
-from weightbeam.model_mappings.trees import TreeError, recognise
+from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import Described
-from weightbeam.pipelines.tables import count
+from weightbeam.pipelines.terminal.tables import count
 
 if TYPE_CHECKING:
     import jax
@@ -23,7 +23,7 @@ PREFIXES = ("", f"{PREFIX}.", PARAMETERS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class RequestedArray:
     """An array that is asked for."""
 
     key: str
@@ -41,7 +41,7 @@ class Abstract:
       build: makes the tree of the arrays, in that order.
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[RequestedArray, ...]
     build: Callable[[Sequence[jax.Array]], Any]
 
     @property
@@ -73,7 +73,7 @@ class Abstract:
         known = set(keys)
         spellings = [self.prefixed(prefix) for prefix in PREFIXES]
         with contextlib.suppress(TreeError):
-            tree = recognise(tuple(target.key.split(".")) for target in self.targets)
+            tree = recognize(tuple(target.key.split(".")) for target in self.targets)
             spellings.append(self.renamed({key: name for name, key in tree.weights.items()}))
         return max(spellings, key=lambda spelled: len(spelled.keys & known))
 
@@ -96,7 +96,7 @@ def read_tree(tree: Any) -> Abstract:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
         targets.append(
-            Target(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None))
+            RequestedArray(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None))
         )
     return Abstract(tuple(targets), lambda arrays: jax.tree_util.tree_unflatten(structure, arrays))
 
@@ -114,7 +114,8 @@ def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
 
     keys = [key for key in arrays if key.startswith(f"{PREFIX}.")] or list(arrays)
     targets = [
-        Target(key, arrays[key].shape, np.dtype(jax.dtypes.canonicalize_dtype(arrays[key].dtype)), None) for key in keys
+        RequestedArray(key, arrays[key].shape, np.dtype(jax.dtypes.canonicalize_dtype(arrays[key].dtype)), None)
+        for key in keys
     ]
 
     def build(made: Sequence[jax.Array]) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 
 if TYPE_CHECKING:
     import jax

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats import ocdbt
-from weightbeam.formats.identity import Files, hash_files, inode, same_folders
-from weightbeam.formats.orbax import grains, leaves, open_arrays, read_tree, record_of
+from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.storage.identity import Files, hash_files, inode, same_folders
 from weightbeam.model_mappings.boxes import Box, extent, volume
-from weightbeam.model_mappings.trees import TreeError, recognise
+from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
-from weightbeam.transforms.array_sums import Compared, Shares, add_shares, damage, find_damage, known_digests
+from weightbeam.transforms.comparing.array_sums import Compared, Shares, add_shares, damage, find_damage, known_digests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class Orbax:
 def _names(items: Store) -> dict[str, str]:
     """MaxText's name of each weight, by its key in the checkpoint."""
     try:
-        tree = recognise(leaves(read_tree(items)))
+        tree = recognize(leaves(read_tree(items)))
     except TreeError as e:
         raise StorageError(
             f"{items}: {e}; weightbeam.open(…, as_is=True) opens its arrays under their own names"

@@ -25,12 +25,12 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array
-from weightbeam.pipelines.loading.release import Release
+from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.source import Wanted
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.execution import BoxRecipe, arrange, plan_boxes, read
-from weightbeam.transforms.stack import stack
-from weightbeam.transforms.units import Fetch
+from weightbeam.transforms.cutting.units import Fetch
+from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, plan_boxes, read
+from weightbeam.transforms.execution.stack import stack
+from weightbeam.transforms.planning.conversion import Conversion
 
 CODE = "float8_e4m3fn"  # it has no infinities, of which a scale of 0 makes another NaN on each kind of processor
 # of it and the smallest code, 2 ** -9, comes the smallest normal float32; CPUs and TPUs take a smaller one for 0
@@ -78,7 +78,7 @@ class Field(NamedTuple):
     blocks: tuple[np.ndarray, ...]
 
 
-class CodedRelease(Release):
+class CodedRelease(MappedRelease):
     """A release whose plain FP8 isn't decoded: boxes of arrays among `coded` are `Coded` where they are wanted alone."""
 
     def __init__(self, conversion: Conversion):

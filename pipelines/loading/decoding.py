@@ -15,9 +15,9 @@ import numpy as np
 
 from weightbeam.formats.encodings.nibbles import decode_rows
 from weightbeam.formats.encodings.scaled import table_of
-from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.loading.coded import CODE, SMALLEST, Coded, Form
 from weightbeam.pipelines.loading.placing import bits
+from weightbeam.pipelines.terminal.errors import RefusedError
 
 if TYPE_CHECKING:
     import jax

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from weightbeam.formats.identity import ChangedError
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.identity import ChangedError
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
+from weightbeam.pipelines.loading.abstract import Abstract, RequestedArray, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.coded import Coded, CodedRelease
@@ -32,24 +31,26 @@ from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
 from weightbeam.pipelines.loading.mesh import check_jax, layout_of, named_sharding, open_mesh
 from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
-from weightbeam.pipelines.loading.release import Release
+from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.schedule import (
     MAX_READERS,
     MIN_REMOTE_RUN,
     MIN_RUN,
     ON_THE_WAY,
     UNIT_BYTES,
-    Block,
-    Layout,
-    Step,
+    ReadBlock,
+    ReadStep,
+    ShardLayout,
     make_steps,
 )
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
-from weightbeam.pipelines.loading.source import Source, Wanted
-from weightbeam.pipelines.prepare import describe
-from weightbeam.pipelines.report import cores, count
-from weightbeam.transforms.conversion import rules_of
-from weightbeam.transforms.options import Options
+from weightbeam.pipelines.loading.source import ArraySource, Wanted
+from weightbeam.pipelines.running.prepare import describe
+from weightbeam.pipelines.running.without_beam import cores
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.report import count
+from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.options import Options
 
 if TYPE_CHECKING:
     import jax
@@ -160,7 +161,7 @@ def _open(
     given: Mapping[str, Any],
     commits: Mapping[str, str],
     release: str | None = None,
-) -> tuple[Source, Options]:
+) -> tuple[ArraySource, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
     """
@@ -173,7 +174,7 @@ def _open(
         told.setdefault("vocab_size", shapes["token_embedder.embedding"][0])
     told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
     told.setdefault("multimodal", any(key.startswith(("vision_encoder.", "audio_encoder.")) for key in shapes))
-    best: tuple[int, Source, Options] | None = None
+    best: tuple[int, ArraySource, Options] | None = None
     refused: RefusedError | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
         chosen = at_commits(choose(told | {"scan_layers": scan}), commits)
@@ -194,7 +195,7 @@ def _open(
 
 
 def _prepare(
-    opened: Source,
+    opened: ArraySource,
     chosen: Options,
     asked: Abstract | None,
     mesh: Mesh | str | None,
@@ -212,12 +213,12 @@ def _prepare(
         abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
     if problems := mismatches(abstract, opened.arrays):
         raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-    if dequantize == DEVICE and isinstance(opened, Release):
-        opened = cast(Source, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
+    if dequantize == DEVICE and isinstance(opened, MappedRelease):
+        opened = cast(ArraySource, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
     return Loading(opened, abstract.targets, unit_bytes), abstract.build
 
 
-def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstract:
+def _shard(abstract: Abstract, source: ArraySource, mesh: Mesh, rules: Any) -> Abstract:
     """Shardings by logical axis rules for the targets that have none."""
     targets = []
     for target in abstract.targets:
@@ -248,12 +249,12 @@ class Loading:
       RefusedError: devices are to decode, and their bits aren't the host's.
     """
 
-    def __init__(self, source: Source, targets: Sequence[Target], unit_bytes: int = UNIT_BYTES):
+    def __init__(self, source: ArraySource, targets: Sequence[RequestedArray], unit_bytes: int = UNIT_BYTES):
         import jax
 
         self.source, self.targets = source, {target.key: target for target in targets}
         self.process = jax.process_index()
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ShardLayout] = {}
         self.devices: dict[str, tuple[jax.Device, ...]] = {}
         for target in targets:
             assert target.sharding is not None
@@ -321,8 +322,8 @@ class Loading:
         arrays = dict(zip(partial, empty, strict=True))
         readers = min(MAX_READERS, max(2, cores()))
         free = [Scratch() for _ in range(readers + ON_THE_WAY)]
-        busy: collections.deque[tuple[Scratch, Step]] = collections.deque()
-        waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
+        busy: collections.deque[tuple[Scratch, ReadStep]] = collections.deque()
+        waiting: collections.deque[tuple[ReadStep, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
         todo = collections.deque(self.steps)
         pool = concurrent.futures.ThreadPoolExecutor(readers, "load")
         compilers = concurrent.futures.ThreadPoolExecutor(readers, "compile")
@@ -377,7 +378,7 @@ class Loading:
             for line in self.source.compare(self.targets).lines():
                 LOG.info("%s: %s", self.source.url, line)
 
-    def _read(self, step: Step, scratch: Scratch) -> Shares:
+    def _read(self, step: ReadStep, scratch: Scratch) -> Shares:
         """Reads what this process needs for a step, everything in one go."""
         wanted, makers = [], []
         for block in step.blocks:
@@ -415,7 +416,7 @@ class Loading:
             wanted |= {(devices, form, *self._dtypes(block)): None for form, devices in alike(forms).items()}
         return list(wanted)
 
-    def _dtypes(self, block: Block) -> tuple[np.dtype, np.dtype]:
+    def _dtypes(self, block: ReadBlock) -> tuple[np.dtype, np.dtype]:
         """Of a block's values, and of what devices make of codes: of these, or of their bits where the block is moved
         further.
         """
@@ -437,10 +438,10 @@ class Loading:
         return joined
 
     def _place(
-        self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray | Coded]]
+        self, arrays: dict[str, jax.Array], step: ReadStep, shares: Sequence[Mapping[jax.Device, np.ndarray | Coded]]
     ) -> None:
         """Puts what was read for a step onto the devices; arrays that are exchanged whole all together."""
-        whole: dict[tuple[jax.Device, ...], list[tuple[Block, Mapping[jax.Device, np.ndarray | jax.Array]]]] = {}
+        whole: dict[tuple[jax.Device, ...], list[tuple[ReadBlock, Mapping[jax.Device, np.ndarray | jax.Array]]]] = {}
         for block, read in zip(step.blocks, shares, strict=True):
             mine = decoded(read, *self._dtypes(block))
             if block.is_whole_exchange:
@@ -454,7 +455,7 @@ class Loading:
             made = exchange(blocks, devices, mine, [self.targets[block.key].dtype for block in blocks])
             arrays |= {block.key: array for block, array in zip(blocks, made, strict=True)}
 
-    def _nothing(self, step: Step) -> Shares:
+    def _nothing(self, step: ReadStep) -> Shares:
         """Empty shares, so that the other processes don't wait for this one."""
         return [
             {

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.loading.load import load
+from weightbeam.pipelines.terminal.errors import Refused
 
 MODULE, FUNCTION = "maxtext.common.checkpointing", "load_safetensors_dynamic_state"
 UNNAMED = "default"  # base.yml's `model_name`

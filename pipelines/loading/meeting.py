@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
-from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 
 Made = TypeVar("Made")
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.formats.installing import install
-from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.loading.schedule import Layout
-from weightbeam.transforms.mesh import Mesh as MeshSizes
-from weightbeam.transforms.mesh import MeshError, Rules, axes_in, axes_of, partition_spec
+from weightbeam.formats.text.installing import install
+from weightbeam.pipelines.loading.schedule import ShardLayout
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.transforms.cutting.mesh import Mesh as MeshSizes
+from weightbeam.transforms.cutting.mesh import MeshError, Rules, axes_in, axes_of, partition_spec
 
 if TYPE_CHECKING:
     import jax
@@ -74,7 +74,7 @@ def named_sharding(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def layout_of(shape: tuple[int, ...], sharding: Sharding) -> tuple[Layout, tuple[jax.Device, ...]]:
+def layout_of(shape: tuple[int, ...], sharding: Sharding) -> tuple[ShardLayout, tuple[jax.Device, ...]]:
     """How a sharding lays an array out, and its devices in the layout's order.
 
     Raises:
@@ -90,7 +90,7 @@ def layout_of(shape: tuple[int, ...], sharding: Sharding) -> tuple[Layout, tuple
     devices = tuple(device for _, _, device in places)
     if len(devices) % math.prod(counts):
         raise ValueError(f"{len(devices)} devices don't hold {math.prod(counts)} shards equally often")
-    return Layout(shape, counts, tuple(device.process_index for device in devices)), devices
+    return ShardLayout(shape, counts, tuple(device.process_index for device in devices)), devices
 
 
 @functools.cache

@@ -10,21 +10,21 @@ import numpy as np
 
 from weightbeam.formats.adapters import merge
 from weightbeam.formats.orbax import find_items
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
-from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
-from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import read_options
 from weightbeam.pipelines.loading.checkpoint import Orbax
-from weightbeam.pipelines.loading.release import Release, Tensors
-from weightbeam.pipelines.loading.source import Source
-from weightbeam.pipelines.prepare import describe, open_adapters, plan_with, reading, refuse
-from weightbeam.pipelines.tables import count
-from weightbeam.transforms.exporting import Like
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.tree import Model, find_parts
+from weightbeam.pipelines.loading.release import MappedRelease, Tensors
+from weightbeam.pipelines.loading.source import ArraySource
+from weightbeam.pipelines.running.prepare import describe, open_adapters, plan_with, reading, refuse
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import read_options
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.tree import Model, find_parts
 
 CHOICES = frozenset(
     {
@@ -76,7 +76,7 @@ def at_commits(options: Options, commits: Mapping[str, str]) -> Options:
     return dataclasses.replace(options, lora=tuple((commits.get(url, url), weight) for url, weight in options.lora))
 
 
-def find_source(where: str, options: Options, as_is: bool = False, release: str | None = None) -> Source:
+def find_source(where: str, options: Options, as_is: bool = False, release: str | None = None) -> ArraySource:
     """The arrays of a release or of an Orbax checkpoint.
 
     Args:
@@ -88,6 +88,10 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
     Raises:
       Refused: there is none, or problems stand against it: all of them.
     """
+    if as_is and release:
+        raise Refused(
+            f"release={release}: tells the logical axes of MaxText's arrays, and as_is=True opens arrays under their own names; leave one out"
+        )
     with reading(where):
         store = open_store(where)
         store.check_readable()
@@ -106,8 +110,8 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
     if as_is:
         return _as_it_is(checkpoint, options)
     conversion = plan_with(options, checkpoint)
-    refuse(conversion, conversion.plan.problems)
-    return Release(conversion)
+    refuse(conversion.plan.problems, conversion.source)
+    return MappedRelease(conversion)
 
 
 def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> dict[str, tuple[str | None, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from weightbeam.pipelines.loading.exchange import find_route
 from weightbeam.pipelines.loading.mesh import grid_sharding
-from weightbeam.pipelines.loading.schedule import Block
+from weightbeam.pipelines.loading.schedule import ReadBlock
 
 if TYPE_CHECKING:
     import jax
@@ -74,7 +74,7 @@ def _zeros(
 
 
 def place(
-    target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...], shares: Shares, dtype: np.dtype
+    target: jax.Array | None, block: ReadBlock, devices: tuple[jax.Device, ...], shares: Shares, dtype: np.dtype
 ) -> jax.Array:
     """Puts a block onto the devices, by an exchange if it needs one, and into the target, which is donated.
 
@@ -98,7 +98,7 @@ def place(
 
 
 def exchange(
-    blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Shares], dtypes: Sequence[np.dtype]
+    blocks: Sequence[ReadBlock], devices: tuple[jax.Device, ...], shares: Sequence[Shares], dtypes: Sequence[np.dtype]
 ) -> list[jax.Array]:
     """Whole arrays of bits, exchanged in one program. All have the same devices, in one order."""
     ways = tuple(_way_of(block, devices) for block in blocks)
@@ -158,12 +158,12 @@ def _find_way(
     return _Way((*steps, to), shape)
 
 
-def _way_of(block: Block, devices: tuple[jax.Device, ...]) -> _Way:
+def _way_of(block: ReadBlock, devices: tuple[jax.Device, ...]) -> _Way:
     assert block.ways is not None
     return _find_way(devices, block.ways, block.layout.counts, block.shape)
 
 
-def _slices(block: Block, way: _Way, shares: Shares, dtype: np.dtype) -> jax.Array:
+def _slices(block: ReadBlock, way: _Way, shares: Shares, dtype: np.dtype) -> jax.Array:
     """What all devices have read of a block, side by side."""
     return put(block.padded_shape, way.steps[0], _bits_of(shares), bits(dtype))
 

@@ -16,9 +16,11 @@ from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
-from weightbeam.transforms.conversion import DECODING_VERSION, Conversion
-from weightbeam.transforms.execution import make_boxes
-from weightbeam.transforms.units import fetches_for, find_twins
+from weightbeam.transforms.cutting.blocks import find_twins
+from weightbeam.transforms.cutting.units import fetches_for
+from weightbeam.transforms.execution.boxes import make_boxes
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.transfer import DECODING_VERSION
 
 
 def _form(encoding: Encoding) -> tuple[object, ...]:
@@ -43,7 +45,7 @@ def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[s
     return told
 
 
-class Release:
+class MappedRelease:
     """A Hugging Face release as MaxText's arrays, by a plan without problems."""
 
     def __init__(self, conversion: Conversion):

@@ -14,27 +14,27 @@ import numpy as np
 
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.pipelines import tables
-from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.loading.release import Release
+from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.schedule import (
     MAX_READERS,
     MIN_REMOTE_RUN,
     MIN_RUN,
     ON_THE_WAY,
     UNIT_BYTES,
-    Layout,
-    Step,
+    ReadStep,
+    ShardLayout,
     make_steps,
     read_bytes,
 )
-from weightbeam.pipelines.report import BASE_BYTES
-from weightbeam.transforms.conversion import Conversion, rules_of
-from weightbeam.transforms.load import effective_ways
-from weightbeam.transforms.mesh import Assignment, Mesh, axes_of, partition_spec
+from weightbeam.pipelines.terminal import tables
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.transforms.cutting.mesh import Assignment, Mesh, axes_of, partition_spec
+from weightbeam.transforms.cutting.read_cost import effective_ways
+from weightbeam.transforms.planning.conversion import Conversion, rules_of
+from weightbeam.transforms.planning.memory import BASE_BYTES
 
 
-def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: Mesh, hosts: int) -> Layout:
+def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: Mesh, hosts: int) -> ShardLayout:
     """How a mesh lays an array out whose devices are dealt to hosts in order; an axis that doesn't divide evenly isn't
     sharded.
     """
@@ -50,7 +50,7 @@ def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: M
                     index = index * mesh.sizes[axis] + at[names.index(axis)]
         number = number * count + index
     order = np.argsort(number, kind="stable")
-    return Layout(shape, counts, tuple((order * hosts // mesh.devices).tolist()))
+    return ShardLayout(shape, counts, tuple((order * hosts // mesh.devices).tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
         raise Refused(
             f"--hosts={hosts}: {mesh.text} has {mesh.devices:,} devices, which so many hosts can't share evenly"
         )
-    source, rules = Release(conversion), rules_of(conversion.options)
+    source, rules = MappedRelease(conversion), rules_of(conversion.options)
     layouts = {
         key: layout_on(array.shape, partition_spec(array.axes, rules), mesh, hosts)
         for key, array in source.arrays.items()
@@ -112,7 +112,7 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
     )
 
 
-def _device_bytes(source: Release, step: Step) -> int:
+def _device_bytes(source: MappedRelease, step: ReadStep) -> int:
     """What a step takes of a device: the slices that were read, and what the exchange makes of them."""
     total = 0
     for block in step.blocks:

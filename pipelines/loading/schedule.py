@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from weightbeam.model_mappings.boxes import Box, whole
-from weightbeam.pipelines.loading.source import Described, Source
-from weightbeam.transforms.grid import cut_axis
+from weightbeam.pipelines.loading.source import ArraySource, Described
+from weightbeam.transforms.cutting.grid import cut_axis
 
 # of memory that a process needs for a step; the same in all processes, whatever their hosts, since it makes the
 # schedule
@@ -38,7 +38,7 @@ MAX_PADDING = 1 / 8  # of a block, so that all devices take part in reading it
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How an array lies on devices: a regular grid of shards.
 
     Attributes:
@@ -77,7 +77,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class HostShare:
     """What a process makes for some of its devices: an array of `shape`, of boxes of the source's array side by side.
 
     Attributes:
@@ -97,7 +97,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class ReadBlock:
     """The same box of every shard of an array.
 
     Attributes:
@@ -109,7 +109,7 @@ class Block:
     """
 
     key: str
-    layout: Layout
+    layout: ShardLayout
     start: tuple[int, ...]
     extent: tuple[int, ...]
     ways: tuple[int, ...] | None = None
@@ -148,7 +148,7 @@ class Block:
         assert self.ways is not None
         return tuple(n * ways for n, ways in zip(self.slice_shape, self.ways, strict=True))
 
-    def shares(self, process: int) -> Iterator[Share]:
+    def shares(self, process: int) -> Iterator[HostShare]:
         """What a process reads of it."""
         numbers: dict[int, list[int]] = {}
         together = self.layout.replicas if self.ways is None else len(self.layout.processes) // math.prod(self.ways)
@@ -162,14 +162,14 @@ class Block:
                     int(i) * size + start for i, size, start in zip(index, self.layout.shard, self.start, strict=True)
                 ]
                 box = tuple((at, at + n) for at, n in zip(corner, self.extent, strict=True))
-                yield Share(tuple(devices), self.extent, ((whole(self.extent), box),))
+                yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),))
             else:
                 index = np.unravel_index(number, self.ways) if self.ways else ()
                 spans = [
                     (int(i) * n, min((int(i) + 1) * n, size))
                     for i, n, size in zip(index, self.slice_shape, self.shape, strict=True)
                 ]
-                yield Share(tuple(devices), self.slice_shape, tuple(self._parts(spans)))
+                yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)))
 
     def _parts(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, Box]]:
         """A box of the block, whose shares lie side by side there, as boxes of the array, where they lie apart."""
@@ -189,19 +189,19 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ReadStep:
     """Blocks that are read together. `nbytes` is the memory that a process needs for it."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ReadBlock, ...]
     nbytes: int
 
 
-def boxes_of(block: Block, process: int) -> list[Box]:
+def boxes_of(block: ReadBlock, process: int) -> list[Box]:
     """All boxes of the array that a process reads for a block."""
     return [box for share in block.shares(process) for _, box in share.parts]
 
 
-def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], layout: Layout) -> tuple[int, ...]:
+def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], layout: ShardLayout) -> tuple[int, ...]:
     """Into how many slices to cut each axis of a block, so that each device reads one: along the source's slowest axes
     first.
 
@@ -224,7 +224,7 @@ def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], 
     return tuple(ways)
 
 
-def cut(described: Described, layout: Layout, nbytes: int, exchanged: bool) -> tuple[int, ...]:
+def cut(described: Described, layout: ShardLayout, nbytes: int, exchanged: bool) -> tuple[int, ...]:
     """The extent of a block that takes at most `nbytes` of each process's memory, cut along the source's slowest axes
     first.
 
@@ -264,12 +264,12 @@ def _cut_evenly(extent: Sequence[int], described: Described, at: int, part: int,
 
 
 def _blocks(
-    key: str, described: Described, layout: Layout, extent: tuple[int, ...], ways: tuple[int, ...] | None
-) -> Iterator[Block]:
+    key: str, described: Described, layout: ShardLayout, extent: tuple[int, ...], ways: tuple[int, ...] | None
+) -> Iterator[ReadBlock]:
     starts = [range(0, size, n) if n else (0,) for size, n in zip(layout.shard, extent, strict=True)]
     for start in itertools.product(*starts):
         part = tuple(min(n, size - at) for at, n, size in zip(start, extent, layout.shard, strict=True))
-        block = Block(key, layout, start, part, ways, described.grain)
+        block = ReadBlock(key, layout, start, part, ways, described.grain)
         if ways is not None and part != extent:  # the last one, cut short
             block = dataclasses.replace(block, ways=find_ways(block.shape, _order(described), described.grain, layout))
         yield block
@@ -280,12 +280,12 @@ def _order(described: Described) -> tuple[int, ...]:
     return described.order or tuple(range(len(described.shape)))
 
 
-def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: int) -> list[Block]:
+def make_blocks(key: str, source: ArraySource, layout: ShardLayout, nbytes: int, min_run: int) -> list[ReadBlock]:
     """Cuts an array into blocks of at most `nbytes` of a process's memory, and settles how they are read."""
     described = source.arrays[key]
     direct = cut(described, layout, nbytes, exchanged=False)
     if len(layout.readers) > 1 and described.nbytes > SMALL and 0 not in described.shape:
-        first = Block(key, layout, (0,) * len(direct), direct)
+        first = ReadBlock(key, layout, (0,) * len(direct), direct)
         owned = [boxes_of(first, process) for process in dict.fromkeys((layout.readers[0], layout.readers[-1]))]
         costs = [source.cost(key, boxes) for boxes in owned]
         entire = source.cost(
@@ -306,15 +306,17 @@ def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: 
     return list(_blocks(key, described, layout, direct, None))
 
 
-def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, min_run: int = MIN_RUN) -> list[Step]:
+def make_steps(
+    source: ArraySource, layouts: Mapping[str, ShardLayout], unit_bytes: int, min_run: int = MIN_RUN
+) -> list[ReadStep]:
     """The schedule: all arrays that have a layout, in the order in which they lie in the source.
 
     Those that are exchanged in one block come first, so that few steps have them: a step exchanges all of its own in
     one program.
     """
-    groups: list[tuple[Block, ...]] = []
+    groups: list[tuple[ReadBlock, ...]] = []
     for twins in source.twins():
-        alike: dict[Layout, list[str]] = {}
+        alike: dict[ShardLayout, list[str]] = {}
         for key in twins:
             if key in layouts:
                 alike.setdefault(layouts[key], []).append(key)
@@ -329,20 +331,20 @@ def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, m
             group[0].start,
         )
     )
-    steps: list[Step] = []
-    held: list[Block] = []
+    steps: list[ReadStep] = []
+    held: list[ReadBlock] = []
     size = 0
     for group in groups:
         needed = sum(working_bytes(block, source.arrays[block.key]) for block in group)
         if held and size + needed > unit_bytes:
-            steps.append(Step(tuple(held), size))
+            steps.append(ReadStep(tuple(held), size))
             held, size = [], 0
         held += group
         size += needed
-    return [*steps, Step(tuple(held), size)] if held else steps
+    return [*steps, ReadStep(tuple(held), size)] if held else steps
 
 
-def working_bytes(block: Block, described: Described) -> int:
+def working_bytes(block: ReadBlock, described: Described) -> int:
     """Memory that the process which reads most of a block needs for it."""
     if block.ways is None:
         return math.prod(block.extent) * block.layout.most_shards * described.element_bytes
@@ -351,9 +353,9 @@ def working_bytes(block: Block, described: Described) -> int:
     return math.prod(block.slice_shape) * most * described.element_bytes
 
 
-def read_bytes(steps: Sequence[Step], source: Source, process: int) -> int:
+def read_bytes(steps: Sequence[ReadStep], source: ArraySource, process: int) -> int:
     """Bytes that a process reads from the source."""
-    alike: dict[tuple[object, ...], list[Block]] = {}  # blocks that only lie in other layers or experts
+    alike: dict[tuple[object, ...], list[ReadBlock]] = {}  # blocks that only lie in other layers or experts
     for block in (block for step in steps for block in step.blocks):
         stacked = source.stacked(block.key)
         start = tuple(0 if axis in stacked else at for axis, at in enumerate(block.start))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from weightbeam.transforms.arena import ALIGNMENT, aligned
+from weightbeam.transforms.cutting.units import ALIGNMENT, aligned
 
 BUFFER = 16 << 20  # bytes; what a scratch grows by, or by one larger array
 

@@ -1,4 +1,4 @@
-"""What arrays come from: a `Source` has arrays by name, of which any box can be made."""
+"""What arrays come from: a `ArraySource` has arrays by name, of which any box can be made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.plan import is_float
-from weightbeam.transforms.stack import copy
+from weightbeam.transforms.execution.stack import copy
 
 
 class Wanted(NamedTuple):
@@ -65,7 +65,7 @@ class Described:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Source(Protocol):
+class ArraySource(Protocol):
     """Arrays by name; `url` says where they are."""
 
     url: str

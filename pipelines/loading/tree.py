@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightbeam.formats.identity import ChangedError
+from weightbeam.formats.storage.identity import ChangedError
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source
-from weightbeam.pipelines.loading.source import Source, Wanted
-from weightbeam.pipelines.shown import Shown
-from weightbeam.pipelines.tables import Block, Table, count, human, shape_text
-from weightbeam.transforms.conversion import rules_of
-from weightbeam.transforms.mesh import Rules
+from weightbeam.pipelines.loading.source import ArraySource, Wanted
+from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import Block, Table, count, human, shape_text
+from weightbeam.transforms.cutting.mesh import Rules
+from weightbeam.transforms.planning.conversion import rules_of
 
 if TYPE_CHECKING:
     import jax
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHECKED = 1 << 20  # bytes of a box; a look at the files takes longer than to read a smaller one
 
 
-def check(source: Source) -> None:
+def check(source: ArraySource) -> None:
     """Checks that the files of a source are those that were opened.
 
     Raises:
@@ -51,7 +51,7 @@ class LazyArray:
       lossy: why its values aren't the source's to the bit; None where they are.
     """
 
-    def __init__(self, key: str, source: Source, rules: Rules):
+    def __init__(self, key: str, source: ArraySource, rules: Rules):
         described = source.arrays[key]
         self.key, self.shape, self.dtype = key, described.shape, described.dtype
         self.logical_axes, self.lossy = described.axes, described.lossy
@@ -113,7 +113,7 @@ class LazyArray:
 class LazyTree(Shown, Mapping[str, LazyArray]):
     """Arrays by key: Orbax's dotted keys, or the tensors' names of a release as it is. `source` says where they are."""
 
-    def __init__(self, source: Source, rules: Rules):
+    def __init__(self, source: ArraySource, rules: Rules):
         self.source = source.url
         self._source = source
         self._arrays = {key: LazyArray(key, source, rules) for key in source.arrays}
@@ -159,7 +159,7 @@ class LazyTree(Shown, Mapping[str, LazyArray]):
         return {"source": self.source, "arrays": arrays}
 
 
-def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:
+def open(source: str, *, as_is: bool = False, release: str | None = None, **options: Any) -> LazyTree:
     """Opens a release or an Orbax checkpoint: reads headers and metadata, no values.
 
     >>> tree = weightbeam.open("hf://deepseek-ai/DeepSeek-V3")
@@ -169,6 +169,8 @@ def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:
       source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
       as_is: a release's own tensors under their own names, quantised ones dequantised to float32; else MaxText's
         arrays.
+      release: of a checkpoint that Weightbeam didn't write, such as a training run's, a release of its model, whose
+        `config.json` tells the weights' `logical_axes`, and so their `sharding`.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`,
         `maxtext_model` …
 
@@ -176,4 +178,4 @@ def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:
       RefusedError: there is no such source, or problems stand against it: all of them.
     """
     chosen = choose(options)
-    return LazyTree(find_source(source, chosen, as_is), rules_of(chosen))
+    return LazyTree(find_source(source, chosen, as_is, release), rules_of(chosen))

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightbeam.pipelines.report import kind_and_layer
-from weightbeam.transforms.differences import Difference
+from weightbeam.pipelines.terminal.report import kind_and_layer
+from weightbeam.transforms.comparing.differences import Difference
 
 JSON, PICTURE = "changes.json", "changes.png"
 COMMIT = re.compile(r"(@[0-9a-f]{12})[0-9a-f]{28}$")
@@ -25,7 +25,7 @@ MARKS = 5  # of a scale
 MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
 
 
-def summarise(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:
+def summarize(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:
     """What there is to say of each tensor that is on both sides, the older side being the first.
 
     Returns:
@@ -139,7 +139,7 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
     )
     space = dict(hspace=0.9 / (sum(heights) / len(heights)))
     axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights, gridspec_kw=margins | space)[:, 0]
-    colours = colormaps["viridis"].with_extremes(under="0.85", bad="red")
+    colors = colormaps["viridis"].with_extremes(under="0.85", bad="red")
     for axis, (since, (kinds, layers, cells)) in zip(axes, grids.items(), strict=True):
         shown = kinds[:MOST_ROWS]
         blank = [[(kind, layer) not in cells for layer in layers] for kind in shown]
@@ -150,7 +150,7 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
         values[values == 0] = low / 2
         high = max(high, low * 1.01)
         masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, high)
-        image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+        image = axis.imshow(masked, cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
         axis.imshow(
             np.ma.masked_where(~np.array(blank), np.ones_like(values)),
             cmap="gray",

@@ -19,16 +19,16 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 from pydantic_core import ErrorDetails
 
-from weightbeam.formats.hub_publishing import Target as HubTarget
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
-from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
-from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.keywords import read, read_options, read_value
+from weightbeam.formats.targets.hub import HubAddress
+from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
+from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.keywords import read, read_options, read_value
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
-from weightbeam.transforms.conversion import meshes_of
-from weightbeam.transforms.mesh import MeshError
-from weightbeam.transforms.options import ExportOptions, Options, QuantizeOptions, ReshardOptions, options_of
-from weightbeam.transforms.values import did_you_mean, secret, size
+from weightbeam.transforms.cutting.mesh import MeshError
+from weightbeam.transforms.planning.conversion import meshes_of
+from weightbeam.transforms.planning.options import ExportOptions, Options, QuantizeOptions, ReshardOptions, options_of
+from weightbeam.transforms.planning.values import did_you_mean, secret, size
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
@@ -39,7 +39,7 @@ OPTIONS = tuple(field.name for field in dataclasses.fields(Options) if field.nam
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class TargetConfig:
     """What a release is converted into.
 
     Attributes:
@@ -127,7 +127,7 @@ def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
     ]
 
 
-def _read_target(given: Any) -> Target:
+def _read_target(given: Any) -> TargetConfig:
     """A target, its options read as the command line's are.
 
     Raises:
@@ -142,7 +142,7 @@ def _read_target(given: Any) -> Target:
         options = read_options(right)
         meshes_of(options)
         if not problems:
-            return Target(str(name), right, options)
+            return TargetConfig(str(name), right, options)
     except (MeshError, RefusedError) as e:
         problems.append(str(e))
     raise ValueError("\n".join(problems))
@@ -276,7 +276,7 @@ def read_place(url: Any) -> str:
         raise ValueError("should be a folder, gs://bucket/folder or hf://owner/name")
     try:
         if url.startswith("hf://"):
-            target = HubTarget.parse(url)
+            target = HubAddress.parse(url)
             if target.branch != "main":
                 raise ValueError(
                     "should be hf://owner/name: each step gets a branch of its own, and the newest is main"
@@ -405,7 +405,7 @@ def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dic
     if wrong := sorted({"no_wait_until_finish", "template_location"} & options.keys()):
         raise ValueError(f"{', '.join(wrong)}: the watcher has to wait for the conversion, to verify it")
     if options:
-        from weightbeam.pipelines.options import check_options  # only now: imports Beam
+        from weightbeam.pipelines.running.beam_options import check_options  # only now: imports Beam
 
         try:
             check_options(_arguments(options, flags=True), "convert", {"output": str(info.data.get("output", ""))})
@@ -444,7 +444,7 @@ class WatchConfig(pydantic.BaseModel):
     models: Annotated[
         list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")
     ] = []
-    targets: list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]] = []
+    targets: list[Annotated[InstanceOf[TargetConfig], BeforeValidator(_read_target)]] = []
     runs: list[Run] = []
     revision: str = "main"
     since: datetime.date | None = None

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
-from weightbeam.formats.naming import HUB, Naming
-from weightbeam.formats.release import CARD, CODE, TAG, has_weights, readdress, written_by
+from weightbeam.formats.record.naming import HUB, Naming
+from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, written_by
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines.diff import Comparison, Pair, compare_pairs, open_pair
-from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.commands.diff import ComparedPair, Comparison, compare_pairs, open_pair
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
 from weightbeam.pipelines.watching.places import REPORT
-from weightbeam.transforms import baselines, differences
+from weightbeam.transforms.comparing import baselines, differences
 
 SECTION = "## The training run"
 
@@ -112,7 +112,7 @@ def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str,
     while it was written isn't looked for again.
     """
     known = baselines.read_found(release)
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, ComparedPair] = {}
     notes: list[str] = []
     for what, other in others.items():
         try:
@@ -143,7 +143,7 @@ def _compared_with_itself(release: str, is_adapter: bool) -> Changes:
 
 
 def _summary(comparison: Comparison) -> Changes:
-    return changes.summarise({name: verdict.difference for name, verdict in comparison.tensors.items()})
+    return changes.summarize({name: verdict.difference for name, verdict in comparison.tensors.items()})
 
 
 def _adapter_changes(old: str, new: str) -> Changes:
@@ -151,7 +151,7 @@ def _adapter_changes(old: str, new: str) -> Changes:
     before, after = _tensors(old), _tensors(new)
     same = [name for name in after if name in before and before[name].shape == after[name].shape]
     values, _ = read_boxes([BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)])
-    return changes.summarise(
+    return changes.summarize(
         {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
     )
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines.watching.isolation import Action, Workers
-from weightbeam.pipelines.watching.records import History, Record, Target, Version, keys_of
+from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class FeedTask:
     """One thing that is done for a version, in a process of its own.
 
     Attributes:
@@ -55,7 +55,7 @@ class Feed(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def targets(self) -> Collection[Target]:
+    def targets(self) -> Collection[VersionTarget]:
         """What each version is made into."""
 
     @abc.abstractmethod
@@ -89,14 +89,14 @@ class Feed(abc.ABC):
     # --- what was done
 
     @abc.abstractmethod
-    def history(self, version: Version, target: Target) -> History:
+    def history(self, version: Version, target: VersionTarget) -> History:
         """The history of a version and a target, begun or not."""
 
     @abc.abstractmethod
     def histories(self, name: str, every: bool = False) -> list[History]:
         """Those that were begun and may need something, or every one."""
 
-    def target(self, history: History) -> Target | None:
+    def target(self, history: History) -> VersionTarget | None:
         """The target that a history was begun for; None where it isn't asked for any more."""
         if not history.records:
             return None
@@ -137,11 +137,11 @@ class Feed(abc.ABC):
         """The URL that a version is read from."""
 
     @abc.abstractmethod
-    def plan(self, source: str, target: Target) -> Task:
+    def plan(self, source: str, target: VersionTarget) -> FeedTask:
         """Plans; among the facts are the `plan`'s hash and what `foresee` needs."""
 
     @abc.abstractmethod
-    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
         """What carrying such a plan out would come to: `converted: 39.2 KB, llama`."""
 
     @abc.abstractmethod
@@ -153,7 +153,7 @@ class Feed(abc.ABC):
         """Whether the result is there and was compared, so that it can be published."""
 
     @abc.abstractmethod
-    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
+    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
         """What is done from the plan to a result that was compared with its source, in this order; some of it at the
         same time.
 
@@ -165,19 +165,19 @@ class Feed(abc.ABC):
         """What the record of a result says that wasn't compared."""
         return None if facts.get("verified") else "not compared: verify is 0"
 
-    def withheld(self, history: History, target: Target) -> str | None:
+    def withheld(self, history: History, target: VersionTarget) -> str | None:
         """Why a result isn't published though it is what it should be; None where it is."""
         return None
 
-    def notice(self, history: History, target: Target) -> str | None:
+    def notice(self, history: History, target: VersionTarget) -> str | None:
         """What is worth knowing of a result that is published."""
         return None
 
     @abc.abstractmethod
-    def publish(self, history: History, target: Target) -> dict[str, Any]:
+    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         """Lets readers see the result; returns what the record says of it. Done again, it changes nothing."""
 
-    def announce(self, history: History, target: Target) -> Sequence[Record]:
+    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
         """Does what is left once the record says that it is published; returns records of others whose state that
         changed. Done again, it changes nothing.
         """

@@ -23,11 +23,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, cast
 
-from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
-from weightbeam.pipelines.tables import count
-from weightbeam.pipelines.without_beam import leave_out_services
-from weightbeam.pipelines.wording import at_the_shell
-from weightbeam.transforms.options import (
+from weightbeam.pipelines.running.without_beam import leave_out_services
+from weightbeam.pipelines.terminal.errors import BusyError, FailedError, RefusedError
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.pipelines.terminal.wording import at_the_shell
+from weightbeam.transforms.planning.options import (
     Delivery,
     ExportOptions,
     Options,
@@ -232,7 +232,7 @@ def prepare_to_make(local: bool) -> None:
     """Imports what plans, exports and verifies a step of a run; `local`: as pipelines of this machine."""
     if local:
         leave_out_services()
-    for name in ("export", "verify", "execution"):
+    for name in ("commands.export", "commands.verify", "running.graph"):
         importlib.import_module(f"weightbeam.pipelines.{name}")
 
 
@@ -254,8 +254,8 @@ def plan(source: str, asked: Options) -> dict[str, Any]:
       RefusedError: it has problems.
       FailedError: a file can't be read, or isn't whole, which may be different another time.
     """
-    from weightbeam.pipelines.plan import plan
-    from weightbeam.pipelines.prepare import describe
+    from weightbeam.pipelines.commands.plan import plan
+    from weightbeam.pipelines.running.prepare import describe
 
     made = plan(source, asked=asked)
     if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
@@ -272,7 +272,7 @@ def plan(source: str, asked: Options) -> dict[str, Any]:
 
 def convert(**keywords: Any) -> dict[str, Any]:
     """Converts, or goes on with it."""
-    from weightbeam.pipelines.convert import convert
+    from weightbeam.pipelines.commands.convert import convert
 
     print(convert(**keywords))
     return {}
@@ -280,7 +280,7 @@ def convert(**keywords: Any) -> dict[str, Any]:
 
 def verify(source: str, checkpoint: str, asked: VerifyOptions, beam: Sequence[str] = ()) -> dict[str, Any]:
     """Verifies; returns how many elements and arrays were compared, and of which share of them."""
-    from weightbeam.pipelines.verify import verify
+    from weightbeam.pipelines.commands.verify import verify
 
     found = verify(checkpoint, source, asked=asked, beam=beam)
     print(found)
@@ -303,9 +303,9 @@ def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    from weightbeam.formats.orbax_source import open_orbax
-    from weightbeam.pipelines import export
-    from weightbeam.transforms.adapters import is_adapter
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.pipelines.commands import export
+    from weightbeam.transforms.planning.adapters import is_adapter
 
     checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
@@ -315,9 +315,9 @@ def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
 
 def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
     """Plans the quantisation of a checkpoint; see `plan_export`."""
-    from weightbeam.formats.orbax_source import open_orbax
-    from weightbeam.pipelines import quantize
-    from weightbeam.transforms.adapters import is_adapter
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.pipelines.commands import quantize
+    from weightbeam.transforms.planning.adapters import is_adapter
 
     checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
@@ -331,8 +331,8 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    from weightbeam.pipelines.export import plan_adapter_with
-    from weightbeam.pipelines.releases import refuse
+    from weightbeam.pipelines.commands.export import plan_adapter_with
+    from weightbeam.pipelines.running.prepare import refuse
 
     adapter = plan_adapter_with(checkpoint, dataclasses.replace(asked, max_shard_size=None, family=None))
     refuse(adapter.problems)
@@ -356,7 +356,7 @@ def _planned(planned: Any) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    from weightbeam.pipelines.releases import refuse
+    from weightbeam.pipelines.running.prepare import refuse
 
     refuse(planned.plan.problems)
     reasons = Counter(planned.lossy.values())
@@ -389,21 +389,21 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
 
 def export(**keywords: Any) -> dict[str, Any]:
     """Exports, or goes on with it."""
-    from weightbeam.pipelines.export import export
+    from weightbeam.pipelines.commands.export import export
 
     return _write(export, keywords)
 
 
 def quantize(**keywords: Any) -> dict[str, Any]:
     """Quantises, or goes on with it."""
-    from weightbeam.pipelines.quantize import quantize
+    from weightbeam.pipelines.commands.quantize import quantize
 
     return _write(quantize, keywords)
 
 
 def merge(**keywords: Any) -> dict[str, Any]:
     """Merges an adapter into a release, or goes on with it."""
-    from weightbeam.pipelines.merge import merge
+    from weightbeam.pipelines.commands.merge import merge
 
     return _write(merge, keywords)
 
@@ -412,7 +412,7 @@ def _write(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[st
     """Goes on with what an attempt before staged, or begins anew where the source isn't the same any more: what is
     staged there is the watcher's own.
     """
-    from weightbeam.pipelines.output import ANOTHER_PLAN
+    from weightbeam.pipelines.running.output import ANOTHER_PLAN
 
     try:
         print(function(**keywords, progress=False))
@@ -430,12 +430,13 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    from weightbeam.formats.orbax_source import open_orbax
-    from weightbeam.pipelines import reshard
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.pipelines.commands import reshard
+    from weightbeam.pipelines.running.prepare import refuse
 
     _opened(open_orbax, source)
     made = reshard.plan(source, asked=asked)
-    reshard.refuse(made.problems)
+    refuse(made.problems)
     planned = made.planned
     return {
         "plan": planned.hash,
@@ -447,7 +448,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
 
 def reshard(**keywords: Any) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
-    from weightbeam.pipelines.reshard import reshard
+    from weightbeam.pipelines.commands.reshard import reshard
 
     return _write(reshard, keywords)
 
@@ -458,7 +459,7 @@ def verify_reshard(a: str, b: str) -> dict[str, Any]:
     Raises:
       FailedError: an array differs by more than one rounding, or is missing.
     """
-    from weightbeam.pipelines.diff import diff
+    from weightbeam.pipelines.commands.diff import diff
 
     found = diff(a, b, progress=False)
     wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]

@@ -12,9 +12,9 @@ from typing import Any
 import requests
 import tenacity
 
-from weightbeam.formats.installing import install
-from weightbeam.formats.printable import printable
-from weightbeam.pipelines.errors import RefusedError
+from weightbeam.formats.text.installing import install
+from weightbeam.formats.text.printable import printable
+from weightbeam.pipelines.terminal.errors import RefusedError
 from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
 
 TIMEOUT = 10.0  # seconds, for each attempt

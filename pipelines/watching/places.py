@@ -19,16 +19,16 @@ from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-from weightbeam.formats.hub_publishing import CARD, Files, Target, check_free, check_target, publish, told
-from weightbeam.formats.release import WRITTEN
-from weightbeam.formats.release_target import whole_files
+from weightbeam.formats.release.files import WRITTEN
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
-from weightbeam.formats.strict_json import JsonError, read_json
+from weightbeam.formats.storage.strict_json import JsonError, read_json
+from weightbeam.formats.targets.hub import CARD, Files, HubAddress, check_free, check_target, publish, told
+from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching import changes
-from weightbeam.pipelines.watching.records import DamagedError
+from weightbeam.pipelines.watching.records import DamagedRecordError
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
@@ -243,7 +243,7 @@ class HubPlace(Place):
     """A repository: a step is a branch, and the newest is `main`; or each is a pull request."""
 
     def __init__(self, url: str, scratch: Path, create_pr: bool = False):
-        self.url, self._scratch, self._repo, self._create_pr = url, scratch, Target.parse(url).repo, create_pr
+        self.url, self._scratch, self._repo, self._create_pr = url, scratch, HubAddress.parse(url).repo, create_pr
 
     def workplace(self, key: str, here: bool = False) -> Store:
         return LocalFolder(str(self._scratch / key))
@@ -269,7 +269,7 @@ class HubPlace(Place):
 
     def _commit(self, files: Files, url: str, title: str, is_wanted: Callable[[], bool]) -> str | None:
         """One commit, or a pull request; none where that was made before. Returns its page."""
-        card = self._card(Target.parse(url).branch)
+        card = self._card(HubAddress.parse(url).branch)
         made = publish(
             url,
             title,
@@ -288,7 +288,7 @@ class HubPlace(Place):
             return None
 
     def remove(self, url: str) -> None:
-        target = Target.parse(url)
+        target = HubAddress.parse(url)
         assert target.branch.startswith("step-")
         with told(target), contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
             try:
@@ -322,18 +322,18 @@ def _json(store: Store, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except JsonError as e:
-        raise DamagedError(f"{store.path(name)}: {e}; delete it") from e
+        raise DamagedRecordError(f"{store.path(name)}: {e}; delete it") from e
     except StorageError:
         raise
     except OSError as e:
         raise StorageError(f"{store.path(name)}: {reason(e)}") from e
     if not isinstance(said, dict):
-        raise DamagedError(f"{store.path(name)}: isn't a JSON object; delete it")
+        raise DamagedRecordError(f"{store.path(name)}: isn't a JSON object; delete it")
     return said
 
 
 def _report(step: Store) -> dict[str, Any]:
     """What a step says of itself; empty where that isn't all there."""
-    with contextlib.suppress(DamagedError):
+    with contextlib.suppress(DamagedRecordError):
         return _json(step, REPORT)
     return {}

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
-from weightbeam.formats.release import has_weights
+from weightbeam.formats.release.files import has_weights
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.hub import Repository
-from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.tables import human
+from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn

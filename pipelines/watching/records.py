@@ -17,10 +17,10 @@ from typing import Annotated, Any, Protocol
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field
 
-from weightbeam.formats import lease
-from weightbeam.formats.naming import Naming
+from weightbeam.formats.record.naming import Naming
+from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import StorageError, Store
-from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.runs import MAX_STEP
 from weightbeam.pipelines.watching.tables import former, tables
 
@@ -41,7 +41,7 @@ class LostError(Exception):
     """Another watcher was faster."""
 
 
-class DamagedError(StorageError):
+class DamagedRecordError(StorageError):
     """A record, or what a place says of itself, isn't one; the message names its file."""
 
 
@@ -125,7 +125,7 @@ def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -
         why = "; ".join(": ".join([*map(str, error["loc"]), error["msg"]]) for error in e.errors())
     else:
         return record
-    raise DamagedError(
+    raise DamagedRecordError(
         f"{store.path(name)}: is no record ({why}), and is skipped; delete it, and what it said is found out anew"
     )
 
@@ -159,7 +159,7 @@ class Version(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
 
-class Target(Protocol):
+class VersionTarget(Protocol):
     """What a version is made into.
 
     Attributes:
@@ -176,7 +176,7 @@ class Target(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
 
-def key_of(name: str, weights: str, target: Target, said: str | None = None) -> str:
+def key_of(name: str, weights: str, target: VersionTarget, said: str | None = None) -> str:
     """Identifies what there is to do: the same whenever the same would come out; `said` identifies other tables than those
     of this version.
     """
@@ -184,7 +184,7 @@ def key_of(name: str, weights: str, target: Target, said: str | None = None) -> 
     return f"{target.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
-def keys_of(name: str, weights: str, target: Target) -> list[str]:
+def keys_of(name: str, weights: str, target: VersionTarget) -> list[str]:
     """The key, and those by which versions of Weightbeam whose tables say the same knew what there is to do."""
     return [key_of(name, weights, target, said) for said in (tables(), *former())]
 
@@ -250,7 +250,7 @@ class History:
         options = (facts or self.facts).get("options", ())
         return Naming.of(self.store.url, True if FULL_PATHS in options else None)
 
-    def begin(self, version: Version, target: Target, reason: str | None = None) -> Record:
+    def begin(self, version: Version, target: VersionTarget, reason: str | None = None) -> Record:
         """Makes the first record; see `add`."""
         about = {
             "commit": version.commit,
@@ -294,7 +294,7 @@ class History:
         """Keeps other watchers out, and reads what they have done.
 
         Raises:
-          weightbeam.formats.lease.HeldError: one is at work.
+          weightbeam.formats.staging.lease.HeldError: one is at work.
         """
         with lease.hold(self.store, "lease"):
             self.refresh()
@@ -305,7 +305,7 @@ def _name(number: int) -> str:
     return f"{number:04}.json"
 
 
-def history_of(output: Store, version: Version, target: Target, root: str = ROOT) -> History:
+def history_of(output: Store, version: Version, target: VersionTarget, root: str = ROOT) -> History:
     """What was done to make a version into a target, under the key that it was begun with."""
     keys = keys_of(version.name, version.weights, target)
     found = [History(output, version.name, key, root) for key in keys]
@@ -316,7 +316,7 @@ def find_history(output: Store, name: str, key: str, root: str = ROOT) -> Histor
     """A history that was begun; None where it wasn't, or where a record is damaged, which is said."""
     try:
         history = History(output, name, key, root)
-    except DamagedError as e:
+    except DamagedRecordError as e:
         LOG.warning(e)
         return None
     return history if history.records else None

@@ -8,22 +8,21 @@ from typing import Any
 
 from weightbeam import __version__
 from weightbeam.pipelines.watching import isolation, releases
-from weightbeam.pipelines.watching.config import Target as ReleaseTarget
-from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
+from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     VERIFIED,
     History,
     Record,
-    Target,
     Version,
+    VersionTarget,
     histories,
     history_of,
     now,
 )
-from weightbeam.pipelines.watching.releases import Release
-from weightbeam.transforms.options import Linking, VerifyOptions
+from weightbeam.pipelines.watching.releases import ReleaseCommit
+from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 
@@ -35,7 +34,7 @@ class ReleaseFeed(Feed):
         self._config, self.output = config, config.output
 
     @property
-    def targets(self) -> Collection[Target]:
+    def targets(self) -> Collection[VersionTarget]:
         return self._config.targets
 
     def names(self) -> tuple[list[str], list[str]]:
@@ -44,11 +43,11 @@ class ReleaseFeed(Feed):
     def is_wanted(self, name: str) -> bool:
         return releases.is_wanted(name, self._config.models)
 
-    def versions(self, name: str) -> Iterable[Release]:
+    def versions(self, name: str) -> Iterable[ReleaseCommit]:
         return [releases.find_release(name, self._config.revision)]
 
     def judge(self, version: Version) -> list[str] | Waiting:
-        assert isinstance(version, Release)
+        assert isinstance(version, ReleaseCommit)
         if (quiet := releases.quiet_at(version, self._config.quiet_minutes)) > now():
             return Waiting(f"committed to at {version.updated:%H:%M:%S} UTC, quiet at {quiet:%H:%M:%S}", quiet)
         if denied := releases.objections(version, self._config.max_bytes, self._config.licenses):
@@ -59,7 +58,7 @@ class ReleaseFeed(Feed):
             return Waiting(f"incomplete: {releases.shown(missing)} not there yet")
         return []
 
-    def history(self, version: Version, target: Target) -> History:
+    def history(self, version: Version, target: VersionTarget) -> History:
         return history_of(self.output, version, target)
 
     def histories(self, name: str, every: bool = False) -> list[History]:
@@ -80,11 +79,11 @@ class ReleaseFeed(Feed):
     def source(self, history: History) -> str:
         return f"hf://{history.name}@{history.first['commit']}"
 
-    def plan(self, source: str, target: Target) -> Task:
-        assert isinstance(target, ReleaseTarget)
-        return Task(isolation.plan, {"source": source, "asked": target.options})
+    def plan(self, source: str, target: VersionTarget) -> FeedTask:
+        assert isinstance(target, TargetConfig)
+        return FeedTask(isolation.plan, {"source": source, "asked": target.options})
 
-    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
@@ -104,8 +103,8 @@ class ReleaseFeed(Feed):
         """Where it is or will be; what is recorded is where that was when the output had another place."""
         return self.place(history, history.facts["plan"])
 
-    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
-        assert isinstance(target, ReleaseTarget)
+    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
+        assert isinstance(target, TargetConfig)
         source, checkpoint, config, asked = (
             self.source(history),
             self._checkpoint(history),
@@ -120,7 +119,7 @@ class ReleaseFeed(Feed):
             "how": how,
             "beam": config.runner_arguments(),
         }
-        yield (Task(isolation.convert, convert),)
+        yield (FeedTask(isolation.convert, convert),)
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
@@ -128,9 +127,9 @@ class ReleaseFeed(Feed):
             )  # fmt: skip
             # it leaves its findings in a local file
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}
-            yield (Task(isolation.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
+            yield (FeedTask(isolation.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
-    def publish(self, history: History, target: Target) -> dict[str, Any]:
+    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
         facts, checkpoint = history.facts, self._checkpoint(history)
         report = {
@@ -158,7 +157,7 @@ class ReleaseFeed(Feed):
         self.output.create(self._report_of(checkpoint), json.dumps(history.naming().told(report), indent=1).encode())
         return {"checkpoint": checkpoint, "items": report["items"]}
 
-    def announce(self, history: History, target: Target) -> Sequence[Record]:
+    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
         self._point(history.name, history.first["target"])
         return ()
 

@@ -25,8 +25,8 @@ from huggingface_hub.utils import validate_repo_id
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.hub import api, retried
-from weightbeam.formats.strict_json import JsonError, parse_json
-from weightbeam.pipelines.report import human
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
+from weightbeam.pipelines.terminal.report import human
 
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
 SHOWN = 3  # files that are missing, by name
@@ -34,7 +34,7 @@ WILDCARDS = "*?["
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
+class ReleaseCommit:
     """A repository at a commit.
 
     Attributes:
@@ -145,7 +145,7 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
         return names()
 
 
-def find_release(repo: str, revision: str) -> Release:
+def find_release(repo: str, revision: str) -> ReleaseCommit:
     """The release that a revision points to now. One request, so that all of it is of one commit.
 
     Raises:
@@ -164,7 +164,7 @@ def find_release(repo: str, revision: str) -> Release:
     licenses = dict.fromkeys(
         str(name).lower() for each in named for name in (each if isinstance(each, list) else [each]) if name
     )
-    return Release(
+    return ReleaseCommit(
         repo,
         str(info.sha),
         info.last_modified or datetime.datetime.now(datetime.UTC),
@@ -175,12 +175,12 @@ def find_release(repo: str, revision: str) -> Release:
     )
 
 
-def quiet_at(release: Release, minutes: float) -> datetime.datetime:
+def quiet_at(release: ReleaseCommit, minutes: float) -> datetime.datetime:
     """When nobody will have committed to it for so many minutes."""
     return release.updated + datetime.timedelta(minutes=minutes)
 
 
-def objections(release: Release, max_bytes: int | None, licenses: Iterable[str] | None) -> list[str]:
+def objections(release: ReleaseCommit, max_bytes: int | None, licenses: Iterable[str] | None) -> list[str]:
     """Why a release isn't converted, as far as the hub's description tells."""
     found = []
     if not release.shards:
@@ -195,7 +195,7 @@ def objections(release: Release, max_bytes: int | None, licenses: Iterable[str] 
     return found
 
 
-def access_denied(release: Release) -> str | None:
+def access_denied(release: ReleaseCommit) -> str | None:
     """Why its files may not be read; None if they may.
 
     Raises:
@@ -211,7 +211,7 @@ def access_denied(release: Release) -> str | None:
     return None
 
 
-def missing_files(release: Release) -> list[str]:
+def missing_files(release: ReleaseCommit) -> list[str]:
     """What isn't there yet of a release: `config.json`, and the files that the index names.
 
     Raises:

@@ -16,10 +16,10 @@ from typing import Any
 
 from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
-from weightbeam.formats.naming import Naming, is_name
+from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
-from weightbeam.pipelines.errors import FailedError
-from weightbeam.pipelines.tables import human
+from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
@@ -34,7 +34,7 @@ from weightbeam.pipelines.watching.config import (
     WatchConfig,
     is_maxtext_config,
 )
-from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
@@ -46,15 +46,15 @@ from weightbeam.pipelines.watching.records import (
     History,
     LostError,
     Record,
-    Target,
     Version,
+    VersionTarget,
     find_history,
     histories,
     history_of,
 )  # fmt: skip
-from weightbeam.pipelines.watching.runs import Seen, Step, growing_steps, list_steps, read_step, see_step
+from weightbeam.pipelines.watching.runs import RunStep, SeenStep, growing_steps, list_steps, read_step, see_step
 from weightbeam.pipelines.watching.tables import former, tables
-from weightbeam.transforms.options import (
+from weightbeam.transforms.planning.options import (
     PARAMS,
     ExportOptions,
     FromHub,
@@ -125,11 +125,11 @@ class RunFeed(Feed):
             below = config.output.url if flat else (config.output / run.name / target.name).url
             self.places[target.name] = open_place(target.output or below, scratch, target.create_pr)
         self._targets: Sequence[RunTarget] | None = None
-        self._there: list[Seen] = []
+        self._there: list[SeenStep] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
         self._marks: set[Mark] = set()
         self._open: set[str] = set()
-        self._seen: dict[str, Seen] = {}  # by history's key
+        self._seen: dict[str, SeenStep] = {}  # by history's key
         self._workers = workers
 
     @property
@@ -165,7 +165,7 @@ class RunFeed(Feed):
         self._read_marks()
         return bool(self._marks)
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[SeenStep]:
         """The committed steps, by one listing; none where the run hasn't made its folder yet.
 
         Raises:
@@ -192,7 +192,7 @@ class RunFeed(Feed):
             return f"{self.run.checkpoints} isn't there yet; it is waited for, and its first step"
         return f"{self.run.checkpoints} has no steps yet; they are waited for directly in it, as in RUN/checkpoints"
 
-    def versions(self, name: str) -> Iterable[Step]:
+    def versions(self, name: str) -> Iterable[RunStep]:
         """The newest step that isn't settled, again and again: meanwhile the run goes on, and deletes what is old."""
         tried: set[tuple[int, str]] = set()
         while True:
@@ -215,17 +215,17 @@ class RunFeed(Feed):
     def judge(self, version: Version) -> list[str] | Waiting:
         return []
 
-    def _is_settled(self, seen: Seen) -> bool:
+    def _is_settled(self, seen: SeenStep) -> bool:
         """Whether nothing is left to be done for a step, whatever the target."""
         marks = {mark.asked for mark in self._marks if (mark.step, mark.seen) == (seen.number, seen.mark)}
         return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
 
     # --- what was done
 
-    def history(self, version: Version, target: Target) -> History:
-        assert isinstance(version, Step)
+    def history(self, version: Version, target: VersionTarget) -> History:
+        assert isinstance(version, RunStep)
         history = history_of(self.output, version, target, RUNS)
-        self._seen[history.key] = Seen(version.number, version.url.rpartition("/")[2], version.mark)
+        self._seen[history.key] = SeenStep(version.number, version.url.rpartition("/")[2], version.mark)
         return history
 
     def histories(self, name: str, every: bool = False) -> list[History]:
@@ -248,7 +248,7 @@ class RunFeed(Feed):
 
     def why_begun(self, version: Version) -> str | None:
         """That a step was written anew, or that the run went back."""
-        assert isinstance(version, Step)
+        assert isinstance(version, RunStep)
         published = [mark for mark in self._marks if mark.state in (PUBLISHED, ASIDE, REMOVED)]
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
@@ -317,10 +317,10 @@ class RunFeed(Feed):
     def _place(self, history: History) -> Place:
         return self.places[history.first["target"]]
 
-    def plan(self, source: str, target: Target) -> Task:
+    def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, RunTarget)
         works: dict[str, Action] = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
-        return Task(works.get(target.kind, isolation.plan_export), {"source": source, "asked": self._asked(target)})
+        return FeedTask(works.get(target.kind, isolation.plan_export), {"source": source, "asked": self._asked(target)})
 
     def _asked(self, target: RunTarget) -> ExportOptions | QuantizeOptions | ReshardOptions:
         """The options of the command that makes a step, with what the run says: like what it is, and how sources are named
@@ -337,7 +337,7 @@ class RunFeed(Feed):
         is_hub = self.places[target.name].url.startswith("hf://")
         return False if is_hub and target.options.full_paths is None else target.options.full_paths
 
-    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
         assert isinstance(target, RunTarget)
         return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
 
@@ -380,7 +380,7 @@ class RunFeed(Feed):
         """Where a step is published; what is recorded is where that was when its place had another name."""
         return self._place(history).at(history.facts["checkpoint"])
 
-    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
+    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
         assert isinstance(target, RunTarget)
         facts, work = history.facts, self._work(history)
         source, release = self.source(history), work / RELEASE
@@ -389,9 +389,9 @@ class RunFeed(Feed):
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-            yield (Task(isolation.reshard, {**made, "how": how, "beam": self._config.runner_arguments()}),)
+            yield (FeedTask(isolation.reshard, {**made, "how": how, "beam": self._config.runner_arguments()}),)
             if self._config.verify:
-                judges = [Task(isolation.verify_reshard, {"a": source, "b": release.url}, "verified")]
+                judges = [FeedTask(isolation.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._place(history).workplace(history.key, here=True)
@@ -401,7 +401,7 @@ class RunFeed(Feed):
                 here.delete_folder(adapter.url.rpartition("/")[2])
                 here.make()
                 yield (
-                    Task(
+                    FeedTask(
                         isolation.export,
                         {**made, "output": adapter.url, "asked": self._adapter(target), "how": ToHub()},
                     ),
@@ -417,11 +417,11 @@ class RunFeed(Feed):
                 )  # fmt: skip
                 verify = {"source": release.url, "checkpoint": source, "asked": asked}
                 verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [Task(isolation.verify, verify, "verified")]
+                judges = [FeedTask(isolation.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
         about = {"url": release.url, "about": self._about(history, target, compared)}
-        yield (*judges, Task(isolation.compare, about))
-        yield (Task(isolation.describe, about, "changes"),)
+        yield (*judges, FeedTask(isolation.compare, about))
+        yield (FeedTask(isolation.describe, about, "changes"),)
 
     def _adapter(self, target: RunTarget) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
@@ -431,7 +431,7 @@ class RunFeed(Feed):
         is_far = "://" in self.places[target.name].url and asked.full_paths is None
         return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)
 
-    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> Task:
+    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> FeedTask:
         """Merges a step's adapter into the release that it is for."""
         if (form := self._like_of(history)) is None:
             raise FailedError(
@@ -445,14 +445,14 @@ class RunFeed(Feed):
         into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
         return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
 
-    def _writing(self, action: Action, made: Mapping[str, Any], history: History) -> Task:
+    def _writing(self, action: Action, made: Mapping[str, Any], history: History) -> FeedTask:
         """Writes a release, which is compared on the way with the step before and with what the run began with: what
         `compare` has to say of it is found then, and not by reading all of them afterwards.
         """
         before, like = self._before(history), self._like_of(history)
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
-        return Task(action, {**made, "how": how, "beam": self._config.runner_arguments()})
+        return FeedTask(action, {**made, "how": how, "beam": self._config.runner_arguments()})
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""
@@ -520,13 +520,13 @@ class RunFeed(Feed):
             else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
         )
 
-    def withheld(self, history: History, target: Target) -> str | None:
+    def withheld(self, history: History, target: VersionTarget) -> str | None:
         assert isinstance(target, RunTarget)
         if not _not_finite(history) or target.on_nan != HOLD or self._is_published(history):
             return None
         return f"isn't published, by on_nan: {HOLD}: {_warnings(history)}"
 
-    def notice(self, history: History, target: Target) -> str | None:
+    def notice(self, history: History, target: VersionTarget) -> str | None:
         if self._is_passed_over(history):
             return f"isn't made the newest: {_warnings(history)}"
         return _warnings(history) or None
@@ -536,7 +536,7 @@ class RunFeed(Feed):
         target = self.target(history)
         return _not_finite(history) and isinstance(target, RunTarget) and target.on_nan != NEWEST
 
-    def publish(self, history: History, target: Target) -> dict[str, Any]:
+    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         assert isinstance(target, RunTarget)
         place, work, facts = self._place(history), self._work(history), history.facts
         url, title = self._checkpoint(history), f"Step {facts['step']} of {self.run.name} ({history.key})"
@@ -586,7 +586,7 @@ class RunFeed(Feed):
         named = history.naming().told(report)
         self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(named, indent=1).encode())
 
-    def announce(self, history: History, target: Target) -> Sequence[Record]:
+    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep."""
         self.settled(history)
         removed: list[Record] = []
@@ -646,7 +646,7 @@ def _milliseconds(when: datetime.datetime) -> int:
     return int(when.timestamp() * 1000)
 
 
-def _asked(target: Target) -> list[str]:
+def _asked(target: VersionTarget) -> list[str]:
     """Identifies what is asked for of each step; and as versions did whose tables say the same."""
     facts = [json.dumps([target.name, target.facts, said], sort_keys=True) for said in (tables(), *former())]
     return [hashlib.sha256(each.encode()).hexdigest()[:12] for each in facts]

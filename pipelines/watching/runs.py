@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.ocdbt import MANIFEST
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
+from weightbeam.formats.orbax.ocdbt import MANIFEST
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, Store
 
@@ -40,7 +40,7 @@ class Steps:
     newest: bool = False
     listed: frozenset[int] | None = None
 
-    def wanted(self, there: Iterable[Seen]) -> list[Seen]:
+    def wanted(self, there: Iterable[SeenStep]) -> list[SeenStep]:
         """Those that are taken of those that are there, the newest first."""
         found = [
             step
@@ -52,7 +52,7 @@ class Steps:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
+class SeenStep:
     """A committed step as a listing shows it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RunStep:
     """A step of a run.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step:
       url: where it lies.
       weights: identifies it: a hash of its metadata and manifests.
       updated: when it was committed.
-      mark: see `Seen`.
+      mark: see `SeenStep`.
       run: the run's folder.
     """
 
@@ -97,7 +97,7 @@ class Step:
         return {"run": self.run, "step": self.number, "source": self.url, "seen": self.mark}
 
 
-def list_steps(run: Store) -> list[Seen]:
+def list_steps(run: Store) -> list[SeenStep]:
     """The committed steps of a run, by one listing.
 
     On disk a step gets its name by a rename once it is whole. In a bucket it grows under its name, and
@@ -110,7 +110,7 @@ def list_steps(run: Store) -> list[Seen]:
     return sorted((seen for seen in found if seen), key=lambda seen: seen.number)
 
 
-def see_step(run: Store, folder: str) -> Seen | None:
+def see_step(run: Store, folder: str) -> SeenStep | None:
     """One committed step, by the name of its folder; None where it isn't there.
 
     Raises:
@@ -128,11 +128,11 @@ def _mark_of(run: Store) -> str:
     return CHECKPOINT_METADATA if isinstance(run, LocalFolder) else MARKER
 
 
-def _seen(mark: File) -> Seen | None:
+def _seen(mark: File) -> SeenStep | None:
     folder = mark.name.rpartition("/")[0]
     told = json.dumps([mark.size, mark.version, mark.inode])
     match = STEP.fullmatch(folder)
-    return Seen(int(match[1]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
+    return SeenStep(int(match[1]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
 
 
 def growing_steps(run: Store) -> bool:
@@ -140,7 +140,7 @@ def growing_steps(run: Store) -> bool:
     return any(name[:1].isdigit() or STEP.match(name) for name in run.folders())
 
 
-def read_step(run: Store, name: str, seen: Seen) -> Step | None:
+def read_step(run: Store, name: str, seen: SeenStep) -> RunStep | None:
     """A step, by its metadata and manifests; None where it has gone, or isn't committed.
 
     Raises:
@@ -169,7 +169,7 @@ def read_step(run: Store, name: str, seen: Seen) -> Step | None:
         else max((file.updated for file in store.list(recursive=False)), default=0.0)
     )
     when = datetime.datetime.fromtimestamp(updated, datetime.UTC)
-    return Step(name, seen.number, store.url, hashed.hexdigest(), when, seen.mark, run.url)
+    return RunStep(name, seen.number, store.url, hashed.hexdigest(), when, seen.mark, run.url)
 
 
 def _content(store: Store, path: str) -> bytes:

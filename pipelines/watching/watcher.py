@@ -8,12 +8,12 @@ import datetime
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from weightbeam.formats.lease import HeldError
+from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError
-from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
@@ -28,11 +28,11 @@ from weightbeam.pipelines.watching.records import (
     SETTLED,
     SKEW,
     VERIFIED,
-    DamagedError,
+    DamagedRecordError,
     History,
     LostError,
-    Target,
     Version,
+    VersionTarget,
     now,
 )  # fmt: skip
 
@@ -128,11 +128,11 @@ class Watcher:
 
     def _look_at(self, feed: Feed, version: Version, known: dict[str, History]) -> Iterator[Finding]:
         """Takes a version as far as it can be brought, and those that were begun before."""
-        current: dict[str, tuple[History, Target]] = {}
+        current: dict[str, tuple[History, VersionTarget]] = {}
         for target in feed.targets:
             try:
                 history = feed.history(version, target)
-            except DamagedError as e:
+            except DamagedRecordError as e:
                 warn(str(e))
                 yield Finding(version.name, version.commit, "", FAILED, str(e))
                 continue
@@ -161,7 +161,7 @@ class Watcher:
             if target is not None:
                 yield _unless_damaged(history, history.last["commit"], self._advance, feed, history, target)
 
-    def _take(self, feed: Feed, history: History, version: Version, target: Target, denied: str) -> Finding:
+    def _take(self, feed: Feed, history: History, version: Version, target: VersionTarget, denied: str) -> Finding:
         """One version for one target, as far as it can be brought; see `_advance`."""
         if self._dry_run:
             return self._foresee(feed, history, version, target, denied)
@@ -183,7 +183,7 @@ class Watcher:
             history.refresh()
         return self._advance(feed, history, target)
 
-    def _advance(self, feed: Feed, history: History, target: Target) -> Finding:
+    def _advance(self, feed: Feed, history: History, target: VersionTarget) -> Finding:
         """Does what the state asks for.
 
         Raises:
@@ -236,7 +236,7 @@ class Watcher:
 
     # --- the steps, with the lease held
 
-    def _work(self, feed: Feed, history: History, target: Target, apart: Workers) -> None:
+    def _work(self, feed: Feed, history: History, target: VersionTarget, apart: Workers) -> None:
         attempt = history.attempt + 1
         if (why := feed.is_gone(history)) and not feed.is_made(history):
             self._say_gone(feed, history, why)
@@ -285,7 +285,7 @@ class Watcher:
             self._notices.tell(record)
 
     def _do(
-        self, feed: Feed, history: History, apart: Workers, tasks: Sequence[Task], attempt: int
+        self, feed: Feed, history: History, apart: Workers, tasks: Sequence[FeedTask], attempt: int
     ) -> list[isolation.Outcome] | None:
         """Does tasks at the same time; None if one of them isn't done, which is recorded."""
         outcomes = apart.run_together([(task.action, task.keywords) for task in tasks])
@@ -311,7 +311,7 @@ class Watcher:
         feed.clear(history)
         self._notices.tell(history.add(GONE, why))
 
-    def _foresee(self, feed: Feed, history: History, version: Version, target: Target, denied: str) -> Finding:
+    def _foresee(self, feed: Feed, history: History, version: Version, target: VersionTarget, denied: str) -> Finding:
         """What would be done."""
         if history.state not in (None, DISCOVERED) and not (denied and history.state == REFUSED):
             return _finding(history)
@@ -330,7 +330,7 @@ def _unless_damaged(history: History, commit: str, do: Callable[..., Finding], *
     """What `do` finds; that a file of this history is damaged, where it raises that, so that others go on."""
     try:
         return do(*arguments)
-    except DamagedError as e:
+    except DamagedRecordError as e:
         warn(str(e))
         return Finding(history.name, commit, "", FAILED, str(e))
 

@@ -15,11 +15,11 @@ from support import call, flatten
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.execution import make_boxes
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.execution.boxes import make_boxes
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.stages.staged import load
 
 ocp = lazily("orbax.checkpoint")
 

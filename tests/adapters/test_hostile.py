@@ -18,8 +18,8 @@ from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.adapters.config import read_config
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 6}

@@ -12,11 +12,12 @@ from quantised import nf4
 from support import BF16, INDEX, call, decoded, read_config, read_file, read_tensors, save, split
 
 from weightbeam.formats.adapters import open_adapter
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import open_source
-from weightbeam.transforms.execution import arrange, decode, make, read
-from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.execution.boxes import arrange, decode, make, read
+from weightbeam.transforms.planning.merge_planner import plan_merge
+from weightbeam.transforms.planning.merging import Merge, MergeOptions
+from weightbeam.transforms.stages.staged import load
 
 
 def plan(base: Path, *adapters: Path, **options: object) -> Merge:

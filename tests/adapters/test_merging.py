@@ -16,10 +16,10 @@ from support import BF16, decoded, read_config, read_file, save
 
 from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.adapters.delta import Delta
-from weightbeam.formats.adapters.merged import Merged
+from weightbeam.formats.adapters.merged import MergedWeight
 from weightbeam.formats.encodings import Plain
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf, read_header
-from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
 
 F32 = np.dtype(np.float32)
@@ -136,7 +136,7 @@ def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int
         tmp_path / "f.safetensors",
     )
     (w,), (a, b) = (read_header(str(tmp_path / name)) for name in ("w.safetensors", "f.safetensors"))
-    encoding = Merged(Plain(w), (Delta(a, b, 0.7),))
+    encoding = MergedWeight(Plain(w), (Delta(a, b, 0.7),))
     everything = decoded(encoding)
     held = {
         name: values_ for file in ("w", "f") for name, values_ in read_file(tmp_path / f"{file}.safetensors").items()

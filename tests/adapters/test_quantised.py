@@ -17,8 +17,8 @@ from support import BF16, FP8, decoded
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import open_source
 
 NAME = "model.layers.0.self_attn.q_proj"
 SHAPE = (96, 1024)  # of more than one strip

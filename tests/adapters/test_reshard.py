@@ -22,8 +22,8 @@ from support import (
     restore,
 )
 
-from weightbeam.pipelines.reshard import plan
-from weightbeam.transforms.staged import load
+from weightbeam.pipelines.commands.reshard import plan
+from weightbeam.transforms.stages.staged import load
 
 jnp = lazily("jax.numpy")
 ocp = lazily("orbax.checkpoint")

@@ -15,13 +15,13 @@ from servers.hub import FakeHub
 from support import call, decoded, read_config, read_file
 
 from weightbeam.formats.adapters import merge, open_adapter
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.adapters import export_adapter
-from weightbeam.pipelines.errors import Refused
-from weightbeam.transforms.adapters import is_adapter, plan_adapter
+from weightbeam.pipelines.commands.adapters import export_adapter
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
 
 
 def there(folder: Path, output: Path, *options: str) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support import call
 
-from weightbeam.pipelines.arguments.parser import is_boolean, make_parser, parse
-from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import read_options
+from weightbeam.pipelines.terminal.arguments.parser import is_boolean, make_parser, parse
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.watching.config import read_config
 
 COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
@@ -47,6 +47,12 @@ def test_every_boolean_takes_every_form(command: str, option: str) -> None:
         assert read(*words, *false) is False
 
 
+def test_a_path_behind_a_bare_boolean_is_a_place() -> None:
+    """Whatever the option is."""
+    for word in ("./maybe", "/maybe", "gs://bucket/maybe"):
+        assert parse(["plan", "src", "--scan_layers", word])[0].output == word
+
+
 def test_no_option_is_a_switch_of_another_kind() -> None:
     """Every option of ours without a value is one of these."""
     switches = [
@@ -63,12 +69,18 @@ def test_no_option_is_a_switch_of_another_kind() -> None:
         "convert src --virtual out",
         "diff --dry_run src out",
         "diff -q src out",
+        "plan src -q out",
+        "plan --virtual src out",
+        "plan src out --virtual",
+        "plan convert src --virtual out",
+        "verify -v src out",
     ],
 )
 def test_a_bare_boolean_takes_no_place(words: str) -> None:
     """The word behind it is where the weights are, unless it is `true` or `false`."""
     args, rest = parse(words.split())
-    places = (args.a, args.b) if args.command == "diff" else (args.source, args.output)
+    names = {"diff": ("a", "b"), "verify": ("source", "checkpoint")}.get(args.command, ("source", "output"))
+    places = tuple(getattr(args, name) for name in names)
     assert (places, rest) == (("src", "out"), [])
 
 
@@ -76,6 +88,12 @@ def test_a_bare_boolean_takes_no_place(words: str) -> None:
     ("words", "told"),
     [
         ("plan src --scan_layers 0", "--scan_layers 0: say true or false; a folder of that name is ./0"),
+        ("plan src --scan_layers maybe", "--scan_layers maybe: say true or false; a folder of that name is ./maybe"),
+        ("plan src --scan-layers maybe", "--scan_layers maybe: say true or false"),
+        ("plan src --virtual maybe", "--virtual maybe: say true or false; a folder of that name is ./maybe"),
+        ("convert src --scan_layers maybe", "--scan_layers maybe: say true or false"),
+        ("export src --multimodal maybe", "--multimodal maybe: say true or false"),
+        ("convert src out --scan_layers maybe", "unexpected: maybe; --scan_layers takes true or false"),
         ("convert src out --mtp=maybe", "'maybe' should be true or false"),
         ("convert src out --no_mtp=true", "unknown options: --no_mtp=true"),
         ("convert src out --mesh fsdp=2 tensor=4", "commas between them: --mesh fsdp=2,tensor=4"),
@@ -114,7 +132,7 @@ def test_keywords_take_what_options_take() -> None:
 
 def test_a_commands_line_reads_back(tmp_path: Path) -> None:
     """What a plan prints is read as it was."""
-    from weightbeam.pipelines.arguments.parser import command_line
+    from weightbeam.pipelines.terminal.arguments.parser import command_line
 
     given = ["convert", "a", "b", "--scan_layers", "false", "--mtp", "--virtual"]
     args, rest = parse(given)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from lazily import lazily
 
-from weightbeam.pipelines.arguments.parser import parse
+from weightbeam.pipelines.terminal.arguments.parser import parse
 
 kubernetes_validate = lazily("kubernetes_validate")
 

@@ -15,10 +15,10 @@ from processes import run
 
 from deploy import metadata
 from deploy.launch import conversion_options, to_arguments
-from weightbeam.pipelines.arguments.commands import SHELL
-from weightbeam.pipelines.arguments.parser import make_parser
-from weightbeam.pipelines.options import pipeline_options
-from weightbeam.transforms.values import boolean
+from weightbeam.pipelines.running.beam_options import pipeline_options
+from weightbeam.pipelines.terminal.arguments.commands import SHELL
+from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.transforms.planning.values import boolean
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "deploy" / "launch.py"

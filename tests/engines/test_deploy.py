@@ -16,7 +16,7 @@ import yaml
 from processes import ROOT
 
 from engines.programs import HERE, compose_schema, jars
-from weightbeam.transforms.makespan import CLUSTER_SLOTS
+from weightbeam.transforms.planning.makespan import CLUSTER_SLOTS
 
 ENGINES = ("flink", "spark")
 PORT = 50000  # of a worker pool

@@ -12,9 +12,9 @@ import pytest
 from support import converted, digests, given, given_arrays, headers_only, read_config
 
 from weightbeam.model_mappings.audit import Problem
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 MIB = 1024**2
 SIZES = dict(

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from support import BF16, assert_same_bits, converted, headers_only, read_config, read_tensors, save
 
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 # as Scout: experts in every layer, normed query and key; as Maverick: in every second, not normed
 MODELS = ["llama4", "llama4-dense"]

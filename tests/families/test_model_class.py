@@ -9,9 +9,9 @@ from cases.models import CASES, MODELS
 from lazily import lazily
 from support import read_config
 
-from weightbeam.formats.model_class import OWN_CODE, loading_code, model_class
+from weightbeam.formats.release.model_class import OWN_CODE, loading_code, model_class
 from weightbeam.model_mappings.registry import FAMILIES
-from weightbeam.pipelines.releases import Written
+from weightbeam.pipelines.commands.releases import loading
 
 configuration_auto = lazily("transformers.models.auto.configuration_auto")
 transformers = lazily("transformers")
@@ -45,7 +45,7 @@ def test_the_line() -> None:
 def test_the_last_lines_wherever_it_lies() -> None:
     """In a folder, on the hub by its commit, and in a bucket, which transformers can't read."""
     said = [
-        Written(folder).loading({"architectures": ["Qwen3VLForConditionalGeneration"]})
+        loading(folder, {"architectures": ["Qwen3VLForConditionalGeneration"]})
         for folder in ("/a/x", "hf://me/x@abc", "gs://bucket/x")
     ]
     load = "transformers.AutoModelForImageTextToText.from_pretrained"

@@ -13,7 +13,7 @@ import yaml
 from lazily import lazily
 
 from weightbeam.model_mappings.config_json import config_json
-from weightbeam.pipelines.plan import maxtext_config
+from weightbeam.pipelines.commands.plan import maxtext_config
 
 torch = lazily("torch")
 transformers = lazily("transformers")

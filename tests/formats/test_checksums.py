@@ -6,7 +6,7 @@ import google_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbeam.formats.checksums import Stretch, as_base64, chain, combine, crc32c_of, sum_ranges
+from weightbeam.formats.storage.checksums import Stretch, as_base64, chain, combine, crc32c_of, sum_ranges
 from weightbeam.formats.storage.store import in_base64
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightbeam.formats.composing import Component, check_tiling
-from weightbeam.formats.release_bucket import PART_BYTES, join
+from weightbeam.formats.storage.composing import Component, check_tiling
+from weightbeam.formats.targets.release_bucket import PART_BYTES, join
 
 
 @pytest.mark.parametrize(

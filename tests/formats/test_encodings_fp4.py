@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stored import boxes, decode, source_of
 
 from weightbeam.formats.encodings import Encoding, ScaleError
-from weightbeam.formats.sources import Source
+from weightbeam.formats.release.source import ReleaseTensors
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -134,7 +134,7 @@ def random_scale(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     )
 
 
-def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
+def build(folder: Path, name: str) -> tuple[ReleaseTensors, np.ndarray]:
     """A layout and its values by the formula."""
     if name == "gpt-oss":  # (experts, outputs, blocks, 16); the values are (experts, inputs, outputs)
         blocks, scale = codes((3, 127, 5, 16)), random_scale((3, 127, 5), np.uint8)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from stored import boxes, decode, source_of
 
 from weightbeam.formats.encodings import ScaleError
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf, read_boxes
-from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import whole
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, message_of, pack, pack_awq, source_of
 
-from weightbeam.formats.encodings.nibbles import ScaleError
+from weightbeam.formats.encodings import gptq as kernels
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, ScaleError
 from weightbeam.formats.encodings.packed import PackedError
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import open_source
+
+STRIPS = (STRIP_ELEMENTS, 64)  # elements that are decoded at a time; small models have one strip
 
 
 def pack_down(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -58,10 +62,10 @@ def gptq_cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(case=gptq_cases())
-def test_gptq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
+@given(case=gptq_cases(), strip=st.sampled_from(STRIPS))
+def test_gptq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], strip: int) -> None:
     """Both versions, 1 to 8 bits, groups and one group, with and without `desc_act`, symmetric and not: any box is the
-    formula's slice.
+    formula's slice, in however many strips it is decoded.
     """
     rng = np.random.default_rng(case["seed"])
     bits, inputs, outputs = case["bits"], case["inputs"], case["outputs"]
@@ -84,7 +88,8 @@ def test_gptq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) ->
         config["checkpoint_format"] = case["version"]
     encoding = encoding_of(tmp_path_factory.mktemp("gptq"), tensors, config)
     assert encoding.order == (1, 0)
-    assert_decodes(encoding, dequantise(codes, zeros, scales, group), case["box"])
+    with mock.patch.object(kernels, "STRIP_ELEMENTS", strip):
+        assert_decodes(encoding, dequantise(codes, zeros, scales, group), case["box"])
 
 
 @st.composite
@@ -100,9 +105,9 @@ def awq_cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=awq_cases(), dtype=st.sampled_from([np.float16, ml_dtypes.bfloat16]))
-def test_awq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], dtype: Any) -> None:
-    """Any box is the formula's slice."""
+@given(case=awq_cases(), dtype=st.sampled_from([np.float16, ml_dtypes.bfloat16]), strip=st.sampled_from(STRIPS))
+def test_awq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], dtype: Any, strip: int) -> None:
+    """Any box is the formula's slice, in however many strips."""
     rng = np.random.default_rng(case["seed"])
     inputs, outputs = case["inputs"], case["outputs"]
     size = case["group"] if case["group"] > 0 else inputs
@@ -111,7 +116,8 @@ def test_awq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], dty
     tensors = {"x.qweight": pack_awq(codes), "x.qzeros": pack_awq(zeros), "x.scales": scales}
     encoding = encoding_of(tmp_path_factory.mktemp("awq"), tensors, awq(group_size=case["group"]))
     assert encoding.order == (1, 0)
-    assert_decodes(encoding, dequantise(codes, zeros, scales, np.arange(inputs) // size), case["box"])
+    with mock.patch.object(kernels, "STRIP_ELEMENTS", strip):
+        assert_decodes(encoding, dequantise(codes, zeros, scales, np.arange(inputs) // size), case["box"])
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

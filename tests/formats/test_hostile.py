@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support import HERE, INDEX
 
 from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
-from weightbeam.formats.strict_json import MAX_VALUES
+from weightbeam.formats.storage.strict_json import MAX_VALUES
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 

@@ -16,10 +16,10 @@ from servers.clients import at_quick_hub
 from servers.hub import FakeHub
 from support import files_of, make_release
 
-from weightbeam.formats.hub_publishing import Published, check_target, look, publish
-from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.storage import LocalFolder, StorageError
 from weightbeam.formats.storage import hub as store
+from weightbeam.formats.targets.hub import Published, check_target, look, publish
+from weightbeam.formats.targets.published import whole_files
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL, TITLE = "org/tuned", "hf://org/tuned", "export 1234"
@@ -81,7 +81,7 @@ def test_every_fault_at_every_request(
     hub: FakeHub, files: dict[str, bytes | Path], request_of: str, create_pr: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each fault in a repository of its own, until the hub is well again and the same command is run."""
-    monkeypatch.setattr("weightbeam.formats.hub_publishing.retried", store._retrying(attempts=3).wraps)
+    monkeypatch.setattr("weightbeam.formats.targets.hub.retried", store._retrying(attempts=3).wraps)
     wanted, seen = content(files), 0
     for fault in FAULTS.values():
         hub.repositories.clear()

@@ -14,8 +14,8 @@ from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import make_release
 
-from weightbeam.formats.hub_publishing import Target, check_target, look, publish
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.targets.hub import HubAddress, check_target, look, publish
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
@@ -214,14 +214,15 @@ def test_a_card_that_the_hub_refuses(hub: FakeHub, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "target"), [(URL, Target(REPO)), (f"{URL}@a/b", Target(REPO, "a/b")), ("hf://o-1/n.2", Target("o-1/n.2"))]
+    ("url", "target"),
+    [(URL, HubAddress(REPO)), (f"{URL}@a/b", HubAddress(REPO, "a/b")), ("hf://o-1/n.2", HubAddress("o-1/n.2"))],
 )
-def test_addresses(url: str, target: Target) -> None:
-    assert Target.parse(url) == target
+def test_addresses(url: str, target: HubAddress) -> None:
+    assert HubAddress.parse(url) == target
     assert str(target) == url
 
 
 @pytest.mark.parametrize("url", ["hf://name", "hf://a/b/c", "hf://", "gs://a/b", "hf://a/b@", "hf://../b c"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(StorageError, match="should be hf://owner/name"):
-        Target.parse(url)
+        HubAddress.parse(url)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from weightbeam.formats.identity import SAMPLE_BYTES, ChangedError, Files, spread
-from weightbeam.formats.release import small_files
-from weightbeam.formats.release_place import release_staging
+from weightbeam.formats.release.files import small_files
 from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage.identity import SAMPLE_BYTES, ChangedError, Files, describe_changes, spread
+from weightbeam.formats.targets.release import release_staging
 
 
 @pytest.fixture
@@ -71,6 +71,36 @@ def test_a_further_name_hides_no_change_from_who_resumes(folder: Path) -> None:
     assert now.hash == seen.hash
     assert now.was_touched(seen)
     assert not now.was_touched(seen, linked=True)
+
+
+def test_it_says_which_file_changed_and_how(folder: Path) -> None:
+    seen, file = Files.of(open_store(folder)), folder / "c" / "0"
+
+    def said(linked: bool = False) -> list[str]:
+        return describe_changes(seen.seen, Files.of(open_store(folder)).seen, linked)
+
+    assert said() == []
+    os.link(file, folder.parent / "another name")
+    assert said() == [
+        f"{file} has 2 names, which are hard links, instead of 1: that may hide a change of what it holds"
+    ]
+    assert said(linked=True) == []
+    file.write_bytes(b"\1")
+    (folder / "new").touch()
+    (folder / "zarr.json").unlink()
+    assert said() == [
+        f"{file} has another size, 1 instead of 1,048,576 bytes",
+        f"{folder / 'new'} is new",
+        f"{folder / 'zarr.json'} is gone",
+    ]
+
+
+def test_of_files_that_moved_no_place_is_compared(folder: Path, tmp_path: Path) -> None:
+    seen = Files.of(open_store(folder))
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy2)
+    os.utime(tmp_path / "copy" / "zarr.json")
+    moved = Files.of(open_store(tmp_path / "copy"))
+    assert describe_changes(seen.seen, moved.seen) == [f"{tmp_path / 'copy' / 'zarr.json'} was written since"]
 
 
 def test_files_that_come_go_or_get_another_name(folder: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weightbeam.formats import installing
-from weightbeam.formats.release import WRITTEN, written_by
+from weightbeam.formats.release.files import WRITTEN, written_by
+from weightbeam.formats.text import installing
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("formats", "model_mappings", "pipelines", "transforms", "weightbeam")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbeam.formats import json_text
+from weightbeam.formats.text import json_text
 
 KEYS = st.sampled_from(["a", "b", "c", "ä", 'q"', "\\", ""])
 LEAVES = st.one_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from weightbeam.formats import lease
+from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import store_and_name
 
 ROOT = Path(__file__).parents[2]
 TAKE = """import sys, time
-from weightbeam.formats import lease
+from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import store_and_name
 taken = lease.hold(*store_and_name(sys.argv[1]))
 """
@@ -59,6 +60,21 @@ def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
         assert path.is_symlink()
     assert list(tmp_path.iterdir()) == []
     process.wait()
+
+
+def test_a_process_that_stays_within_the_lock_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes a lease beside who is just taking or releasing it; once the lock is free, the next comes in."""
+    monkeypatch.setattr(lease, "PATIENCE", 0.05)
+    path, lock = tmp_path / "lease", tmp_path / "lease.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(lease.HeldError, match="has locked"), hold(path):
+            pass
+    assert not path.is_symlink()
+    with hold(path):
+        assert path.is_symlink()
 
 
 def test_an_owner_elsewhere_is_stale_only_when_it_stops_renewing(tmp_path: Path) -> None:

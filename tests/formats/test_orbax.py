@@ -4,6 +4,7 @@ between.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 from lazily import lazily
 from processes import run
+from servers.clients import asking
+from servers.gcs import FakeGcs
 from support import BF16, HERE
 
-from weightbeam.formats.ocdbt import ATTEMPT, IncompleteError
-from weightbeam.formats.orbax import Contents, assemble, find_items, read_arrays, write_unit
+from weightbeam.formats.orbax import find_items, read_arrays
+from weightbeam.formats.orbax.ocdbt import ATTEMPT, IncompleteError
+from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import Staging, TakenOverError, staging_at
 from weightbeam.formats.storage import StorageError, Store, create_file
-from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
 
 ocp = lazily("orbax.checkpoint")
 
@@ -59,7 +63,7 @@ def units() -> list[Shards]:
     return [a[:3] + b[:4], b[4:], a[3:], d]
 
 
-def create_staging(output: Path) -> Staging:
+def create_staging(output: Path | str) -> Staging:
     staging = staging_at(output, 0)
     staging.create(b"the plan")
     return staging
@@ -74,7 +78,9 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
     assemble(
         staging,
-        Contents(SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}),
+        OrbaxTarget(SPECS, format, scan_layers=True),
+        len(units()),
+        {"source": "here", "dropped": {"a": "why", "b": "why"}},
         overwrite,
     )
 
@@ -194,6 +200,25 @@ def test_an_array_that_nobody_asked_for_is_refused(tmp_path: Path, format: Forma
     assert not Path(staging.final).exists()
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_an_entry_that_cant_be_read_is_none(tmp_path: Path, kind: str) -> None:
+    """Nor does it fail whoever assembles: the unit is missing then, and the next attempt makes it."""
+    with contextlib.ExitStack() as stack:
+        if kind == "bucket":
+            stack.enter_context(asking(stack.enter_context(FakeGcs("bucket"))))
+        staging = create_staging(tmp_path / "out" if kind == "folder" else "gs://bucket/out")
+        write_all(staging, Format())
+        attempt = staging.ledger()[2]["attempt"]
+        staging.plan_folder.write(f"{staging.units}/2.json", b"")
+        staging.plan_folder.write(f"{staging.units}/withdrawn.json", b"{")
+        with pytest.raises(IncompleteError, match="1 of 4 units are missing"):
+            finish(staging)
+        staging.drop_unreadable()
+        assert set(staging.done()) == {0, 1, 3}
+        assert write_unit(staging, 2, units()[2], Format()) != attempt
+        assert set(staging.ledger()) == {0, 1, 2, 3}
+
+
 def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     """A database that the ledger names but that is gone merges as empty, silently, in TensorStore: the keys are missing
     here.
@@ -263,7 +288,7 @@ import os, runpy, signal, sys, time
 sys.path.insert(0, {here!r})
 test = runpy.run_path({this!r})
 import weightbeam.formats.storage.local
-from weightbeam.formats import orbax
+from weightbeam.formats.targets import orbax
 format = test["Format"](use_ocdbt={use_ocdbt})
 
 def write(staging, number, unit, ready):

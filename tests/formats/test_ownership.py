@@ -18,9 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from release_schedules import ReleaseWorld, Stepping, release_schedules
 from schedules import World, schedules
 
-from weightbeam.formats import lease
 from weightbeam.formats.orbax import find_items
-from weightbeam.formats.staging import GROWING, MARKER, PLAN, FolderStaging, TakenOverError, staging_at
+from weightbeam.formats.staging import GROWING, MARKER, PLAN, FolderStaging, TakenOverError, lease, staging_at
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import StorageError, open_store, renaming
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, link_new, rename_new
@@ -134,7 +133,7 @@ def test_the_invariant_of_releases_would_notice(without: str, monkeypatch: pytes
     one twice; and what others published is replaced without being asked to.
     """
     if without == "a refusal":
-        monkeypatch.setattr("weightbeam.formats.hub_publishing._refuse_others", lambda *_: None)
+        monkeypatch.setattr("weightbeam.formats.targets.hub._refuse_others", lambda *_: None)
     else:
         found = Stepping.__getattr__
 

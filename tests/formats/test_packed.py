@@ -19,8 +19,8 @@ from stored import COMPRESSED, assert_decodes, boxes, decode, encoding_of, messa
 
 from weightbeam.formats.encodings.nibbles import ScaleError, byte_table, runs
 from weightbeam.formats.encodings.packed import PackedError
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
 
 compressors = lazily("compressed_tensors.compressors")

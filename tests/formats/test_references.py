@@ -11,9 +11,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbeam.formats import ocdbt
-from weightbeam.formats.ocdbt import MANIFEST
-from weightbeam.formats.references import Reference, find_faults, read_references, remove_database, write_database
+from weightbeam.formats.orbax import ocdbt
+from weightbeam.formats.orbax.ocdbt import MANIFEST
+from weightbeam.formats.orbax.references import Reference, find_faults, read_references, remove_database, write_database
 from weightbeam.formats.storage import open_store
 
 DATA = bytes(range(256)) * 64

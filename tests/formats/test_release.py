@@ -14,10 +14,10 @@ import yaml
 from huggingface_hub import ModelCard
 from lazily import lazily
 
-from weightbeam.formats import release
-from weightbeam.formats.release import edit_config, model_card, readdress, role_of, small_files
+from weightbeam.formats.release import files as release
+from weightbeam.formats.release.files import edit_config, model_card, readdress, role_of, small_files
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.formats.strict_json import JsonError
+from weightbeam.formats.storage.strict_json import JsonError
 
 transformers = lazily("transformers")
 

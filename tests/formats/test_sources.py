@@ -18,8 +18,8 @@ from support import LLAMA, call, random_tensors, save
 
 from weightbeam.formats.encodings.matching import BY_DTYPE
 from weightbeam.formats.encodings.table import DROPPED, FORMATS, METHODS, REFUSED_NAMES
+from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.sources import Source, open_source
 
 BF16, F16, F32, I64 = ml_dtypes.bfloat16, np.float16, np.float32, np.int64
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -34,7 +34,7 @@ FP8 = {"x.weight": ones(64, 32, dtype=E4M3), "x.weight_scale_inv": ones(2, 1)}
 SAID = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 
 
-def told(source: Source) -> dict[str, str]:
+def told(source: ReleaseTensors) -> dict[str, str]:
     """The problems: message by `kind: subject`."""
     return {f"{problem.kind}: {problem.subject}": problem.message for problem in source.problems}
 

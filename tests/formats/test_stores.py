@@ -36,10 +36,10 @@ from servers.hub import FakeHub
 from servers.server import Call, Reply
 from support import make_release
 
-from weightbeam.formats import lease
-from weightbeam.formats.links import COPY, put_source
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.safetensors import open_hf
+from weightbeam.formats.staging import lease
+from weightbeam.formats.staging.links import COPY, put_source
 from weightbeam.formats.storage import File, StorageError, Store, open_store, stretches
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs

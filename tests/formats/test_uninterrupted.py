@@ -14,8 +14,8 @@ from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import files_of, make_release
 
-from weightbeam.formats.hub_publishing import publish
-from weightbeam.formats.uninterrupted import IMPATIENCE
+from weightbeam.formats.storage.uninterrupted import IMPATIENCE
+from weightbeam.formats.targets.hub import publish
 from weightbeam.pipelines.cli import Interrupts
 
 TOKEN = "hf_a-token-that-nobody-may-see"

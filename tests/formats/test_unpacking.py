@@ -10,9 +10,9 @@ from lazily import lazily
 from strangers import BIG, CRC, DATABASES, LITTLE, item, sharded, zarr2, zarr3
 from support import call
 
-from weightbeam.formats import unpacking
-from weightbeam.formats.orbax_source import ChunkRead, open_orbax
-from weightbeam.formats.references import files_of
+from weightbeam.formats.orbax import unpacking
+from weightbeam.formats.orbax.references import files_of
+from weightbeam.formats.orbax.source import ChunkRead, open_orbax
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.storage import StorageError, open_store
 

@@ -64,9 +64,9 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     """One load. A mesh of fewer devices than there are has the first of them."""
     import jax
 
-    from weightbeam.pipelines.errors import Failed, Refused
     from weightbeam.pipelines.loading import load as loading
     from weightbeam.pipelines.loading.abstract import read_tree
+    from weightbeam.pipelines.terminal.errors import Failed, Refused
 
     mesh = wanted["mesh"]["each"][process] if isinstance(wanted["mesh"], dict) else wanted["mesh"]
     if not isinstance(mesh, str):

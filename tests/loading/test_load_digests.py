@@ -11,9 +11,8 @@ import pytest
 from support import LLAMA, convert, make_release
 
 import weightbeam as wb
-from weightbeam.formats import identity
-from weightbeam.formats.identity import Files, hash_blocks
-from weightbeam.formats.storage import LocalFolder, Store
+from weightbeam.formats.storage import LocalFolder, Store, identity
+from weightbeam.formats.storage.identity import Files, hash_blocks
 from weightbeam.pipelines.loading.checkpoint import Orbax
 
 MODEL = LLAMA | dict(vocab_size=8192)  # so that a shard is of many chunks

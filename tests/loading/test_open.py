@@ -30,10 +30,10 @@ from support import (
 
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.tree import LazyTree
 from weightbeam.pipelines.loading.tree import open as open_tree
+from weightbeam.pipelines.terminal.errors import RefusedError
 
 
 def names(tree: LazyTree) -> dict[str, np.ndarray]:

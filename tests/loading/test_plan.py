@@ -14,15 +14,15 @@ from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, m
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.pipelines.loading import release
-from weightbeam.pipelines.loading.release import Release
+from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.report import layout_on, plan_load
 from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
-from weightbeam.transforms.conversion import rules_of
-from weightbeam.transforms.execution import plan_boxes
-from weightbeam.transforms.mesh import Mesh, partition_spec
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.units import fetches_for
+from weightbeam.transforms.cutting.mesh import Mesh, partition_spec
+from weightbeam.transforms.cutting.units import fetches_for
+from weightbeam.transforms.execution.boxes import plan_boxes
+from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 QUANTISED = QWEN3_MOE | dict(
     hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16])
@@ -38,7 +38,7 @@ def test_exchanged_arrays_are_tiled_by_the_hosts(mesh: str, hosts: int, unit_byt
     config = QWEN3_MOE | dict(
         hidden_size=256, vocab_size=1001, num_experts=6, moe_intermediate_size=136, num_attention_heads=12, head_dim=48
     )
-    source = Release(prepare(Options(), headers_only(config)))
+    source = MappedRelease(prepare(Options(), headers_only(config)))
     parsed = Mesh.parse(mesh)
     layouts = {
         key: layout_on(array.shape, partition_spec(array.axes, rules_of(Options())), parsed, hosts)
@@ -75,7 +75,7 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
         tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
     conversion = prepare(Options(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
     assert not conversion.plan.problems
-    source = Release(conversion)
+    source = MappedRelease(conversion)
     for array in conversion.plan.arrays:
         for shard in (1, 2, 3):
             box = tuple((size // (shard + 1), max(size // shard, size // (shard + 1) + 1)) for size in array.shape)

@@ -118,6 +118,23 @@ def test_leaves_of_a_strangers_checkpoint_need_shardings(tmp_path: Path) -> None
         wb.load(str(tmp_path / "ckpt"), nested(leaves))
 
 
+def test_a_release_tells_the_axes_of_what_is_opened(tmp_path: Path) -> None:
+    """As it does of what is loaded; of arrays under their own names it can't."""
+    ocp.PyTreeCheckpointer().save(
+        tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()})
+    )
+    like = make_release(tmp_path / "hf", MODEL)
+    opened, told = wb.open(tmp_path / "ckpt", release=str(like)), wb.open(like)
+    assert {key: array.logical_axes for key, array in opened.items()} == {
+        key: array.logical_axes for key, array in told.items()
+    }
+    assert not any(filter(None, wb.open(tmp_path / "ckpt")["params.params.decoder.logits_dense.kernel"].logical_axes))
+    with pytest.raises(wb.Refused, match=r"release=.*as_is=True opens arrays under their own names"):
+        wb.open(tmp_path / "ckpt", as_is=True, release=str(like))
+    with pytest.raises(wb.Refused, match="is for an Orbax checkpoint"):
+        wb.open(like, release=str(like))
+
+
 @pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
 @pytest.mark.parametrize(
     "run",

@@ -14,7 +14,7 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import is_idle, maxtext_config, scalar
 from weightbeam.model_mappings.maxtext_models import differences, keys_of, models
-from weightbeam.model_mappings.naming import Naming, name_model
+from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_by_config
 
@@ -53,7 +53,7 @@ def family_for(config):
 def made_for(config, model=None, **layout):
     config = Config(config)
     family = family_for(config)
-    return maxtext_config(family, config, Layout(**layout), Naming(model) if model else name_model(family, config))
+    return maxtext_config(family, config, Layout(**layout), ModelNaming(model) if model else name_model(family, config))
 
 
 @pytest.mark.parametrize("model", sorted(TREES.keys() - BARE))

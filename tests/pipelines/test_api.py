@@ -24,10 +24,10 @@ from support import LLAMA, assert_same_bits, random_tensors, restore, save
 import weightbeam as wb
 from deploy import face
 from weightbeam.pipelines import api
-from weightbeam.pipelines.arguments.commands import SHELL
-from weightbeam.pipelines.arguments.parser import make_parser
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.values import size
+from weightbeam.pipelines.terminal.arguments.commands import SHELL
+from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.values import size
 
 
 def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:

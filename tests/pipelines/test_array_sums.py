@@ -15,16 +15,16 @@ from servers.gcs import FakeGcs
 from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
-from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.orbax.unpacking import share_name
 from weightbeam.formats.staging import UNPACKED, FolderStaging
-from weightbeam.formats.unpacking import share_name
+from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines.export import plan as plan_export
-from weightbeam.pipelines.reshard import plan as plan_reshard
-from weightbeam.transforms import exporting
-from weightbeam.transforms.array_sums import Shares, add_shares, find_damage, shard_count
-from weightbeam.transforms.exporting import Export
-from weightbeam.transforms.resharding import Reshard
+from weightbeam.pipelines.commands.export import plan as plan_export
+from weightbeam.pipelines.commands.reshard import plan as plan_reshard
+from weightbeam.transforms.comparing.array_sums import Shares, add_shares, find_damage, shard_count
+from weightbeam.transforms.planning import exporting
+from weightbeam.transforms.planning.exporting import Export
+from weightbeam.transforms.planning.resharding import Reshard
 
 MODEL = QWEN3_MOE | dict(vocab_size=512)
 # how a checkpoint is stored

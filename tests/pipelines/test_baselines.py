@@ -17,16 +17,16 @@ from servers.gcs import FakeGcs
 from support import F32, LLAMA, QWEN3_MOE, convert, peft_adapter, random_tensors, read_tensors, save
 
 import weightbeam as wb
-from weightbeam.formats import release_target
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.formats.storage import LocalFolder, open_store
+from weightbeam.formats.targets import release as release_target
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.registry import FAMILIES
-from weightbeam.pipelines.diff import compare_pairs, open_pair
-from weightbeam.transforms import baselines, differences
-from weightbeam.transforms.baselines import FILE, Baseline, read_found
-from weightbeam.transforms.differences import Difference
-from weightbeam.transforms.options import ToHub
+from weightbeam.pipelines.commands.diff import compare_pairs, open_pair
+from weightbeam.transforms.comparing import baselines, differences
+from weightbeam.transforms.comparing.baselines import FILE, Baseline, read_found
+from weightbeam.transforms.comparing.differences import Difference
+from weightbeam.transforms.planning.options import ToHub
 
 COUNTED = ("elements", "different", "beyond", "largest")  # what doesn't depend on how a tensor is cut
 
@@ -89,9 +89,9 @@ def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkey
     assert not any(difference.different for difference in same.values())
     assert {name for name, difference in differs.items() if not difference.different} == {"model.norm.weight"}
     assert "model.embed_tokens.weight" not in differs
-    wb.export(str(folder / "ckpt"), str(tmp_path / "plain"), unit_bytes=UNIT_BYTES, progress=False)
-    assert not (tmp_path / "plain" / FILE).exists()
-    for path in (tmp_path / "plain").iterdir():
+    wb.export(str(folder / "ckpt"), str(tmp_path / "plain" / "back"), unit_bytes=UNIT_BYTES, progress=False)
+    assert not (tmp_path / "plain" / "back" / FILE).exists()
+    for path in (tmp_path / "plain" / "back").iterdir():
         assert (output / path.name).read_bytes() == path.read_bytes()
 
 

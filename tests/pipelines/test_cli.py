@@ -28,10 +28,10 @@ from support import (
 )
 
 import weightbeam
-from weightbeam.pipelines.arguments.commands import COMMANDS, SHELL
-from weightbeam.pipelines.without_beam import is_local, says_threads
-from weightbeam.transforms.mesh import mesh_axes
-from weightbeam.transforms.options import Options, Token, options_of
+from weightbeam.pipelines.running.without_beam import is_local, says_threads
+from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
+from weightbeam.transforms.cutting.mesh import mesh_axes
+from weightbeam.transforms.planning.options import Options, Token, options_of
 
 ocp = lazily("orbax.checkpoint")
 

@@ -20,7 +20,8 @@ from fuzz_metadata import answers, read_corpus
 from hostile import mutated, paths
 from support import call, convert
 
-from weightbeam.pipelines import inspect, prepare
+from weightbeam.pipelines.commands import inspect
+from weightbeam.pipelines.running import prepare
 
 ROUNDS = 40
 VALUES: list[Any] = [None, True, -1, 10**30, "", "\x1b[31m[/x]", [], [[]], {}, {"a": {}}, 1.5, "../../x"]

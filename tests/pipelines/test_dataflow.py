@@ -46,14 +46,15 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.token import SECRET
-from weightbeam.pipelines import dataflow, export
-from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.execution import build
-from weightbeam.pipelines.options import SETUP_FILE, pipeline_options
-from weightbeam.pipelines.report import memory_bound
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.pipelines.commands import export
+from weightbeam.pipelines.running.beam_options import SETUP_FILE, pipeline_options
+from weightbeam.pipelines.running.graph import build
+from weightbeam.pipelines.running.runners import dataflow
+from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.memory import memory_bound
+from weightbeam.transforms.planning.options import Options
 
 CASE = "qwen3-moe"
 UNIT_BYTES = 100_000
@@ -200,7 +201,7 @@ def test_no_step_holds_code_of_main(converted: Run) -> None:
     """DoFns are pickled by the names of their modules; the first line makes sure that we look at what is pickled."""
     pickled = converted.job.pickled()
     assert all(
-        b"weightbeam.transforms.stages" in pickled[step]
+        b"weightbeam.transforms.stages.chain" in pickled[step]
         for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble")
     )
     assert not [name for name, code in pickled.items() if b"__main__" in code]

@@ -243,3 +243,21 @@ def test_from_python(tmp_path: Path) -> None:
     assert "equal" in found._repr_html_()
     with pytest.raises(weightbeam.Refused, match="tolerance"):
         weightbeam.diff(str(a), str(a), tolerance=-1.0)
+
+
+def test_the_order_of_what_differs_alike(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Layer 2 stands before layer 10, and step 2 before step 10."""
+    config = LLAMA | dict(num_hidden_layers=12)
+    tensors = random_tensors(config)
+    source = save(tmp_path / "a", config, tensors)
+    for layer in (2, 10):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][0, 0] = np.nan
+    assert call("diff", source, save(tmp_path / "b", config, tensors)) == 1
+    said = capsys.readouterr().out
+    assert "model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight of " in said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith(("2  ", "10  "))] == ["2", "10"]
+    for step in ("2", "10"):
+        (tmp_path / "run" / step / "items").mkdir(parents=True)
+        (tmp_path / "run" / step / "items" / "_METADATA").write_text("{}")
+    assert call("inspect", tmp_path / "run") == 2
+    assert f"2 steps: name one of 2, 10, as in {tmp_path / 'run' / '10'}" in capsys.readouterr().err

@@ -34,11 +34,12 @@ from support import (
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
+from weightbeam.formats.staging.folder import new_id
 from weightbeam.pipelines.cli import FailedError
-from weightbeam.pipelines.execution import execute
-from weightbeam.pipelines.options import pipeline_options
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.pipelines.running.beam_options import pipeline_options
+from weightbeam.pipelines.running.graph import execute
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -464,8 +465,9 @@ def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.Captu
     elif kind == "a folder":
         (output / "0").mkdir(parents=True)
     elif kind == "a stopped conversion":
-        (output / "0.orbax-checkpoint-tmp" / "items").mkdir(parents=True)
-        (output / "0.orbax-checkpoint-tmp" / "plan.json.gz").touch()
+        staged = output / f"0.{new_id()}.orbax-checkpoint-tmp"
+        (staged / "items").mkdir(parents=True)
+        (staged / "plan.json.gz").touch()
     else:
         output.write_text("")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -542,6 +544,54 @@ def test_what_is_another_model_is_said_first(source: Path, tmp_path: Path, capsy
     assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", other) == 2
     first = capsys.readouterr().err.splitlines()[2]
     assert first.startswith(f"  like: {other}: is a qwen3_moe model, and the checkpoint isn't that one but a llama: ")
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"intermediate_size": 64},
+        {"hidden_size": 64},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 1},
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8},
+    ],
+)
+def test_a_release_of_other_sizes_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture, scan: str, sizes: dict[str, int]
+) -> None:
+    """Which sizes differ, and not what follows of it for each array and tensor; what else is amiss is told, too."""
+    config = LLAMA | dict(head_dim=8)
+    convert(save(tmp_path / "source", config, random_tensors(config)), tmp_path / "ckpt", "--scan_layers", scan)
+    other = config | sizes
+    like = save(tmp_path / "other", other, random_tensors(other))
+    capsys.readouterr()
+    assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", like) == 2
+    said = "; ".join(f"{name} is {sizes[name]}, the checkpoint's is {config[name]}" for name in sorted(sizes))
+    told = ["weightbeam export: refused", "1 problem:", f"  like: {like}: has other sizes: {said}"]
+    assert capsys.readouterr().err.splitlines() == told
+    tensors = random_tensors(other)
+    more = {"model.layers.0.strange.weight": tensors["model.norm.weight"]}
+    like = save(tmp_path / "strange", other, tensors | more)
+    assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", like) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert (lines[1], len(lines)) == ("2 problems:", 4)
+    assert "model.layers.0.strange.weight" in lines[3]
+
+
+def test_a_run_of_other_sizes_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Where no record says what the sizes were."""
+    config = LLAMA | dict(head_dim=8)
+    step = convert(save(tmp_path / "source", config, random_tensors(config)), tmp_path / "ckpt")
+    for file in ("conversion.json", "release.tar.gz"):
+        (step / file).unlink(missing_ok=True)
+    other = config | {"hidden_size": 64, "intermediate_size": 96}
+    like = save(tmp_path / "other", other, random_tensors(other))
+    capsys.readouterr()
+    assert call("export", step / "items", tmp_path / "out", "--like", like) == 2
+    lines = capsys.readouterr().err.splitlines()
+    said = "hidden_size is 64, the checkpoint's is 32; intermediate_size is 96, the checkpoint's is"
+    assert lines[2].startswith(f"  like: {like}: has other sizes: {said}")
 
 
 def test_a_vocabulary_that_is_cut_is_said_once(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -16,9 +16,10 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert, make_release, peft_adapter
 
-from weightbeam.formats import composing, release_bucket
 from weightbeam.formats.storage import bucket as buckets
+from weightbeam.formats.storage import composing
 from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.formats.targets import release_bucket
 
 RECORD = "weightbeam.json"
 

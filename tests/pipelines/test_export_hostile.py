@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import call, convert, make_release
 
 import weightbeam as wb
-from weightbeam.pipelines.export import plan
+from weightbeam.pipelines.commands.export import plan
 
 ODD: list[Any] = [
     None,

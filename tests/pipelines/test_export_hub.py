@@ -57,6 +57,21 @@ def exported(checkpoint: Path, folder: Path, *options: object) -> dict[str, byte
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("url", ["hf://a/b/c", "hf://org", "hf://org/tuned@", "hf://org/tu ned"])
+def test_a_dry_run_knows_what_is_no_repository(
+    checkpoints: list[Path], url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the words of the real run, without asking anybody; a pull request of a folder is none, either."""
+    for options in ((), ("--dry_run",)):
+        assert call("export", checkpoints[0], url, *options) == 2
+        assert (
+            f"--output={url}: should be hf://owner/name, with @branch for another than main" in capfd.readouterr().err
+        )
+        assert call("export", checkpoints[0], tmp_path / "out", "--create_pr", *options) == 2
+        assert "--create_pr: only the hub has pull requests" in capfd.readouterr().err
+    assert call("export", checkpoints[0], URL, "--dry_run") == 0
+
+
 def test_what_is_there_is_refused_and_named(
     hub: FakeHub, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

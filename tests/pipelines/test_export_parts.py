@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from safetensors.numpy import load_file, save_file
 from support import BF16, LLAMA, call, convert, random_tensors, read_config, read_tensors, save
 
-from weightbeam.transforms.export_planner import _is_absent
+from weightbeam.transforms.planning.export_planner import _is_absent
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -229,6 +230,12 @@ def test_verify_judges_what_was_taken(generated: Path, tmp_path: Path, capsys: p
     assert call("verify", tmp_path / "out") == 2
     assert "name it with --like" in capsys.readouterr().err
     assert call("verify", tmp_path / "out", "--like", tmp_path / "moved") == 0
+
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    save_file({each: values for each, values in load_file(file).items() if each != name}, file)
+    capsys.readouterr()
+    assert call("verify", tmp_path / "out", "--like", tmp_path / "moved") == 1
+    assert f"{name} isn't in {tmp_path / 'out'}, which says that it has it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_verify_judges_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

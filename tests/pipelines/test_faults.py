@@ -112,19 +112,19 @@ def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
     def job(output: Path, *options: str, **more: Any) -> dict[str, Any]:
         return dict(arguments=[*command, str(output), *options], printed=str(tmp_path / "printed"), **more)
 
-    assert call(*command, tmp_path / "quiet") == 0
+    assert call(*command, tmp_path / "quiet" / "out") == 0
     jobs = []
     for number, stage in enumerate(stages):
-        output = tmp_path / f"out{number}"
+        output = tmp_path / str(number) / "out"
         jobs.append(job(output, fault=kill(stage, "SIGKILL", 0, 1 if stage == "making whole" else 2)))
         jobs += [job(output, "--resume", fault=kill(stage, "SIGKILL", 0, 1))] * (len(stages) > 1) + [
             job(output, "--resume")
         ]
     assert [told["status"] for told in run_jobs(jobs)] == ([-9, -9, 0] * len(stages) if len(stages) > 1 else [-9, 0])
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "quiet").iterdir()}
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "quiet" / "out").iterdir()}
     for number in range(len(stages)):
-        assert {path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()} == wanted
-    assert not list(tmp_path.glob("*weightbeam-tmp*"))
+        assert {path.name: path.read_bytes() for path in (tmp_path / str(number) / "out").iterdir()} == wanted
+    assert not list(tmp_path.rglob("*weightbeam-tmp*"))
 
 
 def test_every_bundle_twice(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path, mode:
         zombie = dict(printed=str(tmp_path / f"zombie {len(outputs)}"), watched=str(outputs[-1] / "0"))
         jobs += [
             go(source, outputs[-1], mode, fault=fault) | zombie,
-            go(source, outputs[-1], mode, set={"weightbeam.formats.lease.STALE": 0}),
+            go(source, outputs[-1], mode, set={"weightbeam.formats.staging.lease.STALE": 0}),
         ]
     before = [go(source, output) for output in outputs] if mode == "--overwrite" else []
     told = run_jobs([*before, *jobs])[len(before) :]

@@ -57,8 +57,8 @@ from training_run import write
 
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.tables import human
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import changes, describing, places, preflight, watcher
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.config import config_of_run
@@ -67,7 +67,7 @@ from weightbeam.pipelines.watching.places import HubPlace
 from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
-from weightbeam.transforms.baselines import FILE, read_found
+from weightbeam.transforms.comparing.baselines import FILE, read_found
 
 PIL = lazily("PIL")
 peft = lazily("peft")
@@ -1211,7 +1211,7 @@ def test_everything_wrong_is_said_at_the_start(
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "same").exists()
-    assert "\n    shape: params" in said  # below the run that it is of
+    assert "has other sizes: hidden_size is 64" in said  # below the run that it is of
     assert {path.name for path in run.iterdir()} == {"1"}
     assert watch(run, like, tmp_path / "mine") == 0
     write(tmp_path / "second" / "checkpoints", 1, model=model)

@@ -29,8 +29,8 @@ from support import (
 )
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 GPT_OSS = dict(
     model_type="gpt_oss", vocab_size=64, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,

@@ -25,14 +25,14 @@ from support import (
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
-from weightbeam.pipelines.execution import build, execute
-from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.transforms.arena import Arena
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.staged import load
-from weightbeam.transforms.units import Unit
-from weightbeam.transforms.work import Work, WorkCoder
+from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
+from weightbeam.pipelines.running.graph import build, execute
+from weightbeam.transforms.cutting.units import Unit
+from weightbeam.transforms.execution.arena import Arena
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.stages.staged import load
+from weightbeam.transforms.stages.work import Work, WorkCoder
 
 STAGES = ["ExpandUnits", "ReadBoxes", "Dequantize", "Reshape", "Stack", "WriteChunks", "AssembleCheckpoint"]
 WORKING = STAGES[1:-1]  # those that handle bytes

@@ -23,10 +23,10 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.maxtext_config import maxtext_config
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.transforms import planner
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning import conversion_planner as planner
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of CPU and memory of one command, and what it printed

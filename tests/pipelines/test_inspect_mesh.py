@@ -29,8 +29,8 @@ from support import (
 )
 
 from weightbeam.formats.orbax import find_items, read_arrays
-from weightbeam.transforms.load import load_of, shard_box, total
-from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.cutting.read_cost import load_of, shard_box, total
 
 jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching.isolation import DONE, FAILED, Workers
 
 PREPARED: list[bool] = []

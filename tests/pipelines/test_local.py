@@ -17,14 +17,14 @@ from processes import run
 from servers.hub import FakeHub
 from support import LLAMA, LLAMA_8B, call, make_release, random_tensors, save, split
 
-from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.pipelines.runners.local import ThreadError, run_threads
+from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
+from weightbeam.pipelines.running.runners.local import ThreadError, run_threads
 
 ROOT = Path(__file__).parents[2]
 
 WATCHING = """
 import os, psutil
-from weightbeam.transforms import work
+from weightbeam.transforms.stages import work
 add = work.Tally.add
 def watched(self, n):  # called by a thread that has just done a part of the work
     kinds = {found.laddr for found in psutil.Process().net_connections("all") if found.status == psutil.CONN_LISTEN}

@@ -22,9 +22,9 @@ from processes import run
 from support import LLAMA, LLAMA_8B, convert, make_release, shapes
 
 from weightbeam.formats.orbax import find_items, open_arrays
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.storage.local import RWF_DONTCACHE
-from weightbeam.transforms import arena
+from weightbeam.transforms.execution import arena
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from support import TIME, call, make_dated_release, make_release
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 OPTIONS = Options(maxtext_model="llama2-7b")
 

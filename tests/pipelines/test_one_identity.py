@@ -21,8 +21,7 @@ from quantised import fp8_llama
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, make_release, restore
 
-from weightbeam.formats import orbax, release_target
-from weightbeam.transforms import conversion
+from weightbeam.formats.targets import orbax, release
 
 MODEL = ("--maxtext_model", "llama2-7b")
 UNIT = ("--unit_bytes", "20000")
@@ -195,7 +194,7 @@ CASES = [
 def stop_midway(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a command whose second unit can't be written."""
     with monkeypatch.context() as patched:
-        for module in (conversion, orbax, release_target):
+        for module in (orbax, release):
             patched.setattr(module, "write_unit", full_after_one(module.write_unit))
         assert call(*arguments) == 1
 
@@ -236,7 +235,7 @@ def resume_and_compare(arguments: list[str], here: Path, quiet: list[str], said:
         return why
     assert status == 0
     assert call(*quiet) == 0
-    assert_same_result(here.parent / "out", here.parent / "quiet")
+    assert_same_result(here.parent / "out", here.parent / "quiet/out")
     return ""
 
 
@@ -249,7 +248,7 @@ def test_a_change_between_a_stop_and_resume(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments, quiet = (COMMANDS[name].arguments(here, here.parent / place) for place in ("out", "quiet"))
+    arguments, quiet = (COMMANDS[name].arguments(here, here.parent / place) for place in ("out", "quiet/out"))
     stop_midway(arguments, monkeypatch)
     change_all(here, pattern, change)
     resume_and_compare(arguments, here, quiet, capsys)
@@ -276,13 +275,42 @@ def test_a_change_on_the_way(
 
         return change_once
 
-    for module in (conversion, orbax, release_target):
+    for module in (orbax, release):
         monkeypatch.setattr(module, "write_unit", changing(module.write_unit))
     output = here.parent / "out"
     assert call(*COMMANDS[name].arguments(here, output)) == 1
     assert "changed while it was converted" in capsys.readouterr().err
     assert not (output / "0").exists()
     assert not (output / "config.json").exists()
+
+
+def one_more_name(path: Path) -> None:
+    os.link(path, path.parent.parent / "another name")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (one_more_name, "has 2 names, which are hard links, instead of 1: that may hide a change of what it holds"),
+        (in_place, "was written, renamed or touched since, though its size and time are as before"),
+        (replace, "is another file of that name, with the inode"),
+        (os.utime, "was written since"),
+    ],
+)
+def test_which_file_changed_and_how(
+    change: Callable[[Path], None],
+    why: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = COMMANDS["quantize"].arguments(here, here.parent / "out")
+    stop_midway(arguments, monkeypatch)
+    (file,) = here.glob("hf/model-00001*")
+    change(file)
+    capsys.readouterr()
+    assert call(*arguments, "--resume") == 2
+    assert f"(the source's files have changed: {file} {why}" in capsys.readouterr().err
 
 
 # what has no effect on values, and would be taken for the same source: a finished result isn't the one that is wanted
@@ -292,7 +320,7 @@ OF_RESULTS = [(name, pattern) for name, command in COMMANDS.items() for pattern 
 @pytest.mark.parametrize(("name", "pattern"), OF_RESULTS)
 def test_a_change_after_the_end(name: str, pattern: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--resume` of what is finished says so only where a quiet run would make the same of what is there now."""
-    arguments, quiet = (COMMANDS[name].arguments(here, here.parent / place) for place in ("out", "quiet"))
+    arguments, quiet = (COMMANDS[name].arguments(here, here.parent / place) for place in ("out", "quiet/out"))
     assert call(*arguments) == 0
     change_all(here, pattern, "in place")
     resume_and_compare(arguments, here, quiet, capsys)
@@ -325,7 +353,7 @@ def test_another_option_after_a_stop(
         assert call(*arguments) == 0
     else:
         stop_midway(arguments, monkeypatch)
-    quiet = other.arguments(here, here.parent / "quiet")
+    quiet = other.arguments(here, here.parent / "quiet/out")
     why = resume_and_compare(other.arguments(here, here.parent / "out"), here, quiet, capsys)
     if finished:
         assert "exists" in why
@@ -334,7 +362,7 @@ def test_another_option_after_a_stop(
     if not finished:
         assert call(*other.arguments(here, here.parent / "out"), "--overwrite") == 0
         assert call(*quiet) == 0
-        assert_same_result(here.parent / "out", here.parent / "quiet")
+        assert_same_result(here.parent / "out", here.parent / "quiet/out")
 
 
 @pytest.mark.parametrize("name", ["export", "reshard"])
@@ -346,6 +374,6 @@ def test_a_checkpoint_that_moves_between_a_stop_and_resume(
     command = dataclasses.replace(COMMANDS[name], words=" ".join(words))  # an adapter's path is an option's value
     stop_midway(command.arguments(here, here.parent / "out"), monkeypatch)
     moved = here.rename(here.parent / "moved")
-    arguments, quiet = (command.arguments(moved, here.parent / place) for place in ("out", "quiet"))
+    arguments, quiet = (command.arguments(moved, here.parent / place) for place in ("out", "quiet/out"))
     why = resume_and_compare(arguments, moved, quiet, capsys)
     assert "(another README.md)" in why if name == "export" else not why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -13,7 +14,8 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert
 
-from weightbeam.formats import lease
+from weightbeam.formats.staging import lease
+from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import LocalFolder, open_store
 
 PLACES = ["folder", "bucket"]
@@ -84,6 +86,21 @@ def test_a_record_whose_files_are_none(
         assert "isn't a release that Weightbeam wrote" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_a_step_is_replaced_but_for_what_others_put_there(
+    source: Path, place: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, command = open_store(place), ("convert", source, place, *MODEL)
+    assert call(*command) == 0
+    assert call(*command, "--overwrite") == 0
+    for name in ("0/precious.txt", "0/items/precious.txt"):
+        store.write(name, b"mine")
+        assert call(*command, "--overwrite") == 2
+        assert f"would delete: {name.removeprefix('0/')}; move it away" in capfd.readouterr().err
+        assert store.read(name) == b"mine"
+        store.delete(name)
+
+
 @pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt", ".mine", "items/.mine", "items/eval/"])
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
@@ -103,6 +120,33 @@ def test_what_others_put_into_a_step_is_named(
     if name.endswith("/"):
         mine.parent.rmdir()
     assert call(*command) == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_others_put_where_a_stopped_command_writes(
+    source: Path,
+    checkpoint: Path,
+    place: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A bucket has no place beside: `--overwrite` begins anew in the folder itself."""
+    words = ("convert", source, place, *MODEL) if command == "convert" else ("export", checkpoint, place)
+    store = open_store(place)
+    name = "0/precious.txt" if command == "convert" else "precious.txt"
+    with monkeypatch.context() as patched:
+        patched.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.targets.release_bucket.compose", lambda *_: 1 / 0)
+        assert call(*words) == 1
+    store.write(name, b"mine")
+    capfd.readouterr()
+    assert call(*words, "--overwrite") == 2
+    assert "would delete: precious.txt; move it away" in capfd.readouterr().err
+    assert store.read(name) == b"mine"
+    store.delete(name)
+    assert call(*words, "--overwrite") == 0
 
 
 def foreign(folder: Path) -> Path:
@@ -128,6 +172,66 @@ def test_folders_of_others_beside_a_release_stay(checkpoint: Path, tmp_path: Pat
     for options in ((), ("--overwrite",)):
         assert call("export", checkpoint, tmp_path / "rel", *options) == 0
         assert (backup / "precious.txt").read_text() == "mine"
+
+
+CUT = gzip.compress(b'{"hash": "0')[:-9]
+FOREIGN = [
+    ("0.orbax-checkpoint-tmp", b""),
+    ("0.0123abcd.orbax-checkpoint-tmp", b"mine"),
+    ("0.replaced-20240101", gzip.compress(b"[]")),
+    ("0.orbax-checkpoint-tmp", gzip.compress(b'{"hash": "mine"}')),
+    ("0.replaced-20240101", CUT),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), FOREIGN, ids=["empty", "text", "list", "foreign", "cut"])
+def test_a_plan_of_somebody_else(
+    source: Path, tmp_path: Path, name: str, plan: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder beside a step whose name is like ours: it is no stopped conversion, and stays as it is."""
+    theirs = foreign(tmp_path / "out" / name)
+    (theirs / "plan.json.gz").write_bytes(plan)
+    for options in ((), ("--resume",), ("--overwrite",)):
+        assert call("convert", "--source", source, "--output", tmp_path / "out", *MODEL, *options) == 0
+        assert "isn't one of Weightbeam's, or is damaged: nobody goes on with it" in capfd.readouterr().err
+    assert (theirs / "precious.txt").read_text() == "mine"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(["0", name])
+
+
+@pytest.mark.parametrize("staged", [b"[]", b"{}", b'{"kind": "export", "options": 1}', b'{"kind": []}'])
+def test_a_staged_plan_that_cant_be_read(
+    source: Path, tmp_path: Path, staged: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a place of ours: it is said, and `--overwrite` begins anew."""
+    place = tmp_path / "out" / f"0.{new_id()}.orbax-checkpoint-tmp"
+    place.mkdir(parents=True)
+    (place / "plan.json.gz").write_bytes(gzip.compress(staged))
+    command = ("convert", "--source", source, "--output", tmp_path / "out", *MODEL)
+    assert call(*command, "--resume") == 2
+    assert "staged by another version of Weightbeam, or is damaged" in capfd.readouterr().err
+    assert call(*command, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_step_that_orbax_saves_to_a_bucket(source: Path, place: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its databases lie where they will be read, as ours do."""
+    store = open_store(place)
+    theirs = ["0/items/ocdbt.process_0/d/0123", "0/items/ocdbt.process_0/manifest.ocdbt", "0/items/d/0123"]
+    for count in (2, 3):
+        for name in theirs[:count]:
+            store.write(name, b"mine")
+        assert call("convert", source, place, *MODEL, "--overwrite") == 2
+        assert "is no Orbax checkpoint: --overwrite deletes nothing else" in capfd.readouterr().err
+    assert all(store.read(name) == b"mine" for name in theirs)
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_folder_of_somebody_else_beside_a_step_in_a_bucket(source: Path, place: str) -> None:
+    store = open_store(place)
+    store.write("0.weightbeam/mine/plan.json.gz", b"mine")
+    for options in ((), ("--resume",), ("--overwrite",)):
+        assert call("convert", source, place, *MODEL, *options) == 0
+    assert store.read("0.weightbeam/mine/plan.json.gz") == b"mine"
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

@@ -54,6 +54,39 @@ def test_a_checkpoint_doesnt_lie_among_the_files_of_its_release(
     assert "would lie among the files of" in message
 
 
+@pytest.mark.parametrize("options", [(), ("--dry_run",), ("--resume",), ("--overwrite",)])
+def test_a_name_that_is_too_long(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    """What is staged lies beside a release, with a longer name; a checkpoint's lies in its folder."""
+    longest = 255 - len(f".{new_id()}.weightbeam-tmp")
+    for name, said in (
+        ("x" * 250, f"the name is too long: 250 characters, at most {longest}"),
+        ("ä" * 125, f"the name is too long: 250 bytes, at most {longest}"),
+        (f"{'x' * 256}/release", "the name is too long: 256 characters, at most 255"),
+    ):
+        assert said in refused_release(capfd, source, tmp_path / "new" / name, *options)
+    assert not (tmp_path / "new").exists()
+    command = ("convert", source, tmp_path / ("x" * 256), *options)
+    assert call(*command) == 2
+    assert "the name is too long: 256 characters, at most 255" in capfd.readouterr().err
+
+
+def test_the_longest_names(source: Path, tmp_path: Path) -> None:
+    longest = tmp_path / ("x" * (255 - len(f".{new_id()}.weightbeam-tmp")))
+    assert call("quantize", source, longest, "--format", "fp8") == 0
+    assert call("convert", source, tmp_path / ("x" * 255)) == 0
+
+
+def refused_release(capfd: pytest.CaptureFixture[str], source: Path, output: Path, *options: str) -> str:
+    """What a command says that doesn't write a release."""
+    capfd.readouterr()
+    assert call("quantize", source, output, "--format", "fp8", *options) == 2
+    message = capfd.readouterr().err
+    assert "Traceback" not in message
+    return message
+
+
 @pytest.mark.parametrize("kind", ["a folder", "a link to a checkpoint", "a dangling link", "a file"])
 def test_overwrite_replaces_checkpoints_only(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
@@ -118,7 +151,7 @@ def test_a_stale_lock_file_does_no_harm(source: Path, tmp_path: Path, monkeypatc
     """TensorStore writes over one that a killed merge left, and leaves what reaches beyond."""
     command = ("convert", "--source", source, "--output", tmp_path / "out")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.ocdbt.merge", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 / 0)
         assert call(*command) == 1
     (items,) = (tmp_path / "out").glob("0.*.orbax-checkpoint-tmp/items")
     (items / "manifest.ocdbt.__lock").write_bytes(os.urandom(100_000))
@@ -136,7 +169,7 @@ def test_materializing_in_place_goes_on(
     convert(source, output, "--virtual")
     command = ("materialize", output, "--output", output, "--overwrite")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax.writing.publish", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.targets.orbax.publish", lambda *_: 1 / 0)
         assert call(*command) == 1
     if died == "between two renames":
         (output / "0").rename(output / f"0.replaced-{new_id()}")

@@ -19,10 +19,10 @@ from servers.clients import at_quick_hub
 from servers.hub import FakeHub
 from support import make_release
 
-from weightbeam.formats.hub_publishing import look, publish
-from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.storage import LocalFolder, StorageError
 from weightbeam.formats.storage.hub_cache import has_hash
+from weightbeam.formats.targets.hub import look, publish
+from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers

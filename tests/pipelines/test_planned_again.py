@@ -12,7 +12,11 @@ from support import convert, make_release, peft_adapter
 
 PLANS = """
 import sys
-from weightbeam.pipelines import dequantize, export, merge, quantize, reshard
+from weightbeam.pipelines.commands import dequantize
+from weightbeam.pipelines.commands import export
+from weightbeam.pipelines.commands import merge
+from weightbeam.pipelines.commands import quantize
+from weightbeam.pipelines.commands import reshard
 release, fp8, ckpt, lora = sys.argv[1:]
 for plan in (
     dequantize.plan(fp8), merge.plan(fp8, lora=lora), merge.plan(release, lora=lora), quantize.plan(release), quantize.plan(ckpt),

@@ -21,14 +21,14 @@ from support import call, make_release
 from weightbeam import __version__
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import JOB, Staging, staging_at
-from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.pipelines.runners.failure import last_words
-from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives, patience_of, pool_of
-from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.handshake import UnfitError, check_place, greet
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
+from weightbeam.pipelines.running.runners.failure import last_words
+from weightbeam.pipelines.running.runners.jobs import Site, may_get_one_slot, outlives, patience_of, pool_of
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.stages.assembly import stage
+from weightbeam.transforms.stages.handshake import UnfitError, check_place, greet
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def stopped(tmp_path: Path) -> tuple[Path, Staging, Conversion]:
     source = make_release(tmp_path / "hf")
     conversion = prepare(Options(), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
-    stage(conversion, staging, resume=False)
+    stage(conversion, staging, Delivery())
     return source, staging, conversion
 
 
@@ -248,7 +248,7 @@ def test_a_worker_that_cant_write_the_bucket(stopped: tuple[Path, Staging, Conve
     _, _, conversion = stopped
     with FakeGcs("bucket") as server, asking(server):
         staging = staging_at("gs://bucket/out", 0, conversion.hash)
-        stage(conversion, staging, resume=False)
+        stage(conversion, staging, Delivery())
         packed = pickle.dumps((staging, conversion.hash, None))
         server.read_only = ["bucket"]
         with pytest.raises(

@@ -28,7 +28,7 @@ from servers.hub import FakeHub
 from servers.server import Call, Reply, Server
 from support import F32, LLAMA, call, convert, peft_adapter, random_tensors, save
 
-from weightbeam.formats.naming import Naming, is_name, name_of
+from weightbeam.formats.record.naming import Naming, is_name, name_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 TOKEN, REPO, URL = "hf_of_a_test", "me/tuned", "hf://me/tuned"
@@ -198,7 +198,9 @@ def test_full_paths_where_they_are_asked_for(hub: FakeHub, project: Path, tmp_pa
     assert json.loads(files_of(hub)["weightbeam.json"])["source"] == str(like)
     assert str(like) in files_of(hub)["README.md"].decode()
     assert call("quantize", like, tmp_path / "here") == 0
-    assert str(like) in (tmp_path / "here" / "README.md").read_text()
+    card = (tmp_path / "here" / "README.md").read_text()
+    assert str(like) in card
+    assert "\n# here\n" in card
     assert call("quantize", like, tmp_path / "named", "--full_paths", "false") == 0
     for path in (tmp_path / "named").iterdir():
         assert not [needle for needle in NEEDLES if needle.encode() in path.read_bytes()], path
@@ -223,6 +225,10 @@ def test_in_a_bucket(
     record = json.loads(held["ckpt/0/conversion.json"])
     assert re.fullmatch("llama@[0-9a-f]{16}", record["source"])
     assert re.fullmatch("adapter@[0-9a-f]{16}", record["adapters"][0]["source"])
+    for folder in ("release", "again", "adapter"):
+        card = held[f"{folder}/README.md"].decode()
+        assert f"\n# {folder}\n" in card
+        assert "_name_or_path" not in card
     assert json.loads(held["again/weightbeam.json"])["source"] == "gs://out/plain/0/items"
     capsys.readouterr()
     assert call("verify", "gs://out/plain") == 2

@@ -27,11 +27,11 @@ from support import (
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.pipelines.cli import main
-from weightbeam.pipelines.reshard import plan
-from weightbeam.transforms.load import load_of, total
-from weightbeam.transforms.mesh import Mesh, axes_in, model_rules, partition_spec
+from weightbeam.pipelines.commands.reshard import plan
+from weightbeam.transforms.cutting.mesh import Mesh, axes_in, model_rules, partition_spec
+from weightbeam.transforms.cutting.read_cost import load_of, total
 
 jax = lazily("jax")
 jnp = lazily("jax.numpy")
@@ -186,6 +186,8 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
     assert "training goes on with weights in bfloat16" in capsys.readouterr().err
     record = json.loads((step / "conversion.json").read_text())
     assert set(record["lossy"].values()) == {"float32, rounded to bfloat16"}
+    wide = reshard(step, tmp_path / "wide", "--save_dtype", "float32")  # rounds nothing
+    assert json.loads((wide / "conversion.json").read_text())["lossy"] == record["lossy"]
 
 
 # --- every family, scanned and unscanned ------------------------------------------------------------------------------

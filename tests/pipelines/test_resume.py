@@ -33,13 +33,13 @@ from support import (
     restore,
 )
 
-from weightbeam.formats.ocdbt import ATTEMPT
+from weightbeam.formats.orbax.ocdbt import ATTEMPT
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
-from weightbeam.pipelines.execution import execute
-from weightbeam.pipelines.options import pipeline_options
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.pipelines.running.beam_options import pipeline_options
+from weightbeam.pipelines.running.graph import execute
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Delivery, Options
 
 ocp = lazily("orbax.checkpoint")
 
@@ -92,7 +92,9 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
     with staging_at(output, 0).hold():  # the killed process's, which is stale
-        result = execute(conversion, staging_at(output, 0, conversion.hash), pipeline_options([]), resume=True)
+        result = execute(
+            conversion, staging_at(output, 0, conversion.hash), pipeline_options([]), Delivery(resume=True)
+        )
     assert result is not None
     (written,) = [
         c.result
@@ -106,6 +108,31 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     assert set(second.values()) <= used
     assert_same_bits(restore(output / "0"), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
     assert [path.name for path in output.iterdir()] == ["0"]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"attempt": "0123', b"[1]", bytes(40)], ids=["empty", "cut", "list", "zeros"])
+def test_an_entry_that_cant_be_read_doesnt_count(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bytes
+) -> None:
+    """A machine that crashed, or a full disk, may leave a file without its bytes: the unit is made anew, and all others
+    stay.
+    """
+    output = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 / 0)
+        assert call("convert", source, output, *SMALL) == 1
+    before = ledger(output)
+    damaged = [next(output.glob(f"0.*/units/*/{unit}.json")) for unit in (0, 3)]
+    for entry in damaged:
+        entry.write_bytes(left)
+    monkeypatch.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 / 0)
+    assert call("convert", source, output, *SMALL, "--resume") == 1
+    after = ledger(output)
+    assert {name for name in before if before[name] != after[name]} == {entry.name for entry in damaged}
+    monkeypatch.undo()
+    assert_same_bits(
+        restore(convert(source, output, *SMALL, "--resume")), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16)
+    )
 
 
 def test_what_was_there_has_no_part_in_the_rate(
@@ -209,7 +236,7 @@ def test_a_finished_checkpoint_with_another_plan_isnt_taken_for_done(source: Pat
 DYING = """
 import os, sys
 from weightbeam.pipelines.cli import main
-import weightbeam.pipelines.convert
+import weightbeam.pipelines.commands.convert
 
 WRITES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
@@ -349,9 +376,9 @@ def test_other_threads_go_on_with_the_units_there_are(
     """From and to buckets the size of units follows from the threads: a plan that is staged or published keeps what it
     was cut for.
     """
-    monkeypatch.setattr("weightbeam.transforms.overlap.REMOTE", "/")
-    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNITS", 1)
-    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNIT_BYTES", 1000)
+    monkeypatch.setattr("weightbeam.transforms.execution.overlap.REMOTE", "/")
+    monkeypatch.setattr("weightbeam.transforms.cutting.blocks.LEAST_UNITS", 1)
+    monkeypatch.setattr("weightbeam.transforms.cutting.blocks.LEAST_UNIT_BYTES", 1000)
 
     def asked(threads: int) -> int:
         return call(
@@ -359,7 +386,7 @@ def test_other_threads_go_on_with_the_units_there_are(
         )
 
     with monkeypatch.context() as failing:
-        failing.setattr("weightbeam.formats.ocdbt.merge", lambda *_: 1 // 0)
+        failing.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 // 0)
         assert asked(2) == 1
     cut = [len(prepare(Options(), open_hf(source), slots=slots).units) for slots in (2, 4)]
     assert cut[0] < cut[1]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support import assert_same_bits, call, convert, read_tensors, restore
 
-from weightbeam.pipelines import convert as converting
-from weightbeam.pipelines import export, quantize, reshard
-from weightbeam.pipelines.slots import slots_of
-from weightbeam.transforms.options import UNIT_BYTES
-from weightbeam.transforms.staged import load
+from weightbeam.pipelines.commands import convert as converting
+from weightbeam.pipelines.commands import export, quantize, reshard
+from weightbeam.pipelines.running.slots import slots_of
+from weightbeam.transforms.planning.options import UNIT_BYTES
+from weightbeam.transforms.stages.staged import load
 
 BUCKETS = ("gs://in/model", "gs://out/ckpt")
 
@@ -25,9 +25,9 @@ def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units may be as small as those of a small model have to be, and folders count as buckets."""
-    monkeypatch.setattr("weightbeam.transforms.overlap.REMOTE", "/")
-    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNITS", 1)
-    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNIT_BYTES", 1000)
+    monkeypatch.setattr("weightbeam.transforms.execution.overlap.REMOTE", "/")
+    monkeypatch.setattr("weightbeam.transforms.cutting.blocks.LEAST_UNITS", 1)
+    monkeypatch.setattr("weightbeam.transforms.cutting.blocks.LEAST_UNIT_BYTES", 1000)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_others_go_on_with_the_units_there_are(
     been.
     """
     commands = {
-        "export": ("weightbeam.formats.release_target.assemble", ()),
-        "reshard": ("weightbeam.formats.ocdbt.merge", ("--mesh", "fsdp=4")),
+        "export": ("weightbeam.formats.targets.release.assemble", ()),
+        "reshard": ("weightbeam.formats.orbax.ocdbt.merge", ("--mesh", "fsdp=4")),
     }
     for command, (last, options) in commands.items():
         words = (command, "--source", checkpoint, *options)

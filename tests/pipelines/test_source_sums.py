@@ -27,14 +27,14 @@ from support import (
     split,
 )
 
-from weightbeam.formats.ocdbt import IncompleteError
+from weightbeam.formats.orbax.ocdbt import IncompleteError
 from weightbeam.formats.safetensors import open_hf, read_header
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import StorageError
-from weightbeam.pipelines.convert import carry_out
-from weightbeam.pipelines.errors import Failed
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.pipelines.commands.convert import carry_out
+from weightbeam.pipelines.terminal.errors import Failed
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 OPTIONS = ("--mesh", "fsdp=2", "--unit_bytes", "60000")
 MODEL = QWEN3_MOE | dict(vocab_size=512)

@@ -25,13 +25,13 @@ import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import FolderStaging, TakenOverError, staging_at
 from weightbeam.formats.storage import open_store
+from weightbeam.formats.targets import made_by
 from weightbeam.pipelines.cli import main
-from weightbeam.pipelines.output import alone
-from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.staged import made_by
-from weightbeam.transforms.stages import _assemble, _ExpandFn, _ReadBoxesFn
+from weightbeam.pipelines.running.output import alone
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.stages.assembly import stage
+from weightbeam.transforms.stages.chain import _assemble, _ExpandFn, _ReadBoxesFn
 
 MODEL = LLAMA | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}
 MODEL_NAME = "llama2-7b"
@@ -129,7 +129,7 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, bucket: FakeGcs
     staging = staging_at(place, 0, conversion.hash)
     staging.output.make()
     with staging.hold():
-        stage(conversion, staging, resume=False)
+        stage(conversion, staging, Delivery())
         stopped = stages(pickle.loads(pickle.dumps(staging)))
         staging.stop()
         for each in stopped:
@@ -137,7 +137,7 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, bucket: FakeGcs
                 each()
     again = staging_at(place, 0, conversion.hash)
     with again.hold():
-        stage(conversion, again, resume=True)
+        stage(conversion, again, Delivery(resume=True))
         reading, expanding, _ = stages(pickle.loads(pickle.dumps(again)))
         assert len(reading()) == 1
         assert len(expanding()) == len(conversion.units)
@@ -155,7 +155,7 @@ def test_a_stop_says_what_is_kept(source: Path, tmp_path: Path) -> None:
     assert stopped.value.args == ()
     staging.output.make()
     with staging.hold():
-        stage(conversion, staging, resume=False)
+        stage(conversion, staging, Delivery())
     with pytest.raises(KeyboardInterrupt, match="what is done is kept"), alone(staging):
         raise KeyboardInterrupt
 

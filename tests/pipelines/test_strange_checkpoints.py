@@ -23,11 +23,11 @@ from strangers import DATABASES, LITTLE, bare, item, sharded, tree, zarr2, zarr3
 from support import assert_same_bits, call, convert, flatten, make_release, read_tensors
 
 import weightbeam as wb
-from weightbeam.formats import orbax_state
-from weightbeam.formats.orbax_source import open_orbax
-from weightbeam.formats.orbax_state import surroundings
+from weightbeam.formats.orbax import state as orbax_state
+from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.orbax.state import surroundings
 from weightbeam.formats.storage import StorageError
-from weightbeam.pipelines.export import plan
+from weightbeam.pipelines.commands.export import plan
 
 SECONDS, MEGABYTES = 30, 1536  # of the processor's time, which other work on a machine makes longer; of a process
 KEY = "params.params.decoder.decoder_norm.scale"

@@ -20,7 +20,7 @@ from pairs import each, some
 from processes import run
 from support import BF16, LLAMA, call, random_tensors, save
 
-from weightbeam.formats.printable import printable
+from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.watching.notices import Notices
 
 HARMFUL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -21,7 +21,7 @@ from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching.config import RunTarget, config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.places import OWNER
-from weightbeam.pipelines.watching.records import RUNS, DamagedError, History, Record, histories
+from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, History, Record, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 
@@ -105,7 +105,7 @@ def test_a_record_that_is_none(damaged: bytes | dict[str, Any], why: str, histor
     (history / "0001.json").write_text(json.dumps(FIRST))
     assert len(History(open_store(tmp_path), "run", "hf-1", RUNS).records) == 1
     (history / "0002.json").write_bytes(damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode())
-    with pytest.raises(DamagedError, match=r"0002\.json: is no record") as told:
+    with pytest.raises(DamagedRecordError, match=r"0002\.json: is no record") as told:
         History(open_store(tmp_path), "run", "hf-1", RUNS)
     assert why in str(told.value)
     assert str(history / "0002.json") in str(told.value)
@@ -117,7 +117,7 @@ def test_a_record_that_is_none(damaged: bytes | dict[str, Any], why: str, histor
 @pytest.mark.parametrize("lacks", ["weights", "updated", "step", "seen", "source"])
 def test_a_first_record_that_lacks_a_field(lacks: str, history: Path, tmp_path: Path) -> None:
     (history / "0001.json").write_text(json.dumps({name: value for name, value in FIRST.items() if name != lacks}))
-    with pytest.raises(DamagedError, match=f"{lacks}: Field required"):
+    with pytest.raises(DamagedRecordError, match=f"{lacks}: Field required"):
         History(open_store(tmp_path), "run", "hf-1", RUNS)
 
 

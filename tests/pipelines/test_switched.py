@@ -16,19 +16,20 @@ import pytest
 from support import TIME, call, make_dated_release
 
 import weightbeam as wb
-from weightbeam.formats.copying import copy_spec, read_chunks
-from weightbeam.formats.identity import ChangedError
-from weightbeam.formats.links import COPY, HARD, put_source
-from weightbeam.formats.orbax_source import OrbaxCheckpoint, load_checkpoint, open_orbax
-from weightbeam.formats.orbax_state import surroundings
+from weightbeam.formats.orbax.copying import copy_spec, read_chunks
+from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint, open_orbax
+from weightbeam.formats.orbax.state import surroundings
+from weightbeam.formats.orbax.unpacking import chunks, unpack
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
+from weightbeam.formats.staging.links import COPY, HARD, put_source
 from weightbeam.formats.storage import LocalFolder, local, open_store
-from weightbeam.formats.unpacking import chunks, unpack
+from weightbeam.formats.storage.identity import ChangedError
+from weightbeam.formats.targets import orbax
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.source import Wanted
-from weightbeam.transforms import conversion, execution
-from weightbeam.transforms.units import Fetch
+from weightbeam.transforms.cutting.units import Fetch
+from weightbeam.transforms.execution import boxes as execution
 
 Switch = Callable[[Path, str], contextlib.AbstractContextManager[None]]
 
@@ -116,7 +117,7 @@ def test_what_a_virtual_checkpoint_gets_is_what_was_planned_with(
 
 def test_units_read_while_the_source_was_another(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is published, where a mixture of the two was."""
-    written, write = [], conversion.write_unit
+    written, write = [], orbax.write_unit
 
     def switching(*args: object, **named: object) -> object:
         written.append(None)
@@ -124,7 +125,7 @@ def test_units_read_while_the_source_was_another(source: Path, monkeypatch: pyte
             point(source, "two" if len(written) == 2 else "one")
         return write(*args, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(conversion, "write_unit", switching)
+    monkeypatch.setattr(orbax, "write_unit", switching)
     options = ["--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
     assert call("convert", "--source", source, "--output", source.with_name("out"), *options) == 1
     assert not (source.with_name("out") / "0").exists()

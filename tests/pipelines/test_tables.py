@@ -9,9 +9,9 @@ import pytest
 
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import tables
-from weightbeam.pipelines.watching.config import Target
+from weightbeam.pipelines.watching.config import TargetConfig
 from weightbeam.pipelines.watching.records import PUBLISHED, History, history_of, key_of
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.planning.options import Options
 
 TABLE = b'''"""A family."""
 from weightbeam import rules
@@ -62,13 +62,13 @@ def test_what_was_published_stays_published(tmp_path: Path, monkeypatch: pytest.
     """A release that a version before published, which knew its tables by their text, isn't begun anew while they say the
     same; once they say something else, it is.
     """
-    output, target = open_store(str(tmp_path)), Target("any", {}, Options())
+    output, target = open_store(str(tmp_path)), TargetConfig("any", {}, Options())
     version = SimpleNamespace(name="acme/model", weights="weights", commit="c" * 40)
     before = History(output, version.name, key_of(version.name, version.weights, target, "text"))
     about = dict(weights="weights", updated="2026-01-01T00:00:00+00:00", commit=version.commit, target="any")
     before.add(PUBLISHED, **about, plan="p", checkpoint="out/any-1")
-    monkeypatch.setattr(tables, "TEXTS", {"text": tables.tables()})
+    monkeypatch.setattr(tables, "FORMER", {"text": tables.tables()})
     found = history_of(output, version, target)  # type: ignore[arg-type]
     assert (found.key, found.state) == (before.key, PUBLISHED)
-    monkeypatch.setattr(tables, "TEXTS", {"text": "other"})
+    monkeypatch.setattr(tables, "FORMER", {"text": "other"})
     assert history_of(output, version, target).state is None  # type: ignore[arg-type]

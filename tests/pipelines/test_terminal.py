@@ -27,11 +27,11 @@ from lazily import lazily
 from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors, save
 
-from weightbeam.pipelines import progress
-from weightbeam.pipelines.arguments.parser import make_parser
-from weightbeam.pipelines.help import topics
-from weightbeam.pipelines.progress import Bar, Progress
-from weightbeam.pipelines.tables import Table
+from weightbeam.pipelines.commands.help import topics
+from weightbeam.pipelines.terminal import progress
+from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.pipelines.terminal.progress import Bar, Progress, say_above_bar
+from weightbeam.pipelines.terminal.tables import Table
 
 ocp = lazily("orbax.checkpoint")
 
@@ -369,6 +369,45 @@ def test_quiet_verbose_and_a_log(source: Path, tmp_path: Path, capfd: pytest.Cap
     text = log.read_text()
     assert "convert: done" in text
     assert "convert: refused" in text
+
+
+def test_verbose_shows_the_work(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where it is staged, each unit that is done, and where it is published; nothing of it otherwise."""
+    words = ("staged in", "units, 0 of them done already", "unit 0 is done: ", "all units are done", "published as")
+    assert call("convert", source, tmp_path / "quiet") == 0
+    assert not any(word in capfd.readouterr().err for word in words)
+    assert call("convert", source, tmp_path / "out", "-v") == 0
+    said = capfd.readouterr().err
+    assert [word for word in words if word not in said] == []
+    assert f"published as {tmp_path / 'out' / '0'}\n" in said
+    assert call("export", tmp_path / "out", tmp_path / "release", "-v") == 0
+    assert "unit 0 is done: " in capfd.readouterr().err
+    assert call("models", "-v") == 2
+    assert "each unit" in help_of("convert", capfd)
+    assert "--verbose" not in help_of("models", capfd)
+
+
+def help_of(command: str, capfd: pytest.CaptureFixture[str]) -> str:
+    assert call(command, "--help") == 0
+    return capfd.readouterr().out
+
+
+def test_a_message_above_the_bar() -> None:
+    """It has a line of its own, and no bar stays beside it."""
+    screen = Terminal()
+    bar = Bar(screen)
+    assert not say_above_bar("before")
+    bar(Progress("converting", 1, 2, 1.0))
+    assert say_above_bar("unit 0 of [/a] is done")
+    bar(Progress("converting", 2, 2, 2.0, finished=True))
+    assert not say_above_bar("after")
+    assert "unit 0 of [/a] is done\n" in screen.getvalue()
+    assert "done" not in screen.getvalue().replace("unit 0 of [/a] is done\n", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_progress_for_programs(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

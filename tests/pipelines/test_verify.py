@@ -16,7 +16,7 @@ from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
-from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.targets.published import RECORD
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 BF16 = np.dtype(ml_dtypes.bfloat16)

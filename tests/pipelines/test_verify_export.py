@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
-from weightbeam.formats.printable import printable
-from weightbeam.formats.release_target import RECORD, record_of
 from weightbeam.formats.storage import LocalFolder
-from weightbeam.formats.strict_json import JsonError
-from weightbeam.transforms.baselines import FILE, read_found
-from weightbeam.transforms.release_faults import find_release_faults
+from weightbeam.formats.storage.strict_json import JsonError
+from weightbeam.formats.targets.published import RECORD, record_of
+from weightbeam.formats.text.printable import printable
+from weightbeam.transforms.comparing.baselines import FILE, read_found
+from weightbeam.transforms.comparing.release_faults import find_release_faults
 
 MODEL = QWEN3_MOE | dict(
     architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16", rope_theta=10000.0, rms_norm_eps=1e-6, vocab_size=512
@@ -121,6 +121,14 @@ def test_a_lost_record_is_said(
     said = " ".join(capsys.readouterr().out.split())
     assert f"warning: {RECORD} " in said
     assert "warning: config.json: rope_theta 7.5," in said
+
+
+def test_two_releases_are_for_diff(export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither was made of the other."""
+    capsys.readouterr()
+    assert call("verify", "--checkpoint", export, "--source", made[1]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{export} and {made[1]} are both releases; weightbeam diff compares them" in said
 
 
 def test_what_is_right_is_all_right(export: Path, made: tuple[Path, Path]) -> None:

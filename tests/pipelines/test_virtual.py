@@ -35,9 +35,8 @@ from support import (
     save,
 )
 
-from weightbeam.formats import ocdbt
-from weightbeam.formats.links import SOURCE
-from weightbeam.formats.orbax import find_items
+from weightbeam.formats.orbax import find_items, ocdbt
+from weightbeam.formats.staging.links import SOURCE
 
 ocp = lazily("orbax.checkpoint")
 
@@ -237,7 +236,7 @@ def test_a_small_share_is_a_warning_that_says_how_small(
     source = generated / "cases" / "gpt-oss"
     assert call("plan", "--source", source, "--virtual", "--json", tmp_path / "plan.json") == 0
     shown = capsys.readouterr().out
-    assert "warning: only 57 % of the bytes are virtual" in shown
+    assert "warning: only 57 % of the bytes are virtual, the rest is written\n" in shown  # the table says why
     assert "takes one of 2 elements that lie side by side" in shown
     told = json.loads((tmp_path / "plan.json").read_bytes())["virtual"]
     assert {key.rpartition(".")[2] for key, why in told["arrays"].items() if why} == {
@@ -249,7 +248,7 @@ def test_a_small_share_is_a_warning_that_says_how_small(
     assert told["bytes"]["virtual"] > told["bytes"]["written"] > 0
     assert 0 < told["bytes"]["index"] < 10_000
     convert(source, tmp_path / "out", "--virtual")
-    assert "warning: only 57 %" in capsys.readouterr().err
+    assert "the rest is written; weightbeam plan --virtual says why\n" in capsys.readouterr().err
 
 
 # --- what is interrupted ----------------------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = restore(convert(mixed, tmp_path / "ordinary"))
     command = ["convert", "--source", mixed, "--output", tmp_path / "out", "--virtual", "--link", link]
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax.writing._check_references", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.targets.orbax._check_references", lambda *_: 1 / 0)
         assert call(*command) == 1
     (staging,) = (tmp_path / "out").glob("0.*.orbax-checkpoint-tmp")
     before = {
@@ -287,7 +286,7 @@ def test_a_virtual_conversion_that_has_no_units_resumes_too(
     command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
     with monkeypatch.context() as patched:
         patched.setattr(
-            "weightbeam.formats.orbax.writing.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped"))
+            "weightbeam.formats.targets.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped"))
         )
         assert call(*command) == 1
     assert call(*command) == 2

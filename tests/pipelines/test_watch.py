@@ -44,13 +44,13 @@ from support import (
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.watch import Findings
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import Target, read_config
+from weightbeam.pipelines.watching.config import TargetConfig, read_config
 from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
 from weightbeam.pipelines.watching.releases import find_release
+from weightbeam.pipelines.watching.watch import Findings
 from weightbeam.pipelines.watching.watcher import Finding
-from weightbeam.transforms.options import Options
+from weightbeam.transforms.planning.options import Options
 
 grpc = lazily("grpc")
 pubsub = lazily("google.pubsub_v1")
@@ -201,7 +201,7 @@ def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub
 def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> None:
     """Of eight threads that take a step from one state one succeeds, and the others are told."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
-    found, target = find_release(REPO, "main"), Target("any", {}, Options())
+    found, target = find_release(REPO, "main"), TargetConfig("any", {}, Options())
     output = open_store(str(tmp_path / "out"))
     racers = [History(output, REPO, key_of(REPO, found.weights, target)) for _ in range(8)]
     start = threading.Barrier(8)

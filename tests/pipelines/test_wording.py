@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+from support import LLAMA, random_tensors, save
 
+import weightbeam as wb
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines import api
-from weightbeam.pipelines.arguments.commands import SHELL
-from weightbeam.pipelines.arguments.parser import make_parser
-from weightbeam.pipelines.errors import Busy, Failed, Refused
-from weightbeam.pipelines.wording import KEYWORDS, at_the_shell, worded
+from weightbeam.pipelines.terminal.arguments.commands import SHELL
+from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
+from weightbeam.pipelines.terminal.keywords import read_options
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import Block, Table
+from weightbeam.pipelines.terminal.wording import KEYWORDS, at_the_shell, worded
+
+
+@dataclasses.dataclass(frozen=True)
+class One(Shown):
+    """A value that shows one table."""
+
+    table: Table
+
+    def blocks(self) -> Iterable[Block]:
+        return [self.table]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +50,25 @@ from weightbeam.pipelines.wording import KEYWORDS, at_the_shell, worded
         ("--output=/a/b: exists", "output=/a/b: exists"),
         ("--vocab_size=100 asks", "vocab_size=100 asks"),
         ("--lora_alpha: is of an adapter", "lora_alpha: is of an adapter"),
+        ("--link symlink refers to it, --link copy copies it", 'link="symlink" refers to it, link="copy" copies it'),
+        ("can't be put there (--link hard): why", 'can\'t be put there (link="hard"): why'),
+        ("convert with --maxtext_model llama3.1-70b (or -8b)", 'convert with maxtext_model="llama3.1-70b" (or -8b)'),
+        ("give --vocab_size 262208, or run", "give vocab_size=262208, or run"),
+        ("if that is meant: --accept tokenizer.json", 'if that is meant: accept="tokenizer.json"'),
+        ("if that is meant: --accept rope_theta", 'if that is meant: accept="rope_theta"'),
+        ("--lora '/a b/c' merges it", 'lora="/a b/c" merges it'),
+        ("--lora hf://me/it merges it", 'lora="hf://me/it" merges it'),
+        ("merge it instead, without --adapter_only", "merge it instead, without adapter_only=True"),
+        ("left out: convert it with --mtp", "left out: convert it with mtp=True"),
+        ("leave --multimodal out", "leave multimodal= out"),
         ("--virtual: leaves the bytes", "virtual: leaves the bytes"),
         ("(--mesh was fsdp=4, is fsdp=8)", "(mesh was fsdp=4, is fsdp=8)"),
         ("… and 17 more; --json FILE has all", "… and 17 more; to_json() has all"),
         # commands and Beam's options are the same in both
         ("weightbeam reshard a b --state params", "weightbeam reshard a b --state params"),
         ("weightbeam plan --json lists all; --resume", "weightbeam plan --json lists all; resume=True"),
+        ("weightbeam diff compares them, or --lora names it", "weightbeam diff compares them, or lora= names it"),
+        ("`weightbeam reshard --lora` merges it; --lora", "`weightbeam reshard --lora` merges it; lora="),
         ("--runner=FlinkRunner: no such", "--runner=FlinkRunner: no such"),
     ],
 )  # fmt: skip
@@ -91,3 +122,25 @@ def test_problems_that_are_given() -> None:
     with at_the_shell():
         assert Refused("1 problem:\n…", given).problems == tuple(given)
     assert str(Failed("  went wrong; the same command with --resume goes on")).endswith("resume=True goes on")
+
+
+def test_tables_and_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a plan, and of what a call says meanwhile."""
+    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    (source / "adapter_model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    table = Table("why")
+    table.add_row("vision tower, convert it with --multimodal true")
+    assert "multimodal=True" in str(One(table))
+    assert "multimodal=True" in One(table)._repr_html_()
+    with at_the_shell():
+        assert "--multimodal true" in str(One(table))
+    (warning,) = wb.plan(str(source)).warnings
+    assert warning.endswith(f'lora="{source}" merges it')
+    wb.convert(str(source), str(tmp_path / "out"), progress=False)
+    assert warning in caplog.messages
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_true_of_an_option_with_more_than_two_values(value: bool) -> None:
+    """As messages advise it."""
+    assert read_options({"check_source": value}).check_source == str(value).lower()

@@ -20,10 +20,10 @@ from processes import run
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.stages.staged import load
 
 SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support import BF16, F32, FP8
 
 from weightbeam.model_mappings.boxes import volume
-from weightbeam.transforms import differences
-from weightbeam.transforms.differences import Difference, compare, compare_each, cut, spacing
+from weightbeam.transforms.comparing import differences
+from weightbeam.transforms.comparing.differences import Difference, compare, compare_each, cut, spacing
 
 RNG = np.random.default_rng(3)
 F16, F64 = np.dtype(np.float16), np.dtype(np.float64)

@@ -12,10 +12,10 @@ from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, assert_same_bits, ran
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.execution import make_boxes
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.execution.boxes import make_boxes
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 

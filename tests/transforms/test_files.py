@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from support import BF16, F32, FP8
 
 from weightbeam.formats.safetensors import DTYPES, open_hf, read_header
-from weightbeam.transforms.files import MAX_INDEX, Entry, FileLayout, natural, plan_files
+from weightbeam.transforms.cutting.files import MAX_INDEX, Entry, FileLayout, natural, plan_files
 
 transformers = lazily("transformers")
 

@@ -6,14 +6,17 @@ import itertools
 import pickle
 from pathlib import Path
 
-from weightbeam.transforms.comparing import read_findings
-from weightbeam.transforms.verification import ArrayResult, Difference
+from weightbeam.transforms.comparing.verification import ArrayResult, FirstDifference
+from weightbeam.transforms.stages.comparing import read_findings
 
 
 def test_in_the_order_of_the_tasks(tmp_path: Path) -> None:
     """Keys, the first difference and the names of tensors don't depend on which thread was faster."""
     made = [
-        (number, ArrayResult(key, 1, 1, False, Difference(f"{number}", (), 0.0, 1.0), (1, f"{number}"), (f"{number}",)))
+        (
+            number,
+            ArrayResult(key, 1, 1, False, FirstDifference(f"{number}", (), 0.0, 1.0), (1, f"{number}"), (f"{number}",)),
+        )
         for number, key in enumerate(["b", "a", "b", "c"])
     ]
     file, seen = tmp_path / "findings", set()

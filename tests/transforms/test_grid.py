@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from lazily import lazily
 from support import BF16, DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
 
+from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
-from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.grid import SourceCost, count_experts, make_grid
-from weightbeam.transforms.load import Load, load_of, total
-from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.units import Unit
+from weightbeam.transforms.cutting.grid import SourceCost, count_experts, make_grid
+from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.cutting.read_cost import Load, load_of, total
+from weightbeam.transforms.cutting.units import Unit
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 nn = lazily("flax.linen")
 

@@ -12,12 +12,13 @@ from support import make_release
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import Staging, staging_at
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms import arena, execution
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.head_start import claim, head_start
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.overlap import READERS, SPARE, Background, wait_for_all
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.execution import arena
+from weightbeam.transforms.execution import boxes as execution
+from weightbeam.transforms.execution.overlap import READERS, SPARE, Background, wait_for_all
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.stages.head_start import claim, head_start
 
 
 @pytest.fixture

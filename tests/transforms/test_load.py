@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lazily import lazily
 from support import BF16
 
-from weightbeam.formats.zarr import ArraySpec
-from weightbeam.transforms.load import Load, effective_ways, load_of, shard_box, total, touched
-from weightbeam.transforms.mesh import Assignment, Mesh
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.transforms.cutting.mesh import Assignment, Mesh
+from weightbeam.transforms.cutting.read_cost import Load, effective_ways, load_of, shard_box, total, touched
 
 jax = lazily("jax")
 

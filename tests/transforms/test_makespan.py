@@ -21,8 +21,9 @@ from support import DEEPSEEK, FP8, LLAMA_8B, call, headers_only, make_release, r
 
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms import makespan
-from weightbeam.transforms.makespan import (
+from weightbeam.transforms.planning import makespan
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.makespan import (
     DOUBLING,
     LATENCY,
     START,
@@ -34,8 +35,7 @@ from weightbeam.transforms.makespan import (
     ramp,
     schedule,
 )
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 jobs = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 WORKER = Worker(gbps=8, hour_price=3.6, threads=4, cores=2)  # a GB a second, and a thousandth of the currency a second

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from lazily import lazily
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
-from weightbeam.transforms.conversion import rules_of
-from weightbeam.transforms.mesh import (
+from weightbeam.transforms.cutting.mesh import (
     Mesh,
     MeshError,
     RulesError,
@@ -23,9 +22,10 @@ from weightbeam.transforms.mesh import (
     partition_spec,
     read_rules,
 )
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.stages.staged import load
 
 nn = lazily("flax.linen")
 
@@ -120,7 +120,7 @@ def test_a_mesh_is_axes_and_sizes() -> None:
     [
         ("", "''"), ("fsdp", "fsdp=16"), ("fsdp=", "fsdp="), ("=4", "=4"), ("fsdp=0", "fsdp=0"), ("fsdp=-2", "fsdp=-2"), ("fsdp=2.0", "fsdp=2.0"),
         ("fsdp=four", "fsdp=four"), ("fsdp=²", "fsdp=²"), ("fsdp=16,", "''"), ("fsdp=4=4", "fsdp=4=4"), ("fsdp=4;expert=2", "fsdp=4;expert=2"),
-        ("fdsp=4", "fdsp"), ("model=4", "fsdp, "), ("fsdp=4,fsdp=4", "twice"), ("16", "'16'"),
+        ("fdsp=4", "fdsp"), ("model=4", "fsdp, "), ("fsdp=4,fsdp=4", "twice"), ("16", "'16'"), ("fsdp=-1", "all devices that are left"),
     ],
 )  # fmt: skip
 def test_a_mesh_that_cant_be_read(text: str, said: str) -> None:

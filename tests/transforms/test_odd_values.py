@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import BF16, DEEPSEEK, F32, LLAMA, call, convert, make_release, random_tensors, save
 
-from weightbeam.formats import provenance
-from weightbeam.formats.extremes import Extremes
-from weightbeam.pipelines.convert import convert as convert_release
-from weightbeam.transforms import odd_values
+from weightbeam.formats.record import provenance
+from weightbeam.formats.record.extremes import Extremes
+from weightbeam.pipelines.commands.convert import convert as convert_release
+from weightbeam.transforms.comparing import odd_values
 
 MODEL = ("--maxtext_model", "llama2-7b")
 NOT_FINITE = {
@@ -126,7 +126,7 @@ def test_they_survive_a_restart(
 
     options = ("convert", source, tmp_path / "out", *MODEL, "--unit_bytes", "24000")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.transforms.conversion.assemble", stop)
+        patched.setattr("weightbeam.formats.targets.orbax.assemble", stop)
         assert call(*options) == 1
     monkeypatch.setattr(odd_values, "find_odd", stop)  # nothing is left to be counted
     assert call(*options, "--resume") == 0

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from weightbeam.transforms import arena, overlap
-from weightbeam.transforms.overlap import READERS, Background, overlaps, units_at_a_time, wait_for_all
+from weightbeam.transforms.execution import arena, overlap
+from weightbeam.transforms.execution.overlap import READERS, Background, overlaps, units_at_a_time, wait_for_all
 
 
 def test_where() -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, QWEN3_MOE, headers_only
 
 from weightbeam.model_mappings.ops import Scale, Shift
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.stack import copy, stack
-from weightbeam.transforms.units import ShardsRecipe
+from weightbeam.transforms.cutting.units import ShardsRecipe
+from weightbeam.transforms.execution.stack import copy, stack
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.units import Block, largest_first, target_bytes, working_bytes
+from weightbeam.transforms.cutting.blocks import Block, largest_first, target_bytes, working_bytes
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -59,6 +59,7 @@ def test_nor_with_any_sizes(sizes: list[int], workers: int) -> None:
     ordered = largest_first(units)
     assert sorted(unit[0].array for unit in ordered) == list(range(len(sizes)))
     made = list(map(working_bytes, ordered))
+    assert made == sorted(sizes, reverse=True)  # what is read last is small: a link isn't left to writing alone
     for shares in (dealt(made, workers), taken(made, workers)):
         assert np.ptp(shares) <= max(sizes, default=0)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK_V3, F32, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, random_tensors, save
 
-from weightbeam.formats import zarr
+from weightbeam.formats.orbax import zarr
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.load import load_of
-from weightbeam.transforms.options import Options
-from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.virtual import loads_of, percent
+from weightbeam.transforms.cutting.read_cost import load_of
+from weightbeam.transforms.cutting.virtual import loads_of, percent
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 QWEN_30B = QWEN3_MOE | dict(
     vocab_size=151936, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=48, num_experts=128,

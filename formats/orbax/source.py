@@ -1,0 +1,339 @@
+"""An Orbax checkpoint as a source: anyone's, its arrays as encodings that read boxes of themselves.
+
+What it holds is told by its own metadata, once; a worker is given that and opens the arrays again without looking. An
+array is read in whole chunks where it is compressed, since a compressed chunk is decoded whole; `chunk` is that grain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.orbax import (
+    check_files,
+    check_memory,
+    find_items,
+    grains,
+    item_metadata,
+    leaves,
+    ocdbt,
+    open_stores,
+    read_tree,
+    record_of,
+    zarr,
+)
+from weightbeam.formats.safetensors import Allocate
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage.identity import Files, Seen, inode, same_folders, this_machine
+from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.model_mappings.trees import Tree, TreeError, recognize
+
+MAX_WHOLE_SHARD_BYTES = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrbaxArray(InOrder):
+    """An array of an Orbax checkpoint; its values are those that are stored.
+
+    Attributes:
+      items: URL of the item.
+      key: in its key-value store.
+      driver: TensorStore's, `zarr3` or `zarr`.
+      use_ocdbt: whether the item is one database.
+      shape, dtype: of the array.
+      chunk: what is read whole.
+      compressed: whether a chunk has to be decoded.
+      shard: what was written whole, and has a share in the array's digest.
+      folder: inode of the item's local folder, as it was planned with; 0 where that isn't known.
+    """
+
+    items: str
+    key: str
+    driver: str
+    use_ocdbt: bool
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    compressed: bool
+    shard: tuple[int, ...]
+    folder: int = 0
+    label = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Of the item, for `identity.same_folders`."""
+        return self.items, self.folder
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk, decoded."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    def reads(self, box: Box) -> tuple[ChunkRead, ...]:
+        """One read: TensorStore finds the chunks."""
+        return (ChunkRead(self, box),)
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
+        """Passes the values as they are."""
+        return stored[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """A box of an array of an Orbax checkpoint, to be read."""
+
+    array: OrbaxArray
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.box) * self.array.dtype.itemsize
+
+    @staticmethod
+    def fetch(reads: Sequence[ChunkRead], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
+        """Reads boxes into arrays that `empty` makes.
+
+        Returns:
+          An array for each, and their bytes.
+
+        Raises:
+          StorageError: a chunk is missing or damaged, or another checkpoint lies there than was planned with.
+        """
+        made, writes = [], []
+        with same_folders({read.array.place for read in reads}):
+            for read in reads:
+                check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
+                values = empty(extent(read.box), read.array.dtype)
+                region = tuple(slice(start, stop) for start, stop in read.box)
+                stored = _opened(read.array)[region]
+                writes.append((read, ts.array(values).write(stored, can_reference_source_data_indefinitely=True)))
+                made.append(values)
+            for read, write in writes:
+                try:
+                    write.result()
+                except ValueError as e:
+                    raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
+        return made, sum(values.nbytes for values in made)
+
+
+_OPENING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4)
+def _context(items: str) -> tuple[ts.Context, dict[str, ts.TensorStore]]:
+    return ocdbt.context(), {}
+
+
+def _opened(array: OrbaxArray) -> ts.TensorStore:
+    """The open array; opened once in a process."""
+    with _OPENING:
+        context, opened = _context(array.items)
+        if array.key not in opened:
+            opened[array.key] = _open(
+                open_store(array.items), array.key, array.driver, array.use_ocdbt, context
+            ).result()
+        return opened[array.key]
+
+
+def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Context) -> ts.Future:
+    kvstore = ocdbt.database(items) if use_ocdbt else items.kvstore()
+    fill = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
+    return ts.open(
+        {"driver": driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=context
+    )
+
+
+def forget(items: str) -> None:
+    """Closes what is open: the checkpoint may be another one soon."""
+    with _OPENING:
+        _context.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxCheckpoint:
+    """An item of an Orbax checkpoint, known by its metadata.
+
+    Attributes:
+      root: URL of the item.
+      files: of the item: what it is told by.
+      metadata: `_METADATA`.
+      custom: the custom metadata of its step.
+      record: `conversion.json`; empty where it isn't ours.
+      arrays: by their keys.
+    """
+
+    root: str
+    files: Files
+    metadata: Mapping[str, Any]
+    custom: Mapping[str, Any]
+    record: Mapping[str, Any]
+    arrays: Mapping[str, OrbaxArray]
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """Which of the arrays are weights.
+
+        Raises:
+          TreeError: it isn't known.
+        """
+        return recognize(_paths(self.metadata, self.arrays))
+
+    @property
+    def weights(self) -> dict[str, OrbaxArray]:
+        """The weights, by MaxText's keys."""
+        return {name: self.arrays[key] for name, key in self.tree.weights.items()}
+
+    @property
+    def array_count(self) -> int:
+        """How many arrays it holds."""
+        return len(self.arrays)
+
+    @property
+    def paths(self) -> list[str]:
+        """None: it is a folder, and its files lie in it."""
+        return []
+
+    def unreadable(self) -> list[Problem]:
+        """Nothing: it was opened already."""
+        return []
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another one, wherever it lies, as JSON: its files, and what lies beside them and goes into a
+        result.
+        """
+        return [self.files.hash, self.metadata, self.custom, self.record]
+
+    @property
+    def seen(self) -> dict[str, Seen]:
+        """The files of the item, by their paths."""
+        return self.files.seen
+
+    def was_touched(self, since: OrbaxCheckpoint, linked: bool = False) -> bool:
+        """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
+        return self.files.was_touched(since.files, linked)
+
+    def check(self) -> None:
+        """Checks that the checkpoint is the one that was opened.
+
+        Raises:
+          StorageError: it isn't, or is gone.
+        """
+        self.files.check()
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker needs to know of it, as JSON."""
+        arrays = {
+            key: [
+                array.driver,
+                array.use_ocdbt,
+                array.shape,
+                array.dtype.name,
+                array.chunk,
+                array.compressed,
+                array.shard,
+            ]
+            for key, array in self.arrays.items()
+        }
+        return {
+            "root": self.root,
+            "folder": next((array.folder for array in self.arrays.values()), 0),
+            "machine": this_machine(),
+            "files": self.files.to_json(),
+            "metadata": self.metadata,
+            "custom": self.custom,
+            "record": self.record,
+            "arrays": arrays,
+        }
+
+
+def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
+    """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
+    folder = staged["folder"] if staged.get("machine") == this_machine() else 0
+    arrays = {
+        key: OrbaxArray(
+            staged["root"],
+            key,
+            driver,
+            use_ocdbt,
+            tuple(shape),
+            _dtype(dtype),
+            tuple(chunk),
+            compressed,
+            tuple(shard),
+            folder,
+        )
+        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard) in staged["arrays"].items()
+    }
+    return OrbaxCheckpoint(
+        staged["root"],
+        Files.from_json(staged["files"]),
+        staged["metadata"],
+        staged["custom"],
+        staged["record"],
+        arrays,
+    )
+
+
+def _dtype(name: str) -> np.dtype:
+    return ts.dtype(name).numpy_dtype
+
+
+def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckpoint:
+    """Opens a checkpoint given by its root (with one step), a step, or the item itself.
+
+    Raises:
+      StorageError: there is none, it is damaged, or (but for `any_tree`) its tree isn't one whose weights can be taken.
+    """
+    items = find_items(where)
+    forget(str(items))
+    try:
+        folder = inode(items)
+        check_files(items)  # before their blocks are read
+        files = Files.of(items)
+        metadata = read_tree(items)
+        driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
+        use_ocdbt = bool(metadata.get("use_ocdbt", True))
+        arrays = {}
+        for key, store in open_stores(items, metadata).items():
+            read, shard = grains(store)
+            dtype = np.dtype(store.dtype.numpy_dtype)
+            codec = json.dumps(store.codec.to_json() if store.codec else None)
+            compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
+            grain = shard if math.prod(shard) * dtype.itemsize <= MAX_WHOLE_SHARD_BYTES else read
+            grain, shard = (
+                tuple(min(n, size) if size else 1 for n, size in zip(step, store.shape, strict=True))
+                for step in (grain, shard)
+            )
+            arrays[key] = OrbaxArray(
+                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder
+            )
+        checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)
+        if not any_tree:
+            _ = checkpoint.tree
+    except TreeError as e:
+        raise StorageError(f"{items}: {e}") from e
+    except StorageError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise StorageError(f"{items}: can't be read: {ocdbt.brief(e) or type(e).__name__}") from e
+    return checkpoint
+
+
+def _paths(metadata: Mapping[str, Any], arrays: Mapping[str, OrbaxArray]) -> list[tuple[str, ...]]:
+    return [path for path in leaves(metadata) if ".".join(path) in arrays]

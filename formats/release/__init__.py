@@ -1,0 +1,1 @@
+"""A Hugging Face release: what it holds beside tensors, and its tensors as the tables see them."""

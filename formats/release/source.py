@@ -1,0 +1,162 @@
+"""The checkpoint as the tables see it: views over the stored tensors, raw -> dequantised.
+
+A view takes the companions of a quantised tensor (its scales) out of sight and shows the tensor under its own name with
+its logical shape. What can't be paired is a problem: no weight is ever used without its scale. Which tensors belong
+together is told by their names and dtypes (`encodings/matching.py`); `quantization_config` must agree, and settles what
+headers can't tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from weightbeam.formats.adapters import Merging
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings.format import UnknownBlockError
+from weightbeam.formats.encodings.fp8 import find_block
+from weightbeam.formats.encodings.gptq import spare_biases
+from weightbeam.formats.encodings.matching import (
+    SourceError,
+    check_method,
+    check_names,
+    find_matches,
+    logical_names,
+    make_encoding,
+    make_plain,
+    why_dropped,
+)
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
+from weightbeam.formats.storage import StorageError
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import Problem, TensorSpec
+
+# of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
+MAX_SPARE_BYTES = 1 << 26
+ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseTensors:
+    """The logical tensors of a checkpoint.
+
+    Attributes:
+      encodings: how each is stored.
+      problems: quantised tensors that can't be decoded.
+      dropped: tensors of the quantisation that no weight needs, with the reason.
+      lost: the weights that problems stand against; they aren't missing.
+      spare: tensors that a table may have no place for if they hold nothing but zeros: see `drop_zero_biases`.
+    """
+
+    encodings: Mapping[str, Encoding]
+    problems: tuple[Problem, ...]
+    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """What the tables see: a quantised tensor's values are float32."""
+        return {name: _spec(name, encoding) for name, encoding in self.encodings.items()}
+
+    def renamed(self, aliases: Mapping[str, str]) -> ReleaseTensors:
+        """The same tensors under the names of a family's table; two that would get one name are a problem."""
+        encodings: dict[str, Encoding] = {}
+        problems = list(self.problems)
+        for given, encoding in self.encodings.items():
+            name = rename(given, aliases)
+            if name in encodings:
+                problems.append(
+                    Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too")
+                )
+            encodings.setdefault(name, encoding)
+        lost, spare = (frozenset(rename(name, aliases) for name in names) for names in (self.lost, self.spare))
+        return ReleaseTensors(encodings, tuple(problems), self.dropped, lost, spare)
+
+    def merged(self, merging: Merging) -> ReleaseTensors:
+        """The same tensors with adapters merged into them."""
+        return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
+
+    def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
+        """Reads the biases (GPTQ's) among tensors that a table has no use for, and drops those that are all zeros.
+
+        Returns:
+          The reason for each that is dropped, and a problem for each of the others.
+        """
+        tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
+        if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
+            message = f"a bias that the table has no place for; {nbytes:,} bytes of such are too many to see whether all are zeros"
+            return {}, [Problem("unused", name, message) for name in tensors]
+        try:
+            values = read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in tensors.values()])[0]
+        except (OSError, StorageError) as e:
+            return {}, [
+                Problem(
+                    "unused", name, f"a bias that the table has no place for; if it isn't {ZEROS} can't be told: {e}"
+                )
+                for name in tensors
+            ]
+        dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
+        message = f"a bias that the table has no place for, and that isn't {ZEROS}"
+        return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
+
+
+def _spec(name: str, encoding: Encoding) -> TensorSpec:
+    dtype = encoding.weight.dtype if encoding.label is None else np.dtype(np.float32)
+    file = encoding.weight.path.rpartition("/")[2]
+    stored = encoding.weight.name
+    return TensorSpec(encoding.shape, dtype, file if stored == name else f"{file} (as {stored})", encoding.label)
+
+
+def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
+    """The views over a checkpoint, with everything that stands against them."""
+    tensors = checkpoint.tensors
+    quantization = Quantization.of(checkpoint.config)
+    matches = {
+        name: found for name, tensor in tensors.items() if (found := find_matches(tensor, tensors, quantization))
+    }
+    quantization, problems = find_block(
+        quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks)
+    )
+    problems += [*check_method(quantization, matches), *check_names(tensors)]
+    claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
+    is_quantized = bool(matches or quantization.fields)
+
+    encodings: dict[str, Encoding] = {}
+    dropped: dict[str, str] = {}
+    lost: set[str] = set()
+    for name, tensor in tensors.items():
+        if name in claimed:
+            continue
+        if is_quantized and (reason := why_dropped(name)):
+            dropped[name] = reason
+            continue
+        logical = matches[name][0][1].name if name in matches else name
+        try:
+            encoding = make_encoding(matches[name], quantization) if name in matches else make_plain(tensor, tensors)
+        except UnknownBlockError:
+            lost.add(logical)  # one problem for all of them is there already
+        except SourceError as e:
+            lost |= {logical, *logical_names(tensor)}
+            problems.append(Problem(e.kind, name, str(e)))
+        else:
+            if logical in encodings:
+                problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
+            encodings.setdefault(logical, encoding)
+    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), spare_biases(encodings))
+
+
+def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, name: str) -> set[str]:
+    """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
+    encoding = source.encodings[name]
+    read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
+    stem = name.removesuffix(".weight")
+    below = {
+        stored
+        for stored in checkpoint.tensors
+        if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings
+    }
+    return read | below | {encoding.weight.name}

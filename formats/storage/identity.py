@@ -1,0 +1,329 @@
+"""What tells the files of a source from any others: the one identity that the plan of every command has of what it
+reads.
+
+In the plan's hash are name, size, version (time of change, generation, the hub's blob), and a known sha256 or, of local
+files, a hash of some bytes. That is the same wherever the files lie: they may be moved, and workers may see them
+elsewhere. What is made may name the place, though: a release whose model card does is of another plan then.
+
+Staged beside it are inode and time of any change, which no tool sets back. They are compared of a file that has the
+same path: when a plan is resumed, and before anything is published.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store
+
+SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
+MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
+MOUNTS = "/proc/self/ns/mnt"  # Linux: names the process's own view of what is mounted
+READERS = 8  # files whose blocks are read at a time: on a mounted bucket each takes a while
+
+
+class ChangedError(StorageError):
+    """A file of a source isn't the one that was planned with.
+
+    Args:
+      message: for one who writes; Beam makes the error again of this alone.
+
+    Attributes:
+      what: which, and how it differs, for one who only reads.
+    """
+
+    def __init__(self, message: str, what: str = ""):
+        super().__init__(message)
+        self.what = what or message
+
+
+def changed_error(what: str, detail: str = "") -> ChangedError:
+    """The error that says so in both ways."""
+    written, read = f"{what} while it was converted{detail}", f"{what} while it was read{detail}"
+    return ChangedError(f"{written}; start anew with --overwrite", read)
+
+
+class Seen(Protocol):
+    """A file as it was seen; see `File`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def inode(self) -> int: ...
+    @property
+    def changed(self) -> int: ...
+    @property
+    def links(self) -> int: ...
+
+
+class Watched(Protocol):
+    """What is read: a release, an adapter, a checkpoint."""
+
+    @property
+    def seen(self) -> Mapping[str, Seen]:
+        """Its files, by their paths."""
+        ...
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells its content from another one's, as JSON."""
+        ...
+
+    def check(self) -> None:
+        """Raises StorageError if it isn't what was planned with, or is gone."""
+        ...
+
+    def was_touched(self, since: Any, linked: bool = False) -> bool:
+        """Whether a file of it was replaced since the same was opened; sizes and times needn't show it. `linked`: we may have
+        made links to its files since.
+        """
+        ...
+
+
+def was_touched(then: Seen, now: Seen) -> bool:
+    """Whether the same file was changed since in a way that its size and time needn't show. A further name for it isn't
+    one, but may hide one; see `check_files`.
+    """
+    return (then.inode, then.links) == (now.inode, now.links) and then.changed != now.changed
+
+
+def check_opened(path: str, planned: Seen, opened: Seen) -> None:
+    """Checks that what was opened at a path is the file that was planned with: its inode and the time of any change
+    too, where they were seen on this machine.
+
+    Raises:
+      ChangedError: it isn't.
+    """
+    is_same = (opened.size, opened.version) == (planned.size, planned.version)
+    if not is_same or (planned.inode and (opened.inode != planned.inode or was_touched(planned, opened))):
+        raise changed_error(f"{path} changed", ", and isn't the file that was planned with")
+
+
+def inode(folder: Store) -> int:
+    """The inode of a local folder; elsewhere there is none, and it is 0."""
+    return os.stat(folder.url).st_ino if isinstance(folder, LocalFolder) else 0
+
+
+@contextlib.contextmanager
+def same_folders(planned: Collection[tuple[str, int]]) -> Iterator[None]:
+    """Context manager: folders, each with its inode, are those that were planned with, before and after what is done
+    meanwhile: where others open their files, by paths that may lead elsewhere for a while.
+
+    Raises:
+      ChangedError: one isn't, which says more than what fails for it.
+    """
+    _check_folders(planned)
+    try:
+        yield
+    except Exception:
+        _check_folders(planned)
+        raise
+    _check_folders(planned)
+
+
+def _check_folders(planned: Iterable[tuple[str, int]]) -> None:
+    for path, known in planned:
+        if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
+            raise changed_error(f"{path} changed", ", and isn't the checkpoint that was planned with")
+
+
+@functools.cache
+def this_machine() -> str:
+    """What tells this machine, with what is mounted there, from others: inodes and times of change are compared on
+    one only.
+    """
+    mounts = os.readlink(MOUNTS) if os.path.islink(MOUNTS) else ""
+    return hashlib.sha256(f"{socket.gethostname()} {mounts}".encode()).hexdigest()[:16]
+
+
+def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool = False) -> bool:
+    """Whether files, by their paths, were replaced or touched since; those at other paths may have moved. A further name
+    of a file may hide a change, and counts as one unless it is our own (`linked`).
+    """
+    pairs = [(then[path], file) for path, file in now.items() if path in then]
+    return any(
+        old.inode != new.inode or (was_touched(old, new) if linked else old.changed != new.changed)
+        for old, new in pairs
+    )
+
+
+def describe_changes(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool = False) -> list[str]:
+    """Which files of a source, by their paths, aren't what they were, and how, each in words; nothing of what only a
+    hash tells.
+
+    Args:
+      then, now: its files; at other paths they may have moved.
+      linked: we may have made links to them since.
+    """
+    before = {file.name: (path, file) for path, file in then.items()}
+    names, found = {file.name for file in now.values()}, []
+    for path, file in now.items():
+        place, old = before.get(file.name, ("", None))
+        if how := "is new" if old is None else _difference(old, file, place == path, linked):
+            found.append(f"{path} {how}")
+    return found + [f"{path} is gone" for name, (path, _) in before.items() if name not in names]
+
+
+def _difference(then: Seen, now: Seen, is_here: bool, linked: bool) -> str:
+    """How a file isn't what it was, in words; empty where that can't be seen. What a system says of a file is compared at
+    one place only.
+    """
+    if now.size != then.size:
+        return f"has another size, {now.size:,} instead of {then.size:,} bytes"
+    if is_here and now.inode != then.inode:
+        return f"is another file of that name, with the inode {now.inode} instead of {then.inode}"
+    if now.version != then.version:
+        return "was written since" if now.inode else "is another version"
+    if not is_here or now.changed == then.changed:
+        return ""
+    if now.links == then.links:
+        return "was written, renamed or touched since, though its size and time are as before"
+    names = f"has {now.links} names, which are hard links, instead of {then.links}"
+    return "" if linked else f"{names}: that may hide a change of what it holds"
+
+
+def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> list[str]:
+    """Checks that files are those that were planned with.
+
+    Returns:
+      The names of those whose time of change is another one since they got or lost a name, as our own links are: other
+      bytes may have come at the same time, so the caller compares their blocks.
+
+    Raises:
+      ChangedError: one isn't, or is gone.
+    """
+    now = {file.name: file for file in found}
+    linked = []
+    for then in planned:
+        path = store.path(then.name)
+        if (file := now.get(then.name)) is None:
+            raise changed_error(f"{path}: is gone; it was removed")
+        if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
+            raise changed_error(f"{path} changed", f" ({', '.join(changed)})")
+        if was_touched(then, file):
+            raise touched(path)
+        if file.changed != then.changed:
+            linked.append(then.name)
+    return linked
+
+
+def touched(path: str) -> ChangedError:
+    """That a file holds other bytes, or was written, though it looks as before."""
+    return changed_error(f"{path} changed", ", though its size and time are as before")
+
+
+def hash_blocks(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
+    """A hash of some bytes of a local file, `(offset, length)` each; elsewhere the version tells, and it is empty.
+
+    Raises:
+      StorageError: they can't be read.
+    """
+    if not isinstance(store, LocalFolder):
+        return ""
+    buffers = [(at, memoryview(bytearray(length))) for at, length in sorted(places)]
+    store.read_into(name, buffers)
+    return hashlib.sha256(b"".join(buffer for _, buffer in buffers)).hexdigest()
+
+
+def spread(size: int, samples: int) -> list[tuple[int, int]]:
+    """Blocks `(offset, length)` of a file of this size, evenly spread; all of it if it is small."""
+    if size <= samples * SAMPLE_BYTES:
+        return [(0, size)] if size else []
+    gap = (size - samples * SAMPLE_BYTES) // (samples + 1)
+    return [((number + 1) * gap + number * SAMPLE_BYTES, SAMPLE_BYTES) for number in range(samples)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """All files of a folder, as they were when a plan was made.
+
+    Attributes:
+      root: URL of the folder.
+      files: sorted by name.
+      blocks: a hash of some bytes of each local file.
+    """
+
+    root: str
+    files: tuple[File, ...]
+    blocks: str = ""
+
+    @classmethod
+    def of(cls, store: Store) -> Self:
+        """Those that a folder holds now.
+
+        Raises:
+          StorageError: it can't be listed, or one can't be read.
+        """
+        files = store.list()
+        return cls(store.url, tuple(files), hash_files(store, files))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """What a plan's hash knows of them: the same wherever they lie."""
+        listed = [(file.name, file.size, file.version) for file in self.files]
+        return hashlib.sha256(json.dumps([listed, self.blocks]).encode()).hexdigest()
+
+    def was_touched(self, since: Files, linked: bool = False) -> bool:
+        """Whether one was replaced since files with the same hash were seen in the same folder."""
+        return self.root == since.root and were_replaced(since._by_name, self._by_name, linked)
+
+    @property
+    def seen(self) -> dict[str, Seen]:
+        """The files, by their paths."""
+        return {f"{self.root}/{file.name}": file for file in self.files}
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, File]:
+        return {file.name: file for file in self.files}
+
+    def check(self) -> None:
+        """Checks that the folder holds these and no others.
+
+        Raises:
+          ChangedError: it doesn't.
+        """
+        store = open_store(self.root)
+        found = store.list()
+        linked = check_files(store, self.files, found)
+        if added := [file.name for file in found if file.name not in self._by_name]:
+            raise changed_error(f"{store.path(added[0])} came there")
+        if linked and self.blocks and hash_files(store, self.files) != self.blocks:
+            raise touched(store.path(linked[0]))
+
+    def to_json(self) -> list[Any]:
+        """As JSON."""
+        files = [[f.name, f.size, f.version, f.inode, f.changed, f.links] for f in self.files]
+        return [self.root, files, self.blocks]
+
+    @classmethod
+    def from_json(cls, said: Sequence[Any]) -> Self:
+        """What `to_json` wrote."""
+        root, files, blocks = said
+        names = ("name", "size", "version", "inode", "changed", "links")
+        return cls(root, tuple(File(**dict(zip(names, file, strict=True))) for file in files), blocks)
+
+
+def hash_files(store: Store, files: Sequence[File]) -> str:
+    """A hash of some bytes of each local file: fewer of each where there are many."""
+    if not isinstance(store, LocalFolder):
+        return ""
+    samples = max(1, min(SAMPLES, MOST_SAMPLES // max(1, len(files))))
+
+    def hash_part(part: Sequence[File]) -> str:
+        return "".join(hash_blocks(store, file.name, spread(file.size, samples)) for file in part)
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        parts = pool.map(hash_part, (files[at : at + 256] for at in range(0, len(files), 256)))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -1,0 +1,429 @@
+"""A release on the hub as one commit: all of it is seen, or nothing.
+
+What is published is a list of files that is fixed before, the weights among them. What the repository holds of another
+model is replaced by the same commit, and only where that is asked for. The large files are uploaded first, where no
+revision refers to them; then one commit names them, together with the small ones. A commit names its parent, the one
+that was looked at: if someone else committed meanwhile, the hub refuses it. Its title names the result, so that one
+whose answer was lost is known again, and so is a pull request. Requests are huggingface_hub's, with its retries, Xet
+where it has that; the commit itself is repeated here, since only here it is known whether an answer that was lost said
+yes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from weightbeam.formats.release.files import CARD, role_of
+from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage.hub import api, retried
+from weightbeam.formats.storage.hub_cache import has_hash
+from weightbeam.formats.storage.token import token
+from weightbeam.formats.storage.uninterrupted import uninterrupted
+from weightbeam.formats.targets.published import WEIGHTS
+
+# what Weightbeam says of another model
+OURS = re.compile(r"(weightbeam|run|changes)\.json|changes\.png|maxtext\.yml")
+IGNORED = "# nothing\n"  # in place of the repository's own .gitignore, which would leave files out of a commit
+PRECONDITION_FAILED = 412  # the parent isn't the head any more
+
+# by their names in the repository: the small files themselves, and where the large ones lie; None: not made yet
+Files = Mapping[str, bytes | Path | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where to publish.
+
+    Attributes:
+      repo: `owner/name`.
+      branch: of the repository.
+    """
+
+    repo: str
+    branch: str = "main"
+
+    @classmethod
+    def parse(cls, url: str) -> HubAddress:
+        """Reads `hf://owner/name`, `@` a branch.
+
+        Raises:
+          StorageError: it names no repository.
+        """
+        if not (match := re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", url)):
+            raise StorageError(f"{url}: should be hf://owner/name, with @branch for another than main")
+        return cls(match[1], match[2] or "main")
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}" + ("" if self.branch == "main" else f"@{self.branch}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Published:
+    """What was published.
+
+    Attributes:
+      url: `hf://owner/name@commit`.
+      page: to look at: the commit's, or the pull request's.
+      removed: files of the repository that the commit took away.
+      replaced: files of the repository that have another content now.
+      kept: files of the release that the repository has already and keeps.
+    """
+
+    url: str
+    page: str
+    removed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """A branch as it was looked at.
+
+    Attributes:
+      commit: its last.
+      files: the hash of each file, by name.
+      made: the commit that published this very result, where one did.
+      before: the hashes of the files in that one.
+      is_bare: it has no commit of its own yet, only those of `main`, which keeps them.
+    """
+
+    commit: str
+    files: Mapping[str, str]
+    made: str | None
+    before: Mapping[str, str]
+    is_bare: bool
+
+
+def check_target(url: str) -> HubAddress:
+    """Makes sure, before any work, that there is a token which the hub knows, and that it may write somewhere. What a
+    fine-grained token may, and whose repositories, only a commit tells.
+
+    Raises:
+      StorageError: there is none, it may only read, or the name isn't one of a repository.
+    """
+    target = HubAddress.parse(url)
+    if token() is None:
+        raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
+    with told(target):
+        about = retried(api().whoami)()
+    if ((about.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        raise StorageError(f"{target}: the token that is set may only read; publishing needs one of the role `write`")
+    return target
+
+
+def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_pr: bool = False) -> Published | None:
+    """Looks, before any work, whether a result is published already; see `publish`.
+
+    Raises:
+      StorageError: there is something that would be replaced, or the hub can't be asked.
+    """
+    target, hub = HubAddress.parse(url), api()
+    with told(target):
+        if (found := _find(hub, target)) is None:
+            return None
+        head = _look(hub, target, title, found)
+        made = _made(hub, target, title, head, files, create_pr)
+        if made is None and not (overwrite or create_pr):
+            _refuse_others(target, head, *_changes(head, files, {}, False))
+        return made
+
+
+def check_free(url: str) -> None:
+    """Makes sure that a branch holds nothing that would be read together with a model.
+
+    Raises:
+      StorageError: it does, or the hub can't be asked.
+    """
+    target, hub = HubAddress.parse(url), api()
+    with told(target):
+        if (found := _find(hub, target)) is not None:
+            head = _look(hub, target, None, found)
+            _refuse_others(target, head, *_changes(head, {}, {}, False))
+
+
+def publish(
+    url: str,
+    title: str,
+    files: Files,
+    *,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    private: bool = True,
+    replace_card: bool = False,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Published | None:
+    """Publishes files as one commit, in a repository that is made if there is none. Nothing happens where that was done
+    before, by whomever.
+
+    A model card that is there already is kept, and so are files that no loader looks for.
+
+    Args:
+      url: `hf://owner/name[@branch]`.
+      title: the commit's first line. It must name this very result: by it a commit is known again.
+      files: all of the release; those that are paths are its weights.
+      overwrite: what the branch has of another model is replaced: weights, and all that would be read together with
+        them.
+      create_pr: open a pull request; the branch itself doesn't change.
+      private: whether a repository that is made is private.
+      replace_card: whether the release's model card takes the place of the repository's.
+      is_wanted: is asked right before the commit, when its parent is fixed.
+
+    Returns:
+      What was published; None where it isn't wanted any more.
+
+    Raises:
+      StorageError: the list has no weights, or one of its files is gone; there is something that would be replaced; the
+        hub can't be reached, or doesn't let us; or someone else committed meanwhile.
+    """
+    target, hub = HubAddress.parse(url), api()
+    if not any(isinstance(data, Path) for data in files.values()):
+        raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
+    with told(target), _without_bars():
+        head = _look(hub, target, title, _find(hub, target) or _create(hub, target, private))
+        if made := _made(hub, target, title, head, files, create_pr):
+            return made
+        # the large files are hashed here
+        adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
+        hashes = {name: add.upload_info.sha256.hex() for name, add in adds.items()}
+        removed, replaced, kept = _changes(head, files, hashes, replace_card)
+        if not (overwrite or create_pr):
+            _refuse_others(target, head, removed, replaced, kept)
+        additions = [add for name, add in adds.items() if name not in kept]
+        retried(hub.preupload_lfs_files)(
+            target.repo, additions, revision=target.branch, create_pr=create_pr, gitignore_content=IGNORED
+        )
+        if not is_wanted():
+            return None
+        operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
+        commit = _propose if create_pr else _commit
+        url, page = commit(hub, target, operations, title, head.commit)
+    return Published(url, page, removed, replaced, kept)
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
+    """The branch, if there is one."""
+    with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
+        return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True)
+    return None
+
+
+def _create(hub: HfApi, target: HubAddress, private: bool) -> ModelInfo:
+    """Makes the repository and the branch."""
+    retried(hub.create_repo)(target.repo, private=private, exist_ok=True)
+    if target.branch != "main":
+        retried(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
+    return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True)
+
+
+def _look(hub: HfApi, target: HubAddress, title: str | None, found: ModelInfo) -> _Head:
+    """The branch's last commit, and what came before it; no commit is ours without a title."""
+    history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
+    made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
+    before = _hashes(retried(hub.model_info)(target.repo, revision=made, files_metadata=True)) if made else {}
+    is_bare = target.branch != "main" and found.sha in {
+        each.commit_id for each in retried(hub.list_repo_commits)(target.repo)
+    }
+    return _Head(found.sha or "", _hashes(found), made, before, is_bare)
+
+
+def _is_titled(found: str, title: str) -> bool:
+    """Whether a commit has this title; that of a pull request which was merged ends with its number."""
+    return re.fullmatch(rf"{re.escape(title)}( \(#\d+\))?", found) is not None
+
+
+def _hashes(found: ModelInfo) -> dict[str, str]:
+    """The hash of each file: its own, or git's; empty where the hub doesn't say it."""
+    return {file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in found.siblings or []}
+
+
+def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files, create_pr: bool) -> Published | None:
+    """What published this very result, if something did and it is all there; else an open pull request of it."""
+    if head.made == head.commit and files.keys() <= head.files.keys():
+        return Published(f"hf://{target.repo}@{head.commit}", _page(hub, target, head.commit))
+    found = _pull(hub, target, title) if create_pr else None
+    return found and Published(*_address(target, found))
+
+
+def _pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
+    """The first pull request of that title that is open; what became of one that was merged, the branch says."""
+
+    def listed() -> list[Discussion]:
+        return list(hub.get_repo_discussions(target.repo, discussion_type="pull_request"))
+
+    found = [each for each in retried(listed)() if each.title == title and each.status in ("open", "draft")]
+    return min(found, key=lambda each: each.num, default=None)
+
+
+def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
+    """A pull request's address, and its page."""
+    return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", pull.url
+
+
+def _page(hub: HfApi, target: HubAddress, commit: str) -> str:
+    return f"{hub.endpoint}/{target.repo}/commit/{commit}"
+
+
+def _changes(
+    head: _Head, files: Files, hashes: Mapping[str, str], replace_card: bool
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """What a commit of these files takes away, replaces and keeps; `hashes` are those of the files, where they are
+    known.
+    """
+
+    def is_same(name: str, there: str) -> bool:
+        data = files[name]
+        return there == hashes.get(name) or (isinstance(data, bytes) and has_hash(data, there))
+
+    kept = tuple(name for name in files if name == CARD and name in head.files and not replace_card)
+    removed = [name for name in head.files.keys() - files.keys() if _is_stale(name)]
+    replaced = [
+        name for name in files if name in head.files and name not in kept and not is_same(name, head.files[name])
+    ]
+    return tuple(sorted(removed)), tuple(sorted(replaced)), kept
+
+
+def _is_stale(name: str) -> bool:
+    """Whether a file that isn't ours would be read together with our weights."""
+    return name != CARD and any((OURS.fullmatch(name), WEIGHTS.fullmatch(name), role_of(name)))
+
+
+def _refuse_others(
+    target: HubAddress, head: _Head, removed: tuple[str, ...], replaced: tuple[str, ...], kept: tuple[str, ...]
+) -> None:
+    """Raises StorageError where something would go that this result hasn't published before, or whose hash is unknown."""
+    others = [
+        name
+        for name in sorted([*removed, *replaced])
+        if not head.files[name] or head.files[name] != head.before.get(name)
+    ]
+    if others and not head.is_bare:
+        raise StorageError(
+            f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "
+            "replaced (--overwrite), or a pull request opened (--create_pr)"
+        )
+
+
+# --- the commit -------------------------------------------------------------------------------------------------------
+
+Operations = list[CommitOperationAdd | CommitOperationDelete]
+
+
+def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, parent: str) -> tuple[str, str]:
+    """Commits, again where that may help; returns the commit's address and its page.
+
+    An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
+    lost, or by another one of the same result.
+    """
+
+    def commit() -> tuple[str, str]:
+        made = hub.create_commit(
+            target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent
+        )
+        return f"hf://{target.repo}@{made.oid}", made.commit_url
+
+    try:
+        return retried(_waited_for)(hub, target, commit)
+    except HfHubHTTPError as e:
+        if e.response is None or e.response.status_code != PRECONDITION_FAILED:
+            raise
+    history = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
+    for each in itertools.takewhile(lambda each: each.commit_id != parent, history):
+        if each.title == title:
+            return f"hf://{target.repo}@{each.commit_id}", _page(hub, target, each.commit_id)
+    raise StorageError(
+        f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
+    )
+
+
+def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str, parent: str) -> tuple[str, str]:
+    """Opens a pull request, again where that may help, and only where none is open; returns the address and page. Where
+    another machine opened one at the same time, the first stays.
+    """
+
+    def open_one() -> tuple[str, str]:
+        made = hub.create_commit(
+            target.repo,
+            operations,
+            commit_message=title,
+            revision=target.branch,
+            parent_commit=parent,
+            create_pr=True,
+        )
+        first = _pull(hub, target, title)
+        if first and made.pr_num and first.num < made.pr_num:
+            hub.change_discussion_status(target.repo, made.pr_num, "closed")
+            return _address(target, first)
+        return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
+
+    def propose() -> tuple[str, str]:
+        found = _pull(hub, target, title)
+        return _address(target, found) if found else _waited_for(hub, target, open_one)
+
+    return retried(propose)()
+
+
+def _waited_for(hub: HfApi, target: HubAddress, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """What publishes, and returns the address and page, isn't stopped halfway."""
+    return uninterrupted(
+        request,
+        lambda made: f"but {made[0]} is published: {made[1]}",
+        f"{target} was being published; look at {hub.endpoint}/{target.repo} whether it is",
+    )
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Context manager: huggingface_hub shows no bars of its own."""
+    were_off = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
+            enable_progress_bars()
+
+
+@contextlib.contextmanager
+def told(target: HubAddress) -> Iterator[None]:
+    """Context manager: the hub's errors become ours, with what to do. They aren't chained: they may show signed
+    addresses.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except HfHubHTTPError as e:
+        status = e.response.status_code if e.response is not None else 0
+        if status == 401 and token() is not None:
+            message = "the hub doesn't accept the token that is set; is it wrong, or has it expired?"
+        elif status == 401:
+            message = "HF_TOKEN isn't set; publishing needs a token that may write there"
+        elif status == 403 or isinstance(e, RepositoryNotFoundError):
+            message = f"the token that is set may not write there; it needs the role `write`, and its owner access to {target.repo.split('/')[0]}"
+        else:
+            message = f"the hub answered {status} {e.response.reason_phrase if e.response is not None else ''}".rstrip()
+        raise StorageError(f"{target}: {message}") from None
+    except HFValidationError as e:
+        raise StorageError(f"{target}: {e}") from None
+    except ValueError as e:  # the hub's, of a model card's metadata or of a file
+        raise StorageError(f"{target}: {str(e).splitlines()[0] if str(e) else 'refused'}") from None
+    except OSError as e:  # a file of ours, such as one that someone removed
+        raise StorageError(f"{target}: {reason(e)}") from None
+    except (httpx2.HTTPError, RuntimeError) as e:  # RuntimeError: of an upload
+        raise StorageError(
+            f"{target}: the hub, or the host of its files, can't be reached: {type(e).__name__}"
+        ) from None

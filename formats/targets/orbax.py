@@ -1,0 +1,441 @@
+"""An Orbax checkpoint as a target: the shards of units, and the checkpoint that is assembled of them.
+
+    <output>/<step>/
+        _CHECKPOINT_METADATA, conversion.json, maxtext.yml, release.zip, commit_success.txt
+        items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
+        items/source/                         the source's files, if the checkpoint is virtual
+
+Where it is until it is whole: `formats/staging/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats.orbax import ocdbt, zarr
+from weightbeam.formats.orbax.metadata import (
+    ARRAY_METADATAS,
+    CHECKPOINT_METADATA,
+    METADATA,
+    STEP,
+    STRINGS,
+    checkpoint_metadata,
+    hash_beside,
+    is_checkpoint,
+    others_in,
+    plan_hash_of,
+    record_of,
+    tree_metadata,
+)
+from weightbeam.formats.orbax.reading import find_damage
+from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
+from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
+from weightbeam.formats.record.extremes import Extremes
+from weightbeam.formats.record.provenance import RECORD, digest, record_json, summary, total
+from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging.links import SOURCE
+from weightbeam.formats.storage import TEMPORARY, StorageError, Store
+from weightbeam.formats.targets.target import Conclude, Target, lies_in, nothing
+from weightbeam.model_mappings.boxes import Box
+
+SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
+Shard = tuple[ArraySpec, Box, np.ndarray]  # an array, a box of it, and its values
+See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxTarget(Target[Staging]):
+    """An Orbax checkpoint in a folder or in a bucket.
+
+    Attributes:
+      specs: every array.
+      format: how it is stored.
+      step: under which it is written.
+      scan_layers: what MaxText looks for in the custom metadata; None where nobody knows.
+      references: the chunks that no unit makes: ranges of files in `items/source/`.
+      bare: whether the arrays are the whole tree, without the step and the (empty) optimizer state of a TrainState.
+      custom: more custom metadata.
+      files: what else lies beside the record, or below the item or another one, by name.
+      tree: every leaf, as Orbax's `tree_metadata` has it; None for MaxText's TrainState of parameters alone.
+      metadata: of arrays whose chunks were copied, what describes them.
+      handlers: Orbax's names for the handlers of other items.
+      see: is shown each shard that is written; see `write_unit`.
+    """
+
+    specs: Sequence[ArraySpec]
+    format: Format
+    step: int = 0
+    scan_layers: bool | None = None
+    references: Callable[[], Iterable[Reference]] = tuple
+    bare: bool = False
+    custom: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    tree: Mapping[str, Any] | None = None
+    metadata: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    see: See | None = None
+
+    name, another = "orbax", "choose another --output or --step"
+    beside = ", --step writes another one beside it"
+
+    @property
+    def arrays(self) -> list[ArraySpec]:
+        """Every array that is stored, with the step where it is a scalar of ours."""
+        return [*self.specs] if self.bare or self.tree is not None else [*self.specs, STEP]
+
+    @property
+    def identity(self) -> list[Any]:
+        return [(spec.chunk, spec.shard, spec.order) for spec in self.specs]
+
+    def place(self, output: str, plan_hash: str) -> Staging:
+        return staging_at(output, self.step, plan_hash)
+
+    def prepare(self, place: Staging) -> None:
+        """Nothing has to be there."""
+
+    def write(
+        self,
+        place: Staging,
+        unit: int,
+        parts: Sequence[Shard],
+        notes: Mapping[str, Any] | None = None,
+        copies: Sequence[EncodedChunk] = (),
+    ) -> None:
+        write_unit(place, unit, parts, self.format, copies, notes, self.see)
+
+    def assemble(
+        self,
+        place: Staging,
+        units: int,
+        record: Mapping[str, Any],
+        overwrite: bool = False,
+        conclude: Conclude = nothing,
+    ) -> None:
+        assemble(place, self, units, record, overwrite, conclude)
+
+    @staticmethod
+    def record_of(place: Store) -> Mapping[str, Any]:
+        return record_of(place / ITEMS)
+
+    @staticmethod
+    def made_by(place: Store) -> str | None:
+        return plan_hash_of(place)
+
+    def find_damage(self, place: Staging) -> str:
+        return find_damage(place.final, self.arrays, self.format)
+
+    def find_unfit(self, place: Staging) -> tuple[str, str] | None:
+        if isinstance(place, FolderStaging):
+            if place.output.folder.exists() and not place.output.folder.is_dir():
+                return str(place.output), "is a file"
+            place.final.kvstore()  # raises where TensorStore can't write
+        return None
+
+    def find_overlap(self, place: Staging, inputs: Iterable[str], swaps: bool = False) -> str:
+        for url in inputs:
+            if not swaps and any(lies_in(url, there.url) for there in (place.final, *place.beside())):
+                return f"holds the source, or what it consists of ({url}), and would be deleted; {self.another}"
+            if lies_in(url, place.output.url) and lies_in(place.output.url, url):
+                return f"would lie among the files of {url}, which it is made of; {self.another}"
+        return ""
+
+    def why_not_replace(self, place: Staging) -> str:
+        return _why_not_replace(place, self.another)
+
+    def why_not_discard(self, place: Staging) -> str:
+        """In a bucket what was staged lies where it will be read."""
+        return _others(place, self.another) if isinstance(place, BucketStaging) else ""
+
+    def bytes_left(self, place: Staging, made_bytes: int, units: int, resume: bool) -> int:
+        """None where all but the name is there."""
+        if resume and place.is_complete():
+            return 0
+        return int(made_bytes * (place.share_left(units) if resume else 1))
+
+
+def _why_not_replace(place: Staging, another: str) -> str:
+    foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
+    if isinstance(place, BucketStaging):
+        if is_checkpoint(place.final):
+            return _others(place, another)
+        return _others(place, another) if place.is_remains() else foreign
+    final = Path(place.final.url)
+    if final.is_symlink():
+        return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {another}, or remove it"
+    if not final.is_dir():
+        return f"is a file: --overwrite doesn't replace files; {another}, or remove it"
+    if os.path.ismount(final):
+        return f"is a mount point, and can't be replaced; {another}"
+    if any(final.iterdir()) and not is_checkpoint(place.final):
+        return foreign
+    if others := _others(place, another):
+        return others
+    for folder, _, _ in os.walk(final):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {another}"
+    return ""
+
+
+def _others(place: Staging, another: str) -> str:
+    if others := others_in(place.final):
+        return f"holds what is no checkpoint's, and --overwrite would delete: {', '.join(others)}; move it away, or {another}"
+    return ""
+
+
+def write_unit(
+    staging: Staging,
+    unit: int,
+    shards: Sequence[Shard],
+    format: Format,
+    copies: Sequence[EncodedChunk] = (),
+    notes: Mapping[str, Any] | None = None,
+    see: See | None = None,
+) -> str:
+    """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them;
+    enters the unit in the ledger.
+
+    Args:
+      staging: where.
+      unit: its number.
+      shards: arrays, boxes and values.
+      format: how they are stored.
+      copies: chunks that are encoded already.
+      notes: what else its ledger entry says.
+      see: is shown each shard, and what was seen of its values on the way to its digest; what it has to say of them is
+        noted too.
+
+    Returns:
+      The attempt that counts: this one, or an earlier one that was first.
+
+    Raises:
+      TakenOverError: the place isn't this plan's any more; what was written of the unit is removed, or, where the plan
+        is still there (a stop in a bucket) or the unit may count already, left to whoever goes on.
+    """
+    staging.check()
+    attempt = staging.attempt()
+    try:
+        _write(staging, attempt, shards, format, copies)
+        staging.check()
+    except Exception as e:
+        if staging.is_staged():
+            raise
+        staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
+        raise staging.taken_over() from e
+    shares: dict[str, int] = {}
+    seen: list[Mapping[str, Any]] = []
+    for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
+        extremes = Extremes(spec.dtype) if see else None
+        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values, extremes)
+        if see and extremes and (found := see(spec, box, values, extremes)):
+            seen.append(found)
+    # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is
+    # removed.
+    entry = {
+        "attempt": attempt,
+        "digests": {key: f"{share:x}" for key, share in shares.items()},
+        **(notes or {}),
+        **({SEEN: seen} if seen else {}),
+    }
+    entry = staging.enter(unit, entry)
+    if format.use_ocdbt:
+        # the page cache would grow by the whole checkpoint, and push out what others read
+        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")
+    return entry["attempt"]
+
+
+def _write(
+    staging: Staging,
+    attempt: str,
+    shards: Sequence[Shard],
+    format: Format,
+    copies: Sequence[EncodedChunk],
+) -> None:
+    shared = ocdbt.context()
+    transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
+    kvstore = (
+        ocdbt.written_database(staging.items / f"{ocdbt.ATTEMPT}{attempt}")
+        if format.use_ocdbt
+        else staging.shards.kvstore()
+    )
+    futures = []
+    for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
+        futures += zarr.write_shards(
+            kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction
+        )
+    if copies:
+        store = ts.KvStore.open(kvstore, context=shared).result()
+        store = store if transaction is None else store.with_transaction(transaction)
+        futures += [store.write(copy.key, copy.encoded) for copy in copies]
+    for future in futures:
+        future.result()
+    if transaction is not None:
+        transaction.commit_sync()
+
+
+def assemble(
+    staging: Staging,
+    target: OrbaxTarget,
+    units: int,
+    record: Mapping[str, Any],
+    overwrite: bool = False,
+    conclude: Conclude = nothing,
+) -> None:
+    """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
+
+    Args:
+      staging: where the units are.
+      target: what it should hold.
+      units: how many the plan has; their ids count from 0.
+      record: where the checkpoint comes from (`formats/record/provenance.py`), without digests.
+      overwrite: replace a checkpoint that has the same place.
+      conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
+
+    Raises:
+      ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
+    """
+    if not staging.exists() and staging.is_taken():
+        return
+    if not staging.is_complete():
+        staging.gather()
+        try:
+            _complete(staging, target, units, record, conclude)
+        except Exception as e:
+            if staging.is_staged():
+                raise
+            staging.sweep()
+            raise staging.taken_over() from e
+    publish(staging, overwrite)
+
+
+def publish(staging: Staging, overwrite: bool = False) -> None:
+    """Lets readers see what is staged; see `Staging.publish`."""
+    staging.publish(overwrite)
+
+
+def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
+    """Makes a whole checkpoint of what is staged: the arrays, then what describes them, the markers last."""
+    done, ledger = staging.done(), staging.ledger()
+    _check_done(staging, units, ledger)
+    concluded = conclude(ledger)
+    objects = _objects(target, staging.step)
+    if target.format.use_ocdbt:
+        _merge(staging, target, {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}, objects)
+    else:
+        for key, value in objects:
+            staging.put(f"{ITEMS}/{key}", value)
+        _check_files(staging.items, target.arrays, target.format)
+    _check_same(staging, done)  # the merge may have made the folder anew
+    tree = tree_metadata(target.specs, target.format, target.bare, target.tree)
+    staging.put(f"{ITEMS}/{METADATA}", _json(tree))
+    for name, content in target.files.items():
+        staging.put(name, content)
+    digests = total(entry["digests"] for entry in ledger.values())
+    _put_record(staging, target, {**record, **concluded}, digests)
+    _check_same(staging, done)
+    staging.mark()
+
+
+def _check_done(staging: Staging, units: int, ledger: Mapping[int, Any]) -> None:
+    """Makes sure that the ledger has every unit."""
+    if missing := set(range(units)) - set(ledger):
+        if why := staging.why_missing(missing):  # an engine tries again what failed for it
+            raise StorageError(why)
+        raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+
+
+def _objects(target: OrbaxTarget, step: int) -> list[tuple[str, bytes]]:
+    """What the item holds besides the units' chunks, by key: each array's description, and the step itself."""
+    format, arrays = target.format, target.arrays
+    plain = dataclasses.replace(format, compression="none")  # how the step is stored
+    objects = []
+    for spec in arrays:
+        described = target.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format)
+        objects.append((f"{spec.key}/{format.metadata_name}", described))
+    if arrays[-1] is STEP:
+        objects.append((list(zarr.keys(STEP, format))[1], np.int64(step).tobytes()))
+    return objects
+
+
+def _merge(staging: Staging, target: OrbaxTarget, attempts: Set[str], objects: Sequence[tuple[str, bytes]]) -> None:
+    """Makes one database of those of the attempts, of the references and of objects, and makes sure that it is there."""
+    items = staging.items
+    held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
+    if lost := attempts - held:
+        raise ocdbt.IncompleteError(
+            f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}"
+        )
+    for name in held - attempts:
+        if staging.is_own(name.removeprefix(ocdbt.ATTEMPT)):
+            items.delete_folder(name)
+    # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
+    items.delete(f"{ocdbt.MANIFEST}{LOCK}")
+    databases = [items / attempt for attempt in sorted(attempts)]
+    if references := list(target.references()):
+        write_database(items / SOURCE, references)
+        databases.append(items / SOURCE)
+    wanted = ((spec.key, zarr.keys(spec, target.format)) for spec in target.arrays)
+    ocdbt.merge(items, databases, objects, wanted, staging.manifest)
+    if staging.manifest != items:
+        staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
+    if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
+        raise ocdbt.IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
+    if references:
+        remove_database(items / SOURCE)
+        _check_references(items, references)
+
+
+def _put_record(staging: Staging, target: OrbaxTarget, record: Mapping[str, Any], digests: Mapping[str, Any]) -> None:
+    """Puts what says where the checkpoint comes from, and Orbax's metadata, which have a summary of it."""
+    beside: dict[str, str] = {}
+    for place in dict.fromkeys((staging.aside, staging.checkpoint)):
+        beside |= hash_beside(place)
+    record = {**record, **({"files": beside} if beside else {}), "digests": digests}
+    staging.put(RECORD, record_json(record))
+    scan = {} if target.scan_layers is None else {"scan_layers": target.scan_layers}
+    about = _json(checkpoint_metadata({**scan, **target.custom, "weightbeam": summary(record)}, target.handlers))
+    # where MaxText looks for scan_layers: load_parameters_path is the item
+    staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)
+    staging.put(CHECKPOINT_METADATA, about)
+
+
+def _check_same(staging: Staging, done: Mapping[int, Any]) -> None:
+    """Makes sure that the ledger is the one that was read."""
+    if staging.done() != done:
+        raise staging.taken_over()
+
+
+def _check_references(items: Store, references: Sequence[Reference]) -> None:
+    """The merged database, read back: every reference is there and lies within its file."""
+    wanted = (dataclasses.replace(reference, path=f"{SOURCE}/{reference.path}") for reference in references)
+    if faults := list(itertools.islice(find_faults(items, wanted), 3)):
+        raise ocdbt.IncompleteError(f"the index doesn't refer to what it should: {'; '.join(faults)}")
+
+
+def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
+    """Without a database every key is a file: all of them, and no others."""
+    wanted = {key for spec in specs for key in zarr.keys(spec, format)}
+    # of an assembly that was stopped
+    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER, STRINGS}
+    held = {name for name in held if not name.startswith(f"{ARRAY_METADATAS}/")}
+    # TensorStore's and ours, of writes that were killed
+    for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:
+        items.delete(stray)
+        held.remove(stray)
+    if wanted != held:
+        missing, extra = sorted(wanted - held), sorted(held - wanted)
+        raise ocdbt.IncompleteError(
+            f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}"
+        )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,144 @@
+"""A release of ours that is published: what it says of where it comes from, and which of its files are its own."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.release.files import CARD, role_of
+from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.safetensors.header import HeaderError, header_of
+from weightbeam.formats.staging import MARKER, PLAN
+from weightbeam.formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.storage.strict_json import read_json
+
+RECORD = "weightbeam.json"
+HASH = re.compile("[0-9a-f]{64}")  # of a plan
+DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
+# what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config
+WEIGHTS = re.compile(
+    r"[^/]*\.safetensors(\.index\.json)?|(pytorch_|adapter_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
+    r"|adapter_config\.json"
+)
+
+
+def record_of(release: Store) -> dict[str, Any] | None:
+    """What a release says of where it comes from; None where it isn't whole, or isn't ours."""
+    try:
+        record = read_json(release, RECORD)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def plan_hash_of(release: Store) -> str | None:
+    """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
+    record = record_of(release) or {}
+    plan, digests, files = record.get("plan"), record.get("digests"), record.get("files", {})
+    if not isinstance(digests, dict) or not all(_is_hash(DIGEST, digest) for digest in digests.values()):
+        return None
+    if not isinstance(files, dict):
+        return None
+    return plan if _is_hash(HASH, plan) else None
+
+
+def _is_hash(form: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and bool(form.fullmatch(value))
+
+
+def others_in(release: Store) -> list[str]:
+    """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
+    record = record_of(release) or {}
+    files, digests = record.get("files"), record.get("digests")
+    own = {RECORD, PLAN, *(files if isinstance(files, dict) else ())}
+    tensors = digests.keys() if isinstance(digests, dict) else set[str]()
+    if "files" not in record:  # of an earlier version
+        own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}
+    if isinstance(release, LocalFolder):  # links and whatever else isn't a file, too
+        paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        names = sorted(str(path.relative_to(release.folder)) for path in paths)
+    else:
+        names = [file.name for file in release.list()]
+    shards = _shards_by_index(release) if INDEX in own else None
+    return [
+        name
+        for name in names
+        if name not in own and not (_is_shard(release, name, tensors) if shards is None else name in shards)
+    ]
+
+
+def strays_in(release: Store) -> list[str]:
+    """The same, of those only that loaders take for a part of the model: another one's tokenizer, more weights."""
+    return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or role_of(name)]
+
+
+def _shards_by_index(release: Store) -> set[str]:
+    try:
+        return set(read_json(release, INDEX)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _is_shard(release: Store, name: str, tensors: Collection[str]) -> bool:
+    """Whether a file holds tensors of the release, and nothing else."""
+    try:
+        file = release.stat(name) if name.endswith(".safetensors") else None
+        return file is not None and all(tensor.name in tensors for tensor in header_of(release, file))
+    except (OSError, HeaderError):
+        return False
+
+
+def whole_files(release: LocalFolder, beside: Collection[str] = ()) -> dict[str, bytes | Path]:
+    """Every file of a release, or of a checkpoint, that is whole, by name: the small ones, and the paths of those that
+    hold weights. Of a release whose record names its small files these, and what is there of `beside`.
+
+    Raises:
+      OSError: it isn't whole.
+    """
+    found, tensors = _read_files(release)
+    if any(name.endswith(f"/{MARKER}") for name in found):  # of a checkpoint
+        return found
+    record = record_of(release) or {}
+    _check_whole(release, record, found, tensors)
+    if not (small := record.get("files")):
+        return found
+    kept = {*small, RECORD, *beside}
+    return {name: data for name, data in found.items() if name in kept or name.endswith(".safetensors")}
+
+
+def _read_files(release: LocalFolder) -> tuple[dict[str, bytes | Path], set[str]]:
+    """Every file by name, small ones read, of others the path; and the names of the tensors that they hold."""
+    found: dict[str, bytes | Path] = {}
+    tensors: set[str] = set()
+    for file in release.list():
+        path = Path(release.path(file.name))
+        if file.name.endswith(".safetensors"):
+            try:
+                tensors |= {tensor.name for tensor in header_of(release, file)}
+            except HeaderError as e:
+                raise StorageError(f"{release}: {e}") from e
+            found[file.name] = path
+        else:
+            is_small = role_of(file.name) or "/" not in file.name
+            found[file.name] = release.read(file.name) if is_small else path
+    return found, tensors
+
+
+def _check_whole(
+    release: LocalFolder, record: Mapping[str, Any], found: Mapping[str, bytes | Path], tensors: Set[str]
+) -> None:
+    """Makes sure that the small files are those that the record names, and that every tensor of it is there."""
+    digests = record.get("digests", {})
+    small = record.get("files", {}).items()
+    others = [name for name, digest in small if not _is_as_noted(name, found.get(name), digest)]
+    if others or not digests or not digests.keys() <= tensors:
+        missing = f" (missing or changed: {', '.join(others)})" if others else ""
+        raise StorageError(f"{release}: isn't whole{missing}, and isn't published")
+
+
+def _is_as_noted(name: str, data: bytes | Path | None, digest: str) -> bool:
+    """Whether a small file is the one that the record names; the card may be written anew."""
+    return isinstance(data, bytes) and (name == CARD or hashlib.sha256(data).hexdigest() == digest)

@@ -1,0 +1,214 @@
+"""A release as a target: rows of tensors into safetensors files, by many at a time, published once.
+
+The headers follow from the plan, so every unit knows the bytes of the files that its rows are. In a folder the files
+are made at their full size before any tensor is there, and a unit writes to its places (`release_place.py`); in a
+bucket it writes components, which are composed (`release_bucket.py`); the hub gets what was made in a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from weightbeam.formats.record.provenance import total
+from weightbeam.formats.safetensors import BoxRead, Tensor
+from weightbeam.formats.staging import BucketStaging
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
+from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
+from weightbeam.formats.targets.target import Conclude, Target, lies_in, nothing
+from weightbeam.model_mappings.boxes import Box
+
+# a tensor whose `path` is its file's name in the release, a box of it, and its values
+Rows = tuple[Tensor, Box, np.ndarray]
+Files = Sequence[tuple[str, bytes, int]]  # safetensors files: name, header, and size in bytes
+FOREIGN = "isn't a release that Weightbeam wrote"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseTarget(Target[ReleasePlace]):
+    """A release in a folder, in a bucket, or on the hub.
+
+    Attributes:
+      files: the safetensors files.
+      texts: the files that are known before any tensor is: the small ones and the index.
+      gather: files that are made of the ledger's entries.
+      own: names of these, which `--overwrite` may delete.
+    """
+
+    files: Files
+    texts: Mapping[str, bytes]
+    gather: Callable[[Iterable[Mapping[str, Any]]], Mapping[str, bytes]] = lambda entries: {}
+    own: frozenset[str] = frozenset()
+
+    name, another, on_hub = "release", "choose another --output", True
+
+    @property
+    def identity(self) -> list[Any]:
+        return [(name, header.hex()) for name, header, _ in self.files]
+
+    def place(self, output: str, plan_hash: str) -> ReleasePlace:
+        return release_staging(output, plan_hash)
+
+    def prepare(self, place: ReleasePlace) -> None:
+        """Puts the small files there, and in a folder the others at their full size."""
+        place.lay_out(self.files, self.texts)
+        place.note_small(self.texts)
+
+    def write(
+        self,
+        place: ReleasePlace,
+        unit: int,
+        parts: Sequence[Rows],
+        notes: Mapping[str, Any] | None = None,
+        copies: Sequence[Any] = (),
+    ) -> None:
+        write_unit(place, unit, parts, notes)
+
+    def assemble(
+        self,
+        place: ReleasePlace,
+        units: int,
+        record: Mapping[str, Any],
+        overwrite: bool = False,
+        conclude: Conclude = nothing,
+    ) -> None:
+        assemble(place, self, units, record, overwrite, conclude)
+
+    @staticmethod
+    def record_of(place: Store) -> dict[str, Any]:
+        return record_of(place) or {}
+
+    @staticmethod
+    def made_by(place: Store) -> str | None:
+        return plan_hash_of(place)
+
+    def find_unfit(self, place: ReleasePlace) -> tuple[str, str] | None:
+        folder = place.final.folder if isinstance(place.final, LocalFolder) else None
+        if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
+            return str(place.final), "is a link or a file; name a folder"
+        return None
+
+    def find_overlap(self, place: ReleasePlace, inputs: Iterable[str], swaps: bool = False) -> str:
+        for url in inputs:
+            for there in (place.final, *place.beside()):
+                if lies_in(url, there.url) or lies_in(there.url, url):
+                    return f"and {url}, which it is made of, lie in each other; {self.another}"
+        return ""
+
+    def why_not_replace(self, place: ReleasePlace) -> str:
+        if plan_hash_of(place.final) is None:
+            return "" if _is_empty(place) else f"exists, {FOREIGN}, and isn't deleted; {self.another}"
+        return self._deletes({*others_in(place.final)} - self.own)
+
+    def why_not_discard(self, place: ReleasePlace) -> str:
+        return self._deletes(place.others_there())
+
+    def _deletes(self, others: Iterable[str]) -> str:
+        if not (named := ", ".join(sorted(others))):
+            return ""
+        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {named}"
+        return f"{why}; move it away, or {self.another}"
+
+    def bytes_left(self, place: ReleasePlace, made_bytes: int, units: int, resume: bool) -> int:
+        """None where files lie there at their full size already."""
+        return 0 if place.exists() else sum(size for *_, size in self.files)
+
+
+def _is_empty(place: ReleasePlace) -> bool:
+    """Whether what lies in the place is nothing of anyone's: an empty folder, or what a stopped command left in a
+    bucket.
+    """
+    return place.is_remains() if isinstance(place, BucketStaging) else not any(Path(place.final.url).iterdir())
+
+
+def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePlace:
+    """The place of a release, by the plan with that hash: a folder or one in a bucket.
+
+    Raises:
+      StorageError: nothing can be written there.
+    """
+    if str(output).startswith("hf://"):
+        raise StorageError(f"{output}: it can be written to a folder or to gs://bucket/folder, not to the hub")
+    store: Any = open_store(output)
+    if isinstance(store, LocalFolder):
+        if not store.name:
+            raise StorageError(f"{output}: is the root of the file system")
+        place = ReleaseFolder(store.parent, store.name, plan)
+        place.check_name()
+        return place
+    from weightbeam.formats.targets.release_bucket import ReleaseBucket  # only now: the clients take a while to import
+
+    if not store.folder:
+        raise StorageError(f"{output}: is a whole bucket; name a folder in it")
+    return ReleaseBucket(store.parent, store.name, plan)
+
+
+def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Mapping[str, Any] | None = None) -> None:
+    """Writes rows durably to their places, and enters the unit in the ledger; `notes` is what else its entry says."""
+    staging.check()
+    buffers = [
+        (tensor, box, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data) for tensor, box, values in rows
+    ]
+    stretches = [
+        (tensor.path, offset, part)
+        for tensor, box, buffer in buffers
+        for offset, part in BoxRead(tensor, box).ranges(buffer)
+    ]
+    about = staging.write_stretches(stretches)
+    shares: dict[str, int] = {}
+    for tensor, box, buffer in buffers:
+        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, buffer)
+    digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
+    staging.enter(unit, {"digests": digests, **about, **(notes or {})})
+
+
+def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:
+    """The share of some rows in their tensor's digest."""
+    hashed = xxhash.xxh3_128(f"{tensor.name} {tensor.dtype.name} {[list(span) for span in box]}".encode())
+    hashed.update(data)
+    return hashed.intdigest()
+
+
+def assemble(
+    staging: ReleasePlace,
+    target: ReleaseTarget,
+    units: int,
+    record: Mapping[str, Any],
+    overwrite: bool = False,
+    conclude: Conclude = nothing,
+) -> None:
+    """Publishes a release whose units are done, with the files that `target.gather` makes of the ledger's entries, and
+    what `conclude` adds to the record, which raises where they speak against it. Does nothing where that has happened.
+
+    Raises:
+      IncompleteError: units are missing, or a file isn't as long as it should be.
+    """
+    if not staging.exists() and staging.is_taken():
+        return
+    if not staging.is_complete():
+        ledger = staging.ledger()
+        if missing := set(range(units)) - set(ledger):
+            if why := staging.why_missing(missing):  # an engine tries again what failed for it
+                raise StorageError(why)
+            raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+        staging.check()
+        concluded = conclude(ledger)
+        staging.seal(target.files, ledger)
+        staging.gather()
+        for name, data in target.gather(ledger.values()).items():
+            staging.put(name, data)
+        about = {
+            **record,
+            **concluded,
+            **staging.small_noted(),
+            "digests": total(entry["digests"] for entry in ledger.values()),
+        }
+        staging.put(RECORD, json.dumps(about, indent=1).encode())
+    staging.publish(overwrite)

@@ -1,0 +1,152 @@
+"""What is written: an Orbax checkpoint, a release, or what else somebody registers (`TARGETS` in `__init__.py`).
+
+A target knows the result as it will be, and nothing of where its values come from. Its place is a folder or a bucket
+(`formats/staging/`), where it grows unseen until it is published whole:
+
+    place ─▸ prepare ─▸ write, write, …, by many at a time, in any order, repeated or not ─▸ assemble
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
+
+PlaceT = TypeVar("PlaceT", bound=Staging)
+# What the ledger's entries add to the record, by unit; it raises where they speak against publishing.
+Conclude = Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]
+
+
+def nothing(ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a ledger adds that has nothing to say."""
+    return {}
+
+
+class Target(abc.ABC, Generic[PlaceT]):
+    """The result of a transfer, as it will be.
+
+    Attributes:
+      name: what it is, in one word.
+      beside: how else a result gets there than by replacing what is there.
+      another: what else may be chosen where its place can't be taken.
+      on_hub: whether it may be published on the hub.
+    """
+
+    name: ClassVar[str]
+    another: ClassVar[str]
+    beside: ClassVar[str] = ""
+    on_hub: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> list[Any]:
+        """What of it a plan's hash has, as JSON: names, and how it is cut."""
+
+    # --- it is written
+
+    @abc.abstractmethod
+    def place(self, output: str, plan_hash: str) -> PlaceT:
+        """Where the plan with that hash writes it. Looks at nothing.
+
+        Raises:
+          StorageError: nothing can be written there.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, place: PlaceT) -> None:
+        """Puts there what has to be there before the first unit."""
+
+    @abc.abstractmethod
+    def write(
+        self,
+        place: PlaceT,
+        unit: int,
+        parts: Sequence[Any],
+        notes: Mapping[str, Any] | None = None,
+        copies: Sequence[Any] = (),
+    ) -> None:
+        """Writes what a unit has made durably, and enters the unit in the ledger. Any number of attempts may.
+
+        Args:
+          place: where.
+          unit: its number.
+          parts: what it has made: of what, the box of it, and the values.
+          notes: what the ledger's entry says beside.
+          copies: chunks that are encoded already, where the target has any.
+        """
+
+    @abc.abstractmethod
+    def assemble(
+        self,
+        place: PlaceT,
+        units: int,
+        record: Mapping[str, Any],
+        overwrite: bool = False,
+        conclude: Conclude = nothing,
+    ) -> None:
+        """Makes one result of the units that are done, by reference where the medium can, and publishes it.
+
+        Args:
+          place: where.
+          units: how many the plan has.
+          record: where it comes from.
+          overwrite: replace what has the same place.
+          conclude: what the ledger adds to the record.
+        """
+
+    # --- it is there
+
+    @staticmethod
+    @abc.abstractmethod
+    def record_of(place: Store) -> Mapping[str, Any]:
+        """What a published one says of where it comes from; empty where there is none of ours."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def made_by(place: Store) -> str | None:
+        """The hash of the plan that a published one was made by; None where it isn't whole, or isn't ours."""
+
+    def find_damage(self, place: PlaceT) -> str:
+        """What is wrong with a published one; empty where nothing is found."""
+        return ""
+
+    # --- it may be written: each in words of what stands against it, empty where nothing does
+
+    def find_unfit(self, place: PlaceT) -> tuple[str, str] | None:
+        """What is in the way of its ever lying there, and why. Raises StorageError in place of it, too."""
+        return None
+
+    @abc.abstractmethod
+    def find_overlap(self, place: PlaceT, inputs: Iterable[str], swaps: bool = False) -> str:
+        """Why it can't lie where its inputs do, or they would be deleted with what is there.
+
+        Args:
+          place: where it would lie.
+          inputs: URLs of folders and files.
+          swaps: what is there is replaced at once, when nothing of it is needed any more.
+        """
+
+    @abc.abstractmethod
+    def why_not_replace(self, place: PlaceT) -> str:
+        """Why what lies in its place, whatever that is, can't be replaced."""
+
+    def why_not_discard(self, place: PlaceT) -> str:
+        """Why what a stopped command left can't be thrown away: something of others' would go with it."""
+        return ""
+
+    @abc.abstractmethod
+    def bytes_left(self, place: PlaceT, made_bytes: int, units: int, resume: bool) -> int:
+        """Bytes that are still to be written of `made_bytes` in so many units, for a command that may go on with what
+        is staged.
+        """
+
+
+def lies_in(url: str, other: str) -> bool:
+    """Whether a folder or file is another one or lies in it, links resolved."""
+    if "://" in url or "://" in other:
+        return f"{url}/".startswith(f"{other}/")
+    return Path(url).resolve().is_relative_to(Path(other).resolve())

@@ -1,0 +1,228 @@
+"""`weightbeam convert`: from a release to a published checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.staging import ITEMS
+from weightbeam.formats.staging.links import HARD
+from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.text.printable import printable
+from weightbeam.pipelines.commands.plan import Plan, placed
+from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.prepare import NO_SOURCE, prepare_conversion
+from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
+from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
+from weightbeam.pipelines.terminal import report
+from weightbeam.pipelines.terminal.arguments.parser import command_line
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import count, human, pace
+from weightbeam.transforms.comparing import odd_values
+from weightbeam.transforms.cutting.virtual import REST_IS_WRITTEN
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.options import Delivery, Linking, Options, options_of
+
+LOG = logging.getLogger("weightbeam")
+DELIVERY = Delivery()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Converted(Shown):
+    """What came of a conversion.
+
+    Attributes:
+      conversion: what was planned.
+      items: where the checkpoint is: MaxText's `load_parameters_path`.
+      seconds: that it took.
+      written: bytes that this process wrote; 0 where others did, or where nothing was left to do.
+      state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this
+        process.
+      link: how the source's files got into a virtual checkpoint.
+      odd_values: what its record says of NaN, infinities and matrices of zeros (`transforms/comparing/odd_values.py`).
+      stated: the source's files whose hash is known, and wasn't compared with what was read.
+    """
+
+    conversion: Conversion
+    items: Store
+    seconds: float = 0.0
+    written: int = 0
+    state: str = DONE
+    link: str = HARD
+    odd_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stated: Sequence[str] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is strange about the values that were converted, and yet is as the release has it."""
+        return [printable(line) for line in odd_values.describe(self.odd_values)]
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is: MaxText's `load_parameters_path`."""
+        return str(self.items)
+
+    def blocks(self) -> list[str]:
+        if self.state == FINISHED:
+            return [f"{self.items.parent} is finished already; nothing to do"]
+        if self.state == RUNNING:
+            return [f"{self.items.parent} will appear when the job is done"]
+        conversion = self.conversion
+        lines = [
+            f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {pace(conversion.target_bytes, self.written, self.seconds)}"
+        ]
+        if conversion.virtual_bytes:
+            lines.append(
+                f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); `weightbeam help virtual` says what that means"
+            )
+        if rounded := Counter(array.lossy for array in conversion.plan.arrays if array.lossy):
+            lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
+        # a vocabulary that is cut was a warning
+        if left_out := [name for name in conversion.plan.dropped if not report.CUT.fullmatch(name)]:
+            lines.append(f"{count(len(left_out), 'tensor')} left out on purpose; weightbeam plan says which and why")
+        if self.stated:
+            lines.append(
+                f"the hashes of {count(len(self.stated), 'file')} of the source are as the "
+                f"{'bucket' if conversion.source.root.startswith('gs://') else 'hub'} states them, and weren't compared; "
+                "--check_source true reads and compares"
+            )
+        has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
+        lines += report.maxtext_lines(self.maxtext, str(self.items.parent), has_file)
+        if conversion.plan.note:
+            lines.append(f"            {conversion.plan.note}")
+        lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")
+        return lines
+
+    @property
+    def maxtext(self) -> dict[str, str]:
+        """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't
+        MaxText's default.
+        """
+        return report.maxtext_flags(self.conversion, self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = self.conversion.plan
+        return {
+            "path": self.path,
+            "state": self.state,
+            "source": self.conversion.source.root,
+            "arrays": len(plan.arrays),
+            "bytes": {
+                "target": self.conversion.target_bytes,
+                "written": self.written,
+                "virtual": self.conversion.virtual_bytes,
+            },
+            "seconds": self.seconds,
+            "maxtext": self.maxtext,
+            "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
+            "left_out": dict(plan.dropped),
+            "stated": list(self.stated),
+            "warnings": [*report.warnings_of(self.conversion), *self.warnings],
+            **self.odd_values,
+        }
+
+
+@takes(asked=Options, how=Linking)
+def convert(
+    source: str | Plan,
+    output: str,
+    *,
+    asked: Options,
+    how: Linking,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Converted:
+    """Converts a release into an Orbax checkpoint at `output/step`, which appears there whole, at the end.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, `hf://organisation/model[@revision]`, or what `plan` made of one, beside
+        which there are no options: it was made with its own.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
+      progress: shown on standard error, told to a callback, or False for neither.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
+    check_places(beam, "convert", places)
+    if not output:
+        missing = "--output is missing: the folder that the checkpoint should lie in"
+        raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
+    if isinstance(source, Plan):
+        if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
+            raise TypeError(f"a plan has its options already: {', '.join(given)}")
+        conversion = source.conversion
+    else:
+        slots = slots_of(beam, asked.unit_bytes, None, source, output)
+        conversion = prepare_conversion(
+            source, asked, how.hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
+        )
+    return carry_out(conversion, output, how, beam, progress)
+
+
+def carry_out(
+    conversion: Conversion,
+    output: str,
+    how: Delivery = DELIVERY,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Converted:
+    """Carries a planned conversion out, or refuses to; see `convert`."""
+    made = carry(conversion, output, how, beam, progress, _warnings(conversion))
+    items, said = open_store(made.folder) / ITEMS, f"--link {how.link}" if made.in_folder else "copied into the bucket"
+    if made.state != DONE:
+        return Converted(conversion, items, made.seconds, made.written, made.state)
+    odd = {field: made.record[field] for field in (odd_values.NOT_FINITE, odd_values.ZERO) if field in made.record}
+    stated = [shard["name"] for shard in made.record.get("shards", ()) if shard.get("hash") == "stated"]
+    converted = Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
+    for warning in converted.warnings:
+        LOG.warning(warning)
+    return converted
+
+
+def _warnings(conversion: Conversion) -> Iterator[str]:
+    """What should be known before; where a plan would say more, that it does."""
+    for warning in report.warnings_of(conversion):
+        yield f"{warning}; weightbeam plan --virtual says why" if warning.endswith(REST_IS_WRITTEN) else warning
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Converts, and says what came of it."""
+    if args.dry_run:
+        check_places(rest, "convert", {"source": args.source, "output": args.output})
+        asked = asked_of(args, Options)
+        slots = slots_of(rest, asked.unit_bytes, None, args.source, args.output or "")
+        conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
+        places = conversion.source.root, args.output or "OUTPUT"
+        dry_run(args, conversion, rest, command_line(args, rest, places=places))
+        return 0
+    say(args, convert(**keywords_of(args, convert), beam=rest))
+    return 0
+
+
+def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str) -> None:
+    """Shows what a command would do, and everything that stands against it, its output among it."""
+    threads = threads_of(thread_options(rest))
+    made = placed(Plan(conversion, threads, output=args.output), args, command)
+    say(args, made)
+    made.check()
+
+
+def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
+    """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
+    if not says_threads(beam):
+        from weightbeam.pipelines.running.beam_options import check_options
+
+        check_options(beam, command, places)

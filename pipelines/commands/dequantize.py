@@ -1,0 +1,58 @@
+"""`weightbeam dequantize`: a quantised release as an ordinary one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from weightbeam.pipelines.commands.merge import Merged, dry_run, plan_with, rewrite
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.transforms.planning.merging import Merge
+from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, taken
+
+
+@takes(asked=DequantizeOptions, how=ToHub)
+def dequantize(
+    source: str,
+    output: str,
+    *,
+    asked: DequantizeOptions,
+    how: ToHub,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Writes a quantised release with the values of its weights, computed in float32 and cast once; all else is its own
+    bytes.
+
+    Args:
+      source, output, beam, progress: as for `merge`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    return rewrite("dequantize", source, output, _as_values(asked), how, beam, progress)
+
+
+@takes(asked=DequantizeOptions)
+def plan(source: str, *, asked: DequantizeOptions, output: str | None = None, slots: int | None = None) -> Merge:
+    """Plans a dequantisation; problems stay in the plan. See `dequantize`; `slots` as `plan_merge` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    return plan_with(source, _as_values(asked), output=output, slots=slots)
+
+
+def _as_values(asked: DequantizeOptions) -> MergeOptions:
+    return taken(MergeOptions, asked, dequantize=True)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Dequantises, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        return dry_run(args, rest, _as_values(asked_of(args, DequantizeOptions)))
+    say(args, dequantize(**keywords_of(args, dequantize), beam=rest))
+    return 0

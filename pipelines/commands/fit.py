@@ -1,0 +1,140 @@
+"""`weightbeam fit`: a release against a MaxText configuration, field by field."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config_json import full_keys
+from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, effect_of, maxtext_config
+from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_model
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
+from weightbeam.pipelines.running.prepare import open_source
+from weightbeam.pipelines.terminal import tables
+from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import keywords_of, read_maxtext_yaml
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Shown
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fit(Shown):
+    """A release against a MaxText configuration.
+
+    Attributes:
+      source: the release.
+      against: the MaxText model, or the file.
+      needed: what MaxText must be told for the release.
+      differences: `{MaxText's key: (needed, said)}`.
+    """
+
+    source: str
+    against: str
+    needed: MaxTextConfig
+    differences: dict[str, tuple[Any, Any]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the configuration fits as it is, and expresses the model."""
+        return not self.differences and not self.needed.limits
+
+    def to_dict(self) -> dict[str, Any]:
+        differences = [
+            {"key": key, "needed": need, "said": said, "effect": effect_of(key)}
+            for key, (need, said) in self.differences.items()
+        ]
+        limits, unknown = list(self.needed.limits), list(self.needed.unknown)
+        return {
+            "source": self.source,
+            "maxtext": self.against,
+            "differences": differences,
+            "limits": limits,
+            "unknown": unknown,
+        }
+
+    def brief(self) -> str:
+        return f"{self.source}: {self.blocks()[-1]}"
+
+    def blocks(self) -> list[tables.Block]:
+        blocks: list[tables.Block] = []
+        if self.differences:
+            rows = tables.Table("MaxText's key", "needed", "said", "what the difference does")
+            for key, (need, said) in self.differences.items():
+                rows.add_row(key, _text(need), _text(said), effect_of(key))
+            blocks += [rows, ""]
+        blocks += [f"MaxText can't express this: {limit}" for limit in self.needed.limits]
+        if self.needed.unknown:
+            blocks.append(f"fields of config.json that nothing here is about: {', '.join(self.needed.unknown)}")
+        if not self.differences:
+            return [*blocks, f"{self.against} fits"]
+        return [
+            *blocks,
+            f"{tables.count(len(self.differences), 'difference')} from {self.against}; MaxText must be told: {self.needed.command_line()}",
+        ]
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+def fit(source: str, maxtext_model: str) -> Fit:
+    """Compares a release with a MaxText configuration; reads no weights.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      maxtext_model: the name of one of MaxText's models, or a file (`.yml`) that says its keys.
+
+    Raises:
+      Refused: no such source, model or file, or a model that has no table.
+    """
+    theirs = _read(maxtext_model)
+    named = str(theirs.get("model_name") or "default")
+    config = Config(open_source(source).config)
+    try:
+        family = family_by_config(config)
+        try:
+            naming = name_model(family, config)
+        except ModelNameError:
+            naming = ModelNaming(named)
+        if naming.model is None and config.get("model_type") in family.types_of(named):
+            naming = ModelNaming(named)
+        if family.variant(naming.model or "") != family.variant(named) and config.get("model_type") in family.types_of(
+            named
+        ):
+            naming = ModelNaming(named)  # the table would be that name's
+        needed = maxtext_config(family, config, Layout(scan="scanned" in family.layouts), naming)
+    except (ConfigError, UnknownFamilyError) as e:
+        raise Refused(str(e)) from e
+    return Fit(source, maxtext_model, needed, compare(needed, theirs))
+
+
+def _read(maxtext_model: str) -> dict[str, Any]:
+    """All keys that a model or a file of MaxText's says.
+
+    Raises:
+      Refused: there is no such model, or the file can't be read.
+    """
+    option = f"--maxtext_model={maxtext_model}"
+    named = maxtext_model.endswith((".yml", ".yaml"))
+    given = read_maxtext_yaml("--maxtext_model", maxtext_model) if named else {"model_name": maxtext_model}
+    try:
+        return full_keys(given)
+    except MaxTextConfigError as e:
+        raise Refused(f"{option}: {e}") from e
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints the differences; 1 if there are any."""
+    refuse_unknown(args, rest)
+    if not args.source or not args.maxtext_model:
+        raise Refused("--source and --maxtext_model are both needed")
+    found = fit(**keywords_of(args, fit))
+    say(args, found)
+    return 0 if found.ok else 1

@@ -1,0 +1,385 @@
+"""`weightbeam inspect`: what a checkpoint holds, and what loading it costs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.orbax import (
+    STEP,
+    CheckpointArray,
+    find_items,
+    item_metadata,
+    open_arrays,
+    read_arrays,
+    record_of,
+)
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
+from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import CELL, Block, Table, count, human, shape_text
+from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+from weightbeam.transforms.cutting.read_cost import Load, load_of, total
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import InspectOptions
+
+MAX_DEVICES = 1 << 18
+CUSTOM = 2000  # characters of metadata that aren't ours
+
+
+class Inspection(Shown):
+    """What a checkpoint holds: a value to print, to show in a notebook, and to ask.
+
+    Attributes:
+      path: of the checkpoint.
+      problems: what stands against reading it.
+    """
+
+    path: str
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return ()
+
+    def check(self) -> None:
+        """Raises `Refused` with all problems, if there are any."""
+        if self.problems:
+            raise Refused(f"{count(len(self.problems), 'problem')}:\n{describe(self.problems)}", self.problems)
+
+
+@dataclasses.dataclass(repr=False)
+class OrbaxInspection(Inspection):
+    """An Orbax checkpoint: its arrays, and where it comes from as far as it says (`custom`)."""
+
+    path: str
+    arrays: Sequence[CheckpointArray]
+    custom: Mapping[str, Any]
+
+    def blocks(self) -> Iterator[Block]:
+        rows = Table(
+            "array",
+            "shape",
+            "dtype",
+            "chunk",
+            "shard",
+            ">arrays",
+            ">bytes",
+            spare=("shard", "arrays", "dtype", "bytes", "chunk"),
+        )
+        groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
+        for array in self.arrays:
+            spec = array.spec
+            groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(
+                spec
+            )
+        for (_, shape, dtype, chunk, shard, compressed), specs in groups.items():
+            name = specs[0].key if len(specs) == 1 else f"{specs[0].key} …"
+            packed = shape_text(shard) if shard != chunk else "= chunk"
+            stored = dtype + (" compressed" if compressed else "")
+            rows.add_row(
+                name,
+                shape_text(shape),
+                stored,
+                shape_text(chunk),
+                packed,
+                str(len(specs)),
+                human(sum(map(_nbytes, specs))),
+            )
+        yield rows
+        held = count(len(self.arrays), "array") + (
+            f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else ""
+        )
+        yield from ("", f"{self.path}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
+        if self.custom:
+            yield from _provenance(self.custom)
+
+    def to_dict(self) -> dict[str, Any]:
+        arrays = {
+            array.spec.key: {
+                "shape": array.spec.shape,
+                "dtype": array.spec.dtype.name,
+                "chunk": array.spec.chunk,
+                "shard": array.spec.shard,
+                "compressed": bool(array.compressed),
+                "bytes": _nbytes(array.spec),
+            }
+            for array in self.arrays
+        }
+        return {"path": self.path, "format": "orbax", "arrays": arrays, "custom_metadata": self.custom}
+
+
+@dataclasses.dataclass(repr=False)
+class SafetensorsInspection(Inspection):
+    """A folder of safetensors files."""
+
+    path: str
+    checkpoint: HfCheckpoint
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return self.checkpoint.problems
+
+    def blocks(self) -> Iterator[Block]:
+        checkpoint = self.checkpoint
+        rows = Table("tensor", "shape", "dtype", ">tensors", ">bytes", spare=("tensors",))
+        groups = defaultdict(list)
+        for tensor in checkpoint.tensors.values():
+            groups[pattern(tensor.name), tensor.shape, tensor.dtype.name].append(tensor)
+        for (_, shape, dtype), tensors in groups.items():
+            name = tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} …"
+            rows.add_row(name, shape_text(shape), dtype, str(len(tensors)), human(sum(t.nbytes for t in tensors)))
+        yield rows
+        nbytes, kind = sum(tensor.nbytes for tensor in checkpoint.tensors.values()), checkpoint.config.get("model_type")
+        held = f"{count(len(checkpoint.tensors), 'tensor')} in {count(len(checkpoint.shards), 'file')}"
+        yield from ("", f"{self.path}: model_type {printable(str(kind), CELL)}, {held}, {human(nbytes)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        checkpoint = self.checkpoint
+        tensors = {
+            t.name: {"shape": t.shape, "dtype": t.dtype.name, "file": t.path, "bytes": t.nbytes}
+            for t in checkpoint.tensors.values()
+        }
+        problems = [{"kind": p.kind, "tensor": p.subject, "message": p.message} for p in self.problems]
+        return {
+            "path": self.path,
+            "format": "safetensors",
+            "model_type": checkpoint.config.get("model_type"),
+            "tensors": tensors,
+            "problems": problems,
+        }
+
+
+@dataclasses.dataclass(repr=False)
+class LoadInspection(Inspection):
+    """What the hosts of each mesh read of an Orbax checkpoint.
+
+    Attributes:
+      rows: of each mesh, what each kind of array costs.
+      unknown: keys of arrays whose logical axes aren't known, which aren't counted.
+    """
+
+    path: str
+    rows: Sequence[tuple[Mesh, Sequence[LoadRow]]]
+    unknown: Sequence[str]
+
+    def brief(self) -> str:
+        return f"{self.path}: what loading it costs on {' and '.join(mesh.text for mesh, _ in self.rows)}"
+
+    def blocks(self) -> Iterator[Block]:
+        for mesh, rows in self.rows:
+            figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"
+            table = Table(
+                "array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape", "mean", "reads")
+            )
+            for row in rows:
+                table.add_row(
+                    row.name,
+                    shape_text(row.spec.shape),
+                    row.over,
+                    shape_text(row.spec.chunk),
+                    str(row.arrays),
+                    *_figures(row.load),
+                )
+            table.add_row(
+                "all", "", "", "", str(sum(row.arrays for row in rows)), *_figures(total([row.load for row in rows]))
+            )
+            yield from ("", f"{mesh.text}: {count(mesh.devices, 'host')} with one device each", table)
+            if uneven := [row.spec.key for row in rows if row.uneven]:
+                kinds = f"{count(len(uneven), 'kind')} of arrays"
+                yield f"warning: {mesh.text} doesn't divide {kinds} evenly, e.g. {printable(uneven[0])}; MaxText will refuse that mesh"
+        if self.unknown:
+            yield from (
+                "",
+                f"not counted, since their logical axes aren't known: {count(len(self.unknown), 'array')}, e.g. {self.unknown[0]}",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        meshes = {
+            mesh.text: {
+                "arrays": {
+                    row.name: {"arrays": row.arrays, "chunk": row.spec.chunk, "sharded_over": row.over}
+                    | _json(row.load)
+                    for row in rows
+                },
+                "all": _json(total([row.load for row in rows])),
+            }
+            for mesh, rows in self.rows
+        }
+        return {"path": self.path, "format": "orbax", "meshes": meshes, "unknown": list(self.unknown)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """What one kind of array costs on a mesh: how many there are, what each axis is sharded over, and whether it
+    divides evenly.
+    """
+
+    name: str
+    spec: ArraySpec
+    over: str
+    arrays: int
+    load: Load
+    uneven: bool
+
+
+@takes(asked=InspectOptions)
+def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
+    """Looks at a checkpoint: its arrays or tensors; with meshes, what loading it costs.
+
+    Args:
+      checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
+        (safetensors) `hf://`.
+
+    Raises:
+      Refused: it can't be read.
+    """
+    if not checkpoint:
+        raise Refused("--checkpoint is missing: what to look at")
+    with reading(checkpoint):
+        store = open_store(checkpoint)
+        store.check_readable()
+        if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
+            if asked.mesh:
+                raise Refused(f"{store}: --mesh is for Orbax checkpoints")
+            found = SafetensorsInspection(str(store), open_hf(store))
+            if not found.checkpoint.tensors and not found.checkpoint.config:
+                found.check()  # there is nothing to show
+            return found
+        items = find_items(store)
+        if asked.mesh:
+            return _load(items, asked)
+        return OrbaxInspection(str(items), read_arrays(items), item_metadata(items))
+
+
+def _load(items: Store, asked: InspectOptions) -> LoadInspection:
+    """What the hosts of each mesh read of a checkpoint."""
+    arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
+    rules, axes = _axes(items, asked.sharding_rules, asked.source, asked.maxtext_model)
+    meshes = [Mesh.parse(text, axes_in(rules)) for text in asked.mesh]
+    for mesh in meshes:
+        if mesh.devices > MAX_DEVICES:
+            raise Refused(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
+    known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
+    if not known:
+        whose = asked.source or "what its conversion.json tells"
+        raise Refused(
+            f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}"
+        )
+    groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
+    for spec in known:
+        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(
+            spec
+        )
+    rows = [(mesh, [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()]) for mesh in meshes]
+    return LoadInspection(str(items), rows, sorted({spec.key for spec in arrays} - {spec.key for spec in known}))
+
+
+def _row(mesh: Mesh, rules: Rules, names: Sequence[str | None], specs: Sequence[ArraySpec]) -> LoadRow:
+    spec, assignments = specs[0], partition_spec(names, rules)
+    over = [",".join(axis for axis in axes_of(axes) if mesh.sizes.get(axis, 1) > 1) or "-" for axes in assignments]
+    name = (spec.key if len(specs) == 1 else f"{spec.key} …").removeprefix(PARAMETERS)
+    uneven = any(size % mesh.ways(axes) for size, axes in zip(spec.shape, assignments, strict=True))
+    return LoadRow(name, spec, " × ".join(over), len(specs), load_of(spec, assignments, mesh) * len(specs), uneven)
+
+
+def _figures(load: Load) -> tuple[str, ...]:
+    """Bytes and reads of the host that reads most; bytes read for each byte needed."""
+    return human(load.needed.max()), f"{load.reads.max():,}", f"{load.worst:.2f} ×", f"{load.mean:.2f} ×"
+
+
+def _json(load: Load) -> dict[str, Any]:
+    return {
+        "needed_bytes": int(load.needed.max()),
+        "reads": int(load.reads.max()),
+        "worst": float(load.worst),
+        "mean": float(load.mean),
+    }
+
+
+def _nbytes(spec: ArraySpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _axes(
+    items: Store, given: Any, source: str | None, model: str | None
+) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
+    """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells
+    them.
+
+    Raises:
+      Refused: neither is to be had.
+    """
+    record = record_of(items)
+    made = record.get("options", {})
+    model = model or made.get("maxtext_model")
+    rules = sharding_rules(given, model)
+    if rules is None and made.get("sharding_rules"):
+        rules = read_rules(made["sharding_rules"], ())
+    rules = model_rules(model) if rules is None else rules
+    if not source:
+        if "axes" not in record:
+            raise Refused(
+                f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)"
+            )
+        return rules, record["axes"]
+    conversion = prepare(options_of(items, open_arrays(items), {"maxtext_model": model}), open_source(source))
+    if not conversion.plan.arrays:
+        refuse(conversion.plan.problems, conversion.source)
+    return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}
+
+
+def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
+    """Where the checkpoint comes from, as far as it says."""
+    about = custom.get("weightbeam")
+    if not isinstance(about, dict) or not isinstance(about.get("versions"), dict):
+        yield printable("custom metadata: " + json.dumps(custom), CUSTOM)
+        return
+    rows = Table("", "")
+    for name in ("source", "family", "plan"):
+        if about.get(name):
+            rows.add_row(name, str(about[name]))
+    if about.get("family"):
+        rows.add_row("model", str(about.get("model") or "none of MaxText's has these sizes"))
+    if before := about.get("resharded_from"):
+        rows.add_row("made from", str(before["checkpoint"]))
+        if before.get("first", before["checkpoint"]) != before["checkpoint"]:
+            rows.add_row("at first", str(before["first"]))
+    options = {
+        name: f"{len(value)} rules" if name == "sharding_rules" and value else value
+        for name, value in about.get("options", {}).items()
+    }
+    rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
+    rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    if virtual := about.get("references"):
+        rows.add_row(
+            "virtual", f"{count(virtual['arrays'], 'array')}, {human(virtual['bytes'])}, in the source's own files"
+        )
+    for reason, times in about.get("dropped", {}).items():
+        rows.add_row("left out", f"{count(times, 'tensor')}: {reason}")
+    if lossy := about.get("lossy"):
+        rows.add_row("rounded", f"{count(len(lossy), 'array')}, e.g. {next(iter(lossy.values()))}")
+    yield rows
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints what a checkpoint holds; with meshes what loading it costs."""
+    refuse_unknown(args, rest)
+    found = inspect(**keywords_of(args, inspect))
+    with reading(args.checkpoint):
+        say(args, found)
+    found.check()
+    return 0

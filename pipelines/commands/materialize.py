@@ -1,0 +1,96 @@
+"""`weightbeam materialize`: an ordinary checkpoint of a virtual one.
+
+The ordinary conversion of the files that the virtual checkpoint refers to, with the options that it was made with. So
+nothing is decided twice: bytes, chunks, digests, memory and `--resume` are those of `weightbeam convert`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from weightbeam.formats.orbax import find_items, record_of
+from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
+from weightbeam.pipelines.commands.virtual import check_files, open_own_source
+from weightbeam.pipelines.running.output import bring_back
+from weightbeam.pipelines.running.prepare import plan_with, reading
+from weightbeam.pipelines.terminal.arguments.parser import command_line
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, sharding_rules, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.options import Delivery, MaterializeOptions, Options, options_from
+
+LOG = logging.getLogger("weightbeam")
+
+
+@takes(asked=MaterializeOptions, how=Delivery)
+def materialize(
+    checkpoint: str,
+    output: str,
+    *,
+    asked: MaterializeOptions,
+    how: Delivery,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Converted:
+    """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the
+    source.
+
+    Args:
+      checkpoint: the virtual checkpoint: its root, a step or an item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam, progress: as for `convert`.
+
+    Raises:
+      Refused: it can't be done; nothing was written.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    check_places(beam, "materialize", {"checkpoint": checkpoint, "output": output})
+    if not output:
+        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    if how.overwrite:
+        bring_back(output)
+    conversion = plan_materialization(checkpoint, asked)
+    return carry_out(conversion, output, dataclasses.replace(how, in_place=True), beam, progress)
+
+
+def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversion:
+    """The conversion that a virtual checkpoint was made by, but for the options that are given."""
+    if not checkpoint:
+        raise Refused("--checkpoint is missing: the virtual checkpoint")
+    try:
+        with reading(checkpoint):
+            items = find_items(checkpoint)
+            if not (found := check_files(items)):
+                raise Refused(
+                    f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
+                )
+            source = open_own_source(items)
+            record = record_of(items)
+            made = options_from(Options, record["options"])
+    except Failed as e:
+        raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
+    LOG.info(found)
+    with reading(checkpoint):
+        given = {name: value for name, value in vars(asked).items() if value not in (None, ())}
+        given |= (
+            {"sharding_rules": rules} if (rules := sharding_rules(asked.sharding_rules, made.maxtext_model)) else {}
+        )
+        options = dataclasses.replace(made, virtual=False, **given)
+        return dataclasses.replace(plan_with(options, source), made_of=str(record["source"]))
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Materialises, and says what came of it."""
+    if args.dry_run:
+        check_places(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
+        conversion = plan_materialization(args.checkpoint, asked_of(args, MaterializeOptions))
+        places = args.checkpoint, args.output or "OUTPUT"
+        dry_run(args, conversion, rest, command_line(args, rest, places=places))
+        return 0
+    say(args, materialize(**keywords_of(args, materialize), beam=rest))
+    return 0

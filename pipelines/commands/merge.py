@@ -1,0 +1,212 @@
+"""`weightbeam merge`: PEFT adapters into a release."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.release.files import small_files
+from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.registry import UnknownFamilyError
+from weightbeam.pipelines.commands.releases import (
+    about,
+    check_places,
+    going_to,
+    loading,
+    make_small_files,
+    no_source,
+    say_plan,
+    size_lines,
+    slots_for,
+    to_dict,
+)
+from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.prepare import open_adapters, open_source
+from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.writing import DONE, Written
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import count, human
+from weightbeam.transforms.cutting.quantizing import Given
+from weightbeam.transforms.planning.merge_planner import plan_merge
+from weightbeam.transforms.planning.merging import Merge
+from weightbeam.transforms.planning.options import MergeOptions, ToHub
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Merged(Shown):
+    """What came of a merge or a dequantisation.
+
+    Attributes:
+      merge: what was planned.
+      written: where the release is, and how long it took.
+    """
+
+    merge: Merge
+    written: Written
+
+    @property
+    def folder(self) -> str:
+        """Where the release is."""
+        return self.written.folder
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self.merge, self.written)
+
+    def blocks(self) -> list[str]:
+        lines = [about(self.written, self.merge.layout)]
+        if self.written.state == DONE or self.written.page:
+            lines.append(f"{self.merge.changes}, the others are the release's own bytes")
+            if self.merge.plan.dropped:
+                lines.append(
+                    f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
+                )
+            lines += loading(self.folder, self.merge.source.config)
+            lines.append(f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}")
+        return lines
+
+
+@takes(asked=MergeOptions, how=ToHub)
+def merge(
+    source: str,
+    output: str,
+    *,
+    asked: MergeOptions,
+    how: ToHub,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Merges PEFT adapters into a release, which appears in `output` whole, at the end.
+
+    Args:
+      source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
+      output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where
+        it becomes one commit.
+      beam: Beam's options.
+      progress: whether to show it, or what is told of it.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    return rewrite("merge", source, output, asked, how, beam, progress)
+
+
+def rewrite(
+    command: str,
+    source: str,
+    output: str,
+    asked: MergeOptions,
+    how: ToHub,
+    beam: Sequence[str],
+    progress: bool | Report,
+) -> Merged:
+    """Makes a release of a release; see `plan_with`."""
+    check_places(command, source, output, beam)
+    name_secret(how.hf_token_secret)
+    planned = plan_with(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
+    return Merged(planned, carry(planned, output, how, beam, progress))
+
+
+@takes(asked=MergeOptions)
+def plan(source: str, *, asked: MergeOptions, output: str | None = None, slots: int | None = None) -> Merge:
+    """Plans a merge; problems stay in the plan. See `merge`; `slots` as `plan_merge` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    return plan_with(source, asked, output=output, slots=slots)
+
+
+def plan_with(
+    source: str,
+    asked: MergeOptions,
+    given: Given | None = None,
+    output: str | None = None,
+    slots: int | None = None,
+) -> Merge:
+    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots`
+    as `plan_merge` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    if not source:
+        raise Refused(no_source("merge"))
+    checkpoint = open_source(source)
+    options = going_to(output, asked)
+    try:
+        planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)
+    except UnknownFamilyError as e:
+        raise Refused(str(e)) from e
+    if planned.plan.problems:
+        return planned
+    try:
+        return dataclasses.replace(planned, small=make_small(planned, small_files(open_store(checkpoint.root)), output))
+    except StorageError as e:
+        raise Refused(str(e)) from e
+
+
+def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = None) -> dict[str, bytes]:
+    """The small files of the release that is written; `small` are those of the one that it is made of."""
+    quantized = {"base_model_relation": "quantized", "tags": ["fp8"]} if planned.quantization else {}
+    gone = planned.quantization == {}
+    edits: dict[str, Any] = (
+        {}
+        if planned.quantization is None
+        else {"drop_quantization": gone, "quantization": planned.quantization or None}
+    )
+    if planned.options.save_dtype:
+        edits["dtype"] = planned.options.save_dtype
+    facts = {"base": planned.source.root}
+    facts |= {"scales of": planned.given.files.root} if planned.given else {}
+    facts |= {
+        f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"
+        for number, adapter in enumerate(planned.adapters, 1)
+    }
+    return make_small_files(
+        small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts,
+        planned.naming(output or ""), output, **quantized,
+    )  # fmt: skip
+
+
+def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
+    """What would be written, for a person."""
+    lines = [
+        f"source      {planned.source.root}, {human(planned.source_bytes)}",
+        *size_lines(planned, threads, output),
+        f"changes     {planned.changes}",
+    ]
+    if planned.plan.dropped:
+        lines.append(
+            f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values"
+        )
+    return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
+
+
+def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """What a dry run says."""
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
+
+
+def dry_run(args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions) -> int:
+    """Says what making a release of a release would do."""
+    name_secret(args.hf_token_secret)
+    slots = slots_for(asked, rest, args.source, args.output, args.resume)
+    return say_ready(plan_with(args.source, asked, output=args.output, slots=slots), args, rest)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Merges, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        return dry_run(args, rest, asked_of(args, MergeOptions))
+    say(args, merge(**keywords_of(args, merge), beam=rest))
+    return 0

@@ -1,0 +1,275 @@
+"""`weightbeam plan`: what a conversion would do, and every problem."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.pipelines.commands import virtual
+from weightbeam.pipelines.loading import report as load_report
+from weightbeam.pipelines.running.prepare import prepare_conversion, refuse
+from weightbeam.pipelines.running.slots import slots_of, worker_of
+from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
+from weightbeam.pipelines.terminal import report, tables
+from weightbeam.pipelines.terminal.arguments.parser import command_line
+from weightbeam.pipelines.terminal.errors import BusyError, Refused, reworded
+from weightbeam.pipelines.terminal.keywords import arguments_of, asked_of, takes
+from weightbeam.pipelines.terminal.shell import STDOUT, say, write_json, write_text
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.makespan import Estimate, efforts_of, estimate
+from weightbeam.transforms.planning.memory import memory_bound
+from weightbeam.transforms.planning.options import Delivery, Linking, Options, Simulation, Token
+
+UNKNOWN = "unknown"  # the family of a plan that found none
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """What a conversion would do: a value to print, to show in a notebook, to ask, and to hand to `convert`.
+
+    Attributes:
+      conversion: the planned conversion, with all that the workers follow.
+      threads: units that one process works on at a time, which its bound on memory follows from.
+      estimates: the simulation, for each number of workers that was asked for.
+      output: where the checkpoint would go, if that is known.
+      as_command: the command that carries it out, as it was given; empty where a function was called.
+      against: what stands against its output, if that is known.
+    """
+
+    conversion: Conversion
+    threads: int
+    estimates: tuple[Estimate, ...] = ()
+    output: str | None = None
+    as_command: str = ""
+    against: tuple[Problem, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where the weights are, at its commit if it is a repository."""
+        return self.conversion.source.root
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All that stands against it; each has `kind`, `subject` and `message`."""
+        return reworded((*self.conversion.plan.problems, *self.against))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should be known of it, once each."""
+        return report.warnings_of(self.conversion)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that it makes; each has `key`, `shape`, `dtype`, `logical_axes`, and `lossy`, a reason or None."""
+        return self.conversion.plan.arrays
+
+    def maxtext_config(self) -> MaxTextConfig:
+        """What MaxText must be told.
+
+        Raises:
+          Refused: `config.json` doesn't say it.
+        """
+        if (found := self.conversion.plan.maxtext) is None:
+            raise Refused(
+                next(
+                    (warning for warning in self.warnings if warning.startswith("no maxtext.yml")),
+                    "nothing is known of what MaxText must be told",
+                )
+            )
+        return found
+
+    def check(self) -> None:
+        """Raises `Refused` with all problems, if there are any."""
+        refuse(self.problems, self.conversion.source)
+
+    def to_dict(self) -> dict[str, Any]:
+        simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
+        return (
+            report.json_report(self.conversion, self.threads, self.output, self.problems)
+            | virtual.json_report(self.conversion)
+            | simulated
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that carries it out."""
+        if self.as_command:
+            return self.as_command
+        words = [
+            "weightbeam convert",
+            shlex.quote(self.source),
+            shlex.quote(self.output or "OUTPUT"),
+            *arguments_of(self.conversion.options),
+        ]
+        return " ".join(words)
+
+    def verdict(self) -> Iterator[tables.Block]:
+        """That it can be carried out, with what it takes, and the command. How long it takes is said where it was
+        simulated: on this machine it depends on disks and neighbours that no plan knows.
+        """
+        conversion = self.conversion
+        memory = tables.human(memory_bound(conversion, self.threads, self.output))
+        times = (
+            f"{tables.duration(each.wall_seconds)} on {tables.count(each.workers, 'worker')}" for each in self.estimates
+        )
+        parts = (
+            f"{tables.human(conversion.made_bytes)} to write",
+            f"at most {memory} of memory{' a worker' if self.estimates else ''}",
+            " or ".join(times),
+            f"MaxText's {conversion.plan.model}" if conversion.plan.model else "",
+            *(f"but not for {mesh}, which MaxText will refuse" for mesh in report.refused_meshes(conversion)),
+        )
+        yield from ("", f"ready: {', '.join(filter(None, parts))}", f"  {self.command}")
+
+    def blocks(self) -> Iterator[tables.Block]:
+        if self.arrays:
+            yield from report.plan_blocks(self.conversion, self.threads, self.output)
+        if self.conversion.placements:
+            yield from virtual.placement_blocks(self.conversion)
+        if self.estimates:
+            yield from report.estimate_blocks(self.estimates)
+        if not self.problems:
+            yield from self.verdict()
+
+    def whole(self) -> Iterator[tables.Block]:
+        yield from self.blocks()
+        if self.problems:
+            yield from (
+                "",
+                tables.count(len(self.problems), "problem") + ":",
+                *(f"  {problem}" for problem in report.collapse(map(str, self.problems))),
+            )
+
+    def brief(self) -> str:
+        what = (
+            tables.count(len(self.problems), "problem") if self.problems else tables.human(self.conversion.target_bytes)
+        )
+        return f"{self.source}: {tables.count(len(self.arrays), 'array')}, {what}"
+
+
+@takes(asked=Options, token=Token)
+def maxtext_config(source: str, *, asked: Options, token: Token) -> MaxTextConfig:
+    """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+
+    Raises:
+      Refused: no such source, no table for it, or `config.json` doesn't say it all.
+    """
+    made = _plan(source, asked, Simulation(), token.hf_token_secret, ())
+    if made.conversion.plan.family == UNKNOWN:
+        made.check()
+    return made.maxtext_config()
+
+
+@takes(asked=Options, token=Token, simulation=Simulation)
+def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, beam: Sequence[str] = ()) -> Plan:
+    """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the
+    plan.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      beam: Beam's options, as on the command line.
+
+    Raises:
+      Refused: there is nothing to plan: no such source, no such mesh.
+    """
+    return _plan(source, asked, simulation, token.hf_token_secret, beam)
+
+
+def _plan(
+    source: str,
+    asked: Options,
+    simulation: Simulation,
+    hf_token_secret: str | None,
+    beam: Sequence[str],
+    output: str | None = None,
+) -> Plan:
+    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless
+    `unit_bytes` is given.
+    """
+    workers = simulation.workers
+    worker = worker_of(beam, simulation.worker_gbps, simulation.worker_hour_price)
+    simulated = max(workers) * worker.threads if workers else None
+    slots = slots_of(beam, asked.unit_bytes, simulated, source, output or "")
+    conversion = prepare_conversion(source, asked, hf_token_secret, slots)
+    threads = threads_of(thread_options(beam))
+    estimates: list[Estimate] = []
+    if workers and not conversion.plan.problems:
+        efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
+        estimates = [
+            estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers
+        ]
+    return Plan(conversion, threads, tuple(estimates), output)
+
+
+def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
+    """A plan with the command that carries it out, and with what stands against the output that the command names."""
+    made = dataclasses.replace(made, as_command=command)
+    if not args.output:
+        return made
+    from weightbeam.pipelines.running.output import check_output
+    from weightbeam.pipelines.running.writing import find_place
+
+    place = find_place(made.conversion, args.output)
+    try:
+        found = check_output(place, made.conversion, asked_of(args, Linking if hasattr(args, "link") else Delivery))
+    except BusyError as e:
+        found = [Problem("output", str(place.final), str(e.__cause__))]
+    return dataclasses.replace(made, against=tuple(found))
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
+    if not says_threads(rest):
+        # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
+        # it.
+        from weightbeam.pipelines.running.beam_options import check_options
+
+        check_options(rest)
+    made = _plan(
+        args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
+    )
+    places = made.source, args.output or "OUTPUT"
+    made = placed(made, args, command_line(args, rest, "convert", places))
+    loads = _plan_loads(made, args) if args.load else []
+    if args.maxtext_config:
+        if made.conversion.plan.family == UNKNOWN:
+            made.check()
+        write_text("--maxtext_config", args.maxtext_config, made.maxtext_config().to_yaml())
+        if args.maxtext_config == STDOUT:
+            made.check()
+            return 0
+    if not args.load:
+        say(args, made)
+    else:
+        if args.json:
+            write_json(
+                args.json, made.to_dict() | {"load": [load_report.load_json(load, args.worker_gbps) for load in loads]}
+            )
+        if args.json != STDOUT and not args.quiet:
+            made.show()
+            for load in loads:
+                tables.show(load_report.load_blocks(made.conversion, load, args.worker_gbps))
+    made.check()
+    return 0
+
+
+def _plan_loads(made: Plan, args: argparse.Namespace) -> list[load_report.LoadPlan]:
+    """A load onto each mesh; none of a plan with problems.
+
+    Raises:
+      Refused: no mesh is named.
+    """
+    if not made.conversion.meshes:
+        raise Refused("--load needs --mesh: onto which devices, as in --mesh fsdp=16")
+    if made.problems:
+        return []
+    return [load_report.plan_load(made.conversion, mesh, args.hosts or mesh.devices) for mesh in made.conversion.meshes]

@@ -1,0 +1,101 @@
+"""`weightbeam quantize`: a release in FP8, from an ordinary one or straight from an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from weightbeam.formats.safetensors import is_release
+from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines.commands import export, merge
+from weightbeam.pipelines.commands.export import Exported
+from weightbeam.pipelines.commands.merge import Merged
+from weightbeam.pipelines.commands.releases import check_places, no_source, slots_for
+from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.transforms.planning.exporting import Export
+from weightbeam.transforms.planning.merging import Merge
+from weightbeam.transforms.planning.options import (
+    OF_CHECKPOINTS,
+    ExportOptions,
+    MergeOptions,
+    QuantizeOptions,
+    ToHub,
+    options_of,
+    taken,
+)
+
+
+@takes(asked=QuantizeOptions, how=ToHub)
+def quantize(
+    source: str,
+    output: str,
+    *,
+    asked: QuantizeOptions,
+    how: ToHub,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged | Exported:
+    """Writes a release whose linear layers are FP8 in blocks of 128 × 128, as DeepSeek's are: for vLLM, SGLang and
+    transformers.
+
+    Args:
+      source: a release, or an Orbax checkpoint, which is exported in the same pass.
+      output, beam, progress: as for `export`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    check_places("quantize", source, output, beam)
+    name_secret(how.hf_token_secret)
+    slots = slots_for(asked, beam, source, output, how.resume)
+    planned = plan(source, asked=asked, output=output, slots=slots)
+    written = carry(planned, output, how, beam, progress)
+    return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
+
+
+@takes(asked=QuantizeOptions)
+def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slots: int | None = None) -> Merge | Export:
+    """Plans a quantisation; problems stay in the plan. See `quantize`; `slots` as `plan_merge` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    if not source:
+        raise Refused(no_source("quantize"))
+    try:
+        released = is_release(open_store(source))
+    except OSError as e:
+        raise Refused(reason(e)) from e
+    if not released:
+        return export.plan(source, asked=taken(ExportOptions, asked, quantize=asked.format), output=output, slots=slots)
+    of_checkpoints = {each.name for each in options_of(QuantizeOptions) if each.help.startswith(OF_CHECKPOINTS)}
+    if vain := [f"--{name}" for name in sorted(of_checkpoints) if getattr(asked, name) not in (None, False)]:
+        raise Refused(f"{', '.join(vain)}: {OF_CHECKPOINTS}, and {source} is a release")
+    given = export.open_given(asked.like) if asked.like else None
+    if asked.like and given is None:
+        raise Refused(
+            f"--like={asked.like}: isn't quantised, and a release is quantised like one that is; leave it out"
+        )
+    return merge.plan_with(source, taken(MergeOptions, asked, quantize=asked.format), given, output, slots)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Quantises, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        name_secret(args.hf_token_secret)
+        asked = asked_of(args, QuantizeOptions)
+        slots = slots_for(asked, rest, args.source, args.output, args.resume)
+        planned = plan(args.source, asked=asked, output=args.output, slots=slots)
+        return (
+            export.say_ready(planned, args, rest)
+            if isinstance(planned, Export)
+            else merge.say_ready(planned, args, rest)
+        )
+    say(args, quantize(**keywords_of(args, quantize), beam=rest))
+    return 0

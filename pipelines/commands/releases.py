@@ -1,0 +1,297 @@
+"""What the commands have in common that write a release: what a person is told of it, and its small files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
+from weightbeam.formats.release.files import edit_config, model_card, role_of
+from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.strict_json import JsonError
+from weightbeam.pipelines.running.output import check_output
+from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.slots import slots_of, slots_of_release
+from weightbeam.pipelines.running.without_beam import says_threads
+from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written, find_place
+from weightbeam.pipelines.terminal.arguments.parser import command_line
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of
+from weightbeam.pipelines.terminal.report import memory_parts, units_text
+from weightbeam.pipelines.terminal.shell import STDOUT, say
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import count, human, pace
+from weightbeam.transforms.comparing.array_sums import CHECKED
+from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
+from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
+from weightbeam.transforms.planning.to_release import ToRelease
+
+Kind = TypeVar("Kind", bound=ReleaseOptions)
+
+
+def about(written: Written, files: FileLayout) -> str:
+    """The lines that say where a release is."""
+    if written.page:
+        done = "published" if written.state == DONE else "published already"
+        lines = [f"{written.folder}: {done}, {written.page}", *said_of(written.removed, written.replaced)]
+        return "\n".join(lines)
+    if written.state == RUNNING:
+        return f"{written.folder} will appear when the job is done"
+    if written.state == FINISHED:
+        return f"{written.folder} is finished already; nothing to do"
+    what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}"
+    size = sum(tensor.nbytes for tensor in files.tensors.values())
+    return f"{written.folder}: {what}, {pace(size, written.written, written.seconds)}"
+
+
+def loading(folder: str, config: Mapping[str, Any]) -> list[str]:
+    """The lines that say how transformers loads the release in a folder, whose `config.json` is `config`."""
+    if folder.startswith("gs://"):
+        lines = [f"gcloud storage cp -r {shlex.quote(folder)} .", loading_code(config, folder.rpartition("/")[2])]
+    elif folder.startswith("hf://"):
+        lines = [loading_code(config, *repo_of(folder))]
+    else:
+        lines = [loading_code(config, folder)]
+    return [f"{head:10}{line}" for head, line in zip(("load it:", ""), lines, strict=False)]
+
+
+def said_of(removed: Sequence[str], replaced: Sequence[str]) -> list[str]:
+    """The lines that say what a commit took away from a repository, and what it replaced there."""
+    both = {"removed": removed, "replaced": replaced}
+    return [f"{what} there: {', '.join(names)}" for what, names in both.items() if names]
+
+
+def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any]:
+    """What `--json` writes of a release that is planned or written."""
+    plan, files = planned.plan, planned.files
+    tensors = files.tensors if files else {}
+    about = {
+        "inputs": [url for url in planned.inputs if url],
+        "family": plan.family,
+        "model": plan.model,
+        "tensors": {
+            name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": planned.lossy.get(name)}
+            for name, t in tensors.items()
+        },
+        "files": {file.name: file.size for file in files.files} if files else {},
+        "left_out": dict(plan.dropped),
+        "config_edits": dict(planned.config_edits),
+        "problems": [
+            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message}
+            for p in plan.problems
+        ],
+        "warnings": list(planned.warnings),
+        "note": plan.note,
+        "units": len(planned.units),
+        "slots": planned.slots,
+        "bytes": {"source": planned.source_bytes, "target": planned.target_bytes},
+        "memory": {"unit_bytes": planned.unit_bytes, "largest_unit_bytes": planned.unit_working_bytes},
+    }
+    if written is None:
+        return about
+    return (
+        about
+        | {"output": written.folder, "seconds": written.seconds, "state": written.state}
+        | ({name: getattr(written, name) for name in ("page", "removed", "replaced")} if written.page else {})
+        | ({CHECKED: written.compared.to_dict()} if written.compared else {})
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Planned(Shown):
+    """What a dry run says.
+
+    Attributes:
+      release: what would be written.
+      text: the same for a person.
+    """
+
+    release: ToRelease
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self.release)
+
+    def blocks(self) -> list[str]:
+        return [self.text]
+
+
+def say_plan(planned: ToRelease, text: str, args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """What a dry run prints: the plan, all that stands against it, and else the command that carries it out.
+
+    Raises:
+      Refused: something stands against it.
+    """
+    say(args, Planned(planned, text))
+    problems = list(planned.plan.problems)
+    check_hub(args.output, args.create_pr)
+    if args.output and not args.output.startswith("hf://") and not problems:
+        problems = check_output(find_place(planned, args.output), planned, asked_of(args, ToHub))
+    refuse(problems)
+    if args.json != STDOUT and not args.quiet:
+        size = planned.files.size if planned.files else 0
+        print(ready_text(args, rest, planned.inputs[0], f"{human(size)} to write"))
+    return 0
+
+
+def check_hub(output: str | None, create_pr: bool) -> None:
+    """Raises `Refused` where an output of the hub names no repository, or a pull request is asked of another place; asks
+    nobody.
+    """
+    if output and output.startswith(HUB):
+        # here: the hub's client takes a third of a second to import
+        from weightbeam.formats.targets.hub import HubAddress
+
+        try:
+            HubAddress.parse(output)
+        except StorageError as e:
+            raise Refused(f"--output={e}") from e
+    elif output and create_pr:
+        raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
+
+
+def ready_text(args: argparse.Namespace, rest: Sequence[str], source: str, what: str) -> str:
+    """The last lines of a dry run, as a plan's: what is written, and the command that does it."""
+    return f"\nready: {what}\n  {command_line(args, rest, places=(source, args.output or 'OUTPUT'))}"
+
+
+def size_lines(planned: ToRelease, threads: int, output: str | None = None) -> list[str]:
+    """What a release takes, for a person: its files, the units, the memory."""
+    if (files := planned.files) is None:
+        return []
+    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
+    return [
+        f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
+        f"units       {units_text(planned)}",
+        f"memory      at most {most}: {parts}",
+    ]
+
+
+def slots_for(
+    asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool = False
+) -> int | None:
+    """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is
+    to be resumed.
+    """
+    # what goes to the hub is made in a folder first
+    local = output if output and not output.startswith("hf://") else ""
+    slots = slots_of(beam, asked.unit_bytes, None, source, local)
+    return slots_of_release(local, slots) if resume and local else slots
+
+
+def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
+    """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
+    if not says_threads(beam):
+        from weightbeam.pipelines.running.beam_options import check_options  # imports Beam
+
+        check_options(beam, command, {"source": source, "output": output})
+    if not output:
+        missing = "--output is missing: the folder that the release should lie in"
+        raise Refused(missing if source else f"{no_source(command)}\n{missing}")
+
+
+def no_source(command: str) -> str:
+    """What a command says that was given nothing to make a release of."""
+    what = {"export": "the Orbax checkpoint", "quantize": "a release, or an Orbax checkpoint"}.get(
+        command, "the release"
+    )
+    return f"--source is missing: {what}"
+
+
+def repo_of(url: str) -> tuple[str, str]:
+    """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
+    if not url.startswith(HUB):
+        return url, ""
+    repo, _, revision = url.removeprefix(HUB).partition("@")
+    return repo, revision
+
+
+def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tuple[str, str]:
+    """A card's title, which is the name of the place, and the code in it that loads a release: of a repository by its
+    name, elsewhere in its folder.
+
+    Args:
+      config: the release's `config.json`.
+      output: where it goes; empty where that isn't known.
+      otherwise: the title of what has no name.
+    """
+    repo, revision = repo_of(output) if output.startswith(HUB) else (".", "")
+    place = output if not output or "://" in output else os.path.abspath(output)
+    title = name_of(place) or otherwise if repo == "." else repo.rpartition("/")[2]
+    return title, f"import transformers\n\nmodel = {loading_code(config, repo, revision)}"
+
+
+def asked_paths(output: str | None, full_paths: bool | None) -> bool | None:
+    """How a plan names its sources: as the user asked; for the hub by names, though it is made in a folder first."""
+    return False if full_paths is None and output and output.startswith(HUB) else full_paths
+
+
+def going_to(output: str | None, asked: Kind) -> Kind:
+    """The options of a release that goes there."""
+    return dataclasses.replace(asked, full_paths=asked_paths(output, asked.full_paths))
+
+
+def make_small_files(
+    small: Mapping[str, bytes],
+    config: Mapping[str, Any],
+    edits: Mapping[str, Any],
+    left_out: Collection[str],
+    root: str,
+    facts: Mapping[str, str],
+    naming: Naming,
+    output: str | None,
+    title: str = "",
+    **about: Any,
+) -> dict[str, bytes]:
+    """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited,
+    and a new card.
+
+    Args:
+      small: those of the release that it is made of.
+      config: `config.json`, where it isn't among them.
+      edits: of `config.json`, as `edit_config` takes them; none leave it byte for byte.
+      left_out: roles of files that stay out.
+      root: URL of that release.
+      facts: what the card says.
+      naming: how it names sources.
+      output: where the release goes.
+      title: of the card, where neither the place nor the root has a name.
+      about: more of the card's head.
+
+    Raises:
+      Refused: `config.json` can't be edited.
+    """
+    text = small["config.json"] if "config.json" in small else json.dumps(dict(config), indent=2).encode()
+    done: list[str] = []
+    if isinstance(origin := config.get(ORIGIN), str) and origin != (named := naming.text(origin)):
+        edits = {**edits, "fields": {**(edits.get("fields") or {}), ORIGIN: named}}
+    if edits:
+        try:
+            edited, done = edit_config(text.decode(), **edits)
+        except (JsonError, UnicodeDecodeError) as e:
+            raise Refused(f"config.json: {e}") from e
+        text = edited.encode()
+    kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
+    stem = repo_of(root)[0].rpartition("/")[2]
+    root = naming.name(root)
+    base = repo_of(root)[0] if root.startswith(HUB) else None
+    card = small["README.md"].decode(errors="replace") if "README.md" in small else None
+    title, code = card_address(config, output or "", stem or title)
+    page = model_card(
+        title,
+        code,
+        {key: naming.text(value) for key, value in facts.items() if value},
+        [naming.text(edit) for edit in done if not edit.startswith(ORIGIN)],  # the folder that it once lay in
+        base_model=base,
+        card=card,
+        pipeline_tag=PIPELINE_TAGS.get(model_class(config)),
+        **about,
+    )
+    return {"config.json": text, **kept, "README.md": page.encode()}

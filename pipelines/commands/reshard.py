@@ -1,0 +1,424 @@
+"""`weightbeam reshard`: any Orbax checkpoint into another one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.adapters.config import CONFIG
+from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_beside, check_committed, files_beside, step_of
+from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.orbax.state import surroundings
+from weightbeam.formats.safetensors import DTYPE_NAMES
+from weightbeam.formats.staging import ITEMS
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.config_json import config_json
+from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.maxtext_config import FILE, scalar
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.commands.convert import check_places
+from weightbeam.pipelines.commands.export import find_like, read_maxtext_config
+from weightbeam.pipelines.commands.releases import ready_text
+from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.output import check_output
+from weightbeam.pipelines.running.prepare import reading, refuse
+from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, parse_maxtext_yaml, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.report import maxtext_lines, memory_parts, storage_flags, units_text
+from weightbeam.pipelines.terminal.shell import STDOUT, say
+from weightbeam.pipelines.terminal.shown import Shown
+from weightbeam.pipelines.terminal.tables import count, human, pace
+from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
+from weightbeam.transforms.cutting.mesh import MeshError
+from weightbeam.transforms.planning.adapting import MaxTextAdapter
+from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
+from weightbeam.transforms.planning.options import FULL, FromHub, ReshardOptions
+from weightbeam.transforms.planning.reshard_planner import plan_reshard
+from weightbeam.transforms.planning.resharding import Reshard
+from weightbeam.transforms.planning.tree import Model
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Resharded(Shown):
+    """What came of a reshard.
+
+    Attributes:
+      planned: what was planned.
+      path: where the checkpoint is: MaxText's `load_parameters_path` or `load_full_state_path`.
+      seconds: that it took.
+      written: bytes that this process wrote.
+      state: `done`, `nothing to do`, or `running`.
+      compared: how many arrays were compared with the digests of the source's record, where it has any.
+    """
+
+    planned: Reshard
+    path: str
+    seconds: float = 0.0
+    written: int = 0
+    state: str = DONE
+    compared: Compared | None = None
+
+    def blocks(self) -> list[str]:
+        step = self.path.rpartition("/")[0]
+        if self.state == FINISHED:
+            return [f"{step} is finished already; nothing to do"]
+        if self.state == RUNNING:
+            return [f"{step} will appear when the job is done"]
+        planned = self.planned
+        lines = [
+            f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {pace(planned.target_bytes, self.written, self.seconds)}"
+        ]
+        lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
+        if planned.plan.dropped:
+            lines.append(
+                f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}"
+            )
+        if planned.tree.is_maxtext:
+            lines += maxtext_lines(self.maxtext, step, planned.tree.maxtext is not None)
+            if planned.tree.maxtext is None and FILE in planned.model.files:
+                lines.append(f"            with what else {step}/{FILE} says of the model")
+        lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+        lines += self.compared.lines() if self.compared else []
+        return lines
+
+    @property
+    def maxtext(self) -> dict[str, str]:
+        """What MaxText must be told to load it, as far as that is known."""
+        planned = self.planned
+        is_full = any(kept.role == "moment" for kept in planned.tree.arrays)
+        flags: dict[str, Any] = {"load_full_state_path" if is_full else "load_parameters_path": self.path}
+        if planned.tree.maxtext:
+            flags |= planned.tree.maxtext.flags()
+        else:
+            flags |= {} if planned.tree.scan is None else {"scan_layers": planned.tree.scan}
+            name = planned.tree.model or planned.model.name
+            flags |= {"model_name": printable(name)} if name else {}
+        return {name: scalar(value) for name, value in (flags | storage_flags(planned.format)).items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **plan_dict(self.planned),
+            "path": self.path,
+            **({"maxtext": self.maxtext} if self.planned.tree.is_maxtext else {}),
+            "state": self.state,
+            "seconds": self.seconds,
+            "written": self.written,
+            **({CHECKED: self.compared.to_dict()} if self.compared else {}),
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReshardPlan(Shown):
+    """What a reshard would do.
+
+    Attributes:
+      planned: the plan.
+      threads: that a local run would have.
+      output: where it would go; empty where nobody said.
+    """
+
+    planned: Reshard
+    threads: int = 4
+    output: str = ""
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What stands against it."""
+        return self.planned.plan.problems
+
+    def blocks(self) -> list[str]:
+        return [plan_text(self.planned, self.threads, self.output)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return plan_dict(self.planned)
+
+
+@takes(asked=ReshardOptions, how=FromHub)
+def reshard(
+    source: str,
+    output: str,
+    *,
+    asked: ReshardOptions,
+    how: FromHub,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Resharded:
+    """Writes an Orbax checkpoint anew: for other meshes, with layers stacked or apart, in another dtype or storage,
+    with or without the optimizer.
+
+    Args:
+      source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      beam, progress: as for `convert`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    check_places(beam, "reshard", {"source": source, "output": output})
+    name_secret(how.hf_token_secret)
+    if not output:
+        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
+    made = carry(planned, output, how, beam, progress)
+    return Resharded(planned, f"{made.folder}/{ITEMS}", made.seconds, made.written, made.state, made.compared)
+
+
+@takes(asked=ReshardOptions)
+def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> ReshardPlan:
+    """Plans a reshard; problems stay in the plan. See `reshard`; `slots` as `plan_reshard` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    checkpoint = _open(source, asked.step, asked.state)
+    step = asked.step if asked.step is not None else _step_of(checkpoint)
+    options = dataclasses.replace(asked, step=step)
+    adapters = [MaxTextAdapter(_open_adapter(url), weight, options.lora_alpha) for url, weight in options.lora]
+    with reading(source):
+        around = surroundings(checkpoint)
+        model = find_model(checkpoint, options.like, options.maxtext_config, options.maxtext_model)
+        try:
+            return ReshardPlan(plan_reshard(options, checkpoint, around, model, adapters, slots))
+        except MeshError as e:
+            raise Refused(str(e)) from e
+
+
+def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
+    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
+    be resumed.
+    """
+    slots = slots_of(beam, asked.unit_bytes, None, source, output)
+    if not resume:
+        return slots
+    step = asked.step if asked.step is not None else _step_of(_open(source, None, FULL))
+    return slots_of_checkpoint(output, step, slots)
+
+
+def _step_of(checkpoint: OrbaxCheckpoint) -> int:
+    """The step that a checkpoint is, or 0."""
+    name = open_store(checkpoint.root).parent.name
+    return int(name) if name.isdecimal() else 0
+
+
+def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
+    """The checkpoint that `--source` names, and `--step` where it has several.
+
+    Raises:
+      Refused: there is none, it isn't whole, or it can't be read.
+    """
+    if not source:
+        raise Refused("--source is missing: the Orbax checkpoint")
+    try:
+        place = open_store(source)
+        if step is not None and not place.exists(METADATA) and (named := step_of(place, step)).folders():
+            place = named
+        check_committed(place)
+        checkpoint = open_orbax(place, any_tree=True)
+        items = open_store(checkpoint.root)
+        if (
+            state == FULL
+            and items.name == MODEL_ITEM
+            and place.url != items.url
+            and len(there := _array_items(items.parent)) > 1
+        ):
+            message = f"{items.parent}: has {' and '.join(there)}; --state params takes the weights, or name one, which is copied by itself"
+            raise Refused(message)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    return checkpoint
+
+
+def _open_adapter(url: str) -> OrbaxCheckpoint:
+    """An adapter of MaxText's that `--lora` names.
+
+    Raises:
+      Refused: there is none, or it is one of PEFT's.
+    """
+    try:
+        place = open_store(url)
+        if place.exists(CONFIG):
+            raise Refused(
+                f"--lora={url}: is an adapter of PEFT's, which is merged on the side of the release: with convert, export or merge --lora"
+            )
+        check_committed(place)
+        return open_orbax(place)
+    except StorageError as e:
+        raise Refused(f"--lora={e}") from e
+
+
+def _array_items(step: Store) -> list[str]:
+    """The items of a step that hold arrays."""
+    return sorted(name for name in step.folders() if (step / name).exists(METADATA))
+
+
+def find_model(
+    checkpoint: OrbaxCheckpoint,
+    like: str | None,
+    maxtext_config: str | None = None,
+    maxtext_model: str | None = None,
+) -> Model:
+    """What is known of a checkpoint's model: what the release says that it should be like, or a MaxText configuration;
+    else what the checkpoint remembers, or the `maxtext.yml` beside it; else MaxText's model of a name.
+
+    Raises:
+      Refused: one of them can't be read, or no family has such a model.
+    """
+    if like and maxtext_config:
+        raise Refused("--maxtext_config and --like are both given; name a release of the model, or its configuration")
+    step = open_store(checkpoint.root).parent
+    files = {name: step.read(name) for name in files_beside(step)}
+    check_beside(step, checkpoint.record)
+    if like is None and maxtext_config:
+        form, _, named = read_maxtext_config(maxtext_config)
+        return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
+    name = _name_of(checkpoint.record, maxtext_model)
+    if like is None and not isinstance(checkpoint.record.get("config"), dict):
+        return _model_of_maxtext(step, files, name, maxtext_model)
+    form, _ = find_like(checkpoint, like)
+    shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
+    if like is None:
+        return Model(dict(form.config), shapes, name, {}, files, "its config.json")
+    remembered = {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
+
+
+def _name_of(record: Mapping[str, Any], maxtext_model: str | None) -> str | None:
+    """MaxText's name of a model: the one that is given, else what the record of a checkpoint has."""
+    made = record.get("options")
+    said = maxtext_model or (made.get("maxtext_model") if isinstance(made, dict) else None) or record.get("model")
+    return said if isinstance(said, str) else None
+
+
+def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None, maxtext_model: str | None) -> Model:
+    """What the `maxtext.yml` among the files beside a checkpoint says of its model, else MaxText's model of a name.
+
+    Raises:
+      Refused: no family has such a model.
+    """
+    keys, of = {"model_name": maxtext_model}, f"--maxtext_model={maxtext_model}"
+    if FILE in files:
+        keys, of = parse_maxtext_yaml(files[FILE], step.path(FILE)), step.path(FILE)
+    elif not maxtext_model:
+        return Model(name=name, files=files)
+    try:
+        return Model(config_json(keys).config, {}, name or keys.get("model_name"), files=files, of=of)
+    except MaxTextConfigError as e:
+        if FILE in files:  # somebody's own file
+            return Model(name=name, files=files)
+        raise Refused(f"{of}: {e}") from e
+
+
+def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
+    """A release's tensors as a record has them."""
+    dtypes = {dtype.name: name for dtype, name in DTYPE_NAMES.items()}
+    return {
+        name: {"dtype": dtypes[dtype], "shape": list(shape), "file": file}
+        for name, (dtype, shape, file) in tensors.items()
+    }
+
+
+def _rounded(planned: Reshard) -> Counter[str]:
+    return Counter(array.lossy for array in planned.plan.arrays if array.lossy)
+
+
+def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
+    """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound
+    on memory.
+    """
+    plan, tree = planned.plan, planned.tree
+    layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
+    largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
+    lines = [
+        f"source      {planned.source.root}: {tree.kind}, {count(len(planned.source.arrays), 'array')}, {human(planned.source_bytes)}",
+        f"            its largest chunk is {human(largest)}",
+        f"target      {count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, "
+        f"{' and '.join(planned.options.mesh) or 'chunks for any mesh where they are cut anew'}",
+    ]
+    ways = {
+        "copied": "as they are encoded",
+        "re-cut": "read and written once",
+        "unpacked": "chunks that no unit can hold, decoded once into files beside the checkpoint",
+    }
+    for name, (arrays, nbytes) in sorted(planned.by_way().items()) if planned.ways else ():
+        lines.append(f"{name:12}{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}")
+    for adapter in planned.adapted.adapters:
+        scale = f"rank {adapter['lora_rank']}, alpha {adapter['lora_alpha']:g}, weight {adapter['weight']:g}"
+        lines.append(f"adapter     {adapter['source']}: {scale}; {count(len(adapter['arrays']), 'array')} merged")
+    if planned.units:
+        lines.append(f"units       {units_text(planned)}")
+    if planned.chunks:
+        scratch = sum(array.nbytes for array in planned.unpacked)
+        lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
+    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
+    lines.append(f"memory      at most {most}: {parts}")
+    lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
+    lines += [
+        f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()
+    ]
+    lines += [f"warning     {warning}" for warning in planned.warnings]
+    return "\n".join(map(printable, lines))
+
+
+def plan_dict(planned: Reshard) -> dict[str, Any]:
+    """The same for programs, with every array."""
+    arrays = {
+        array.key: {
+            "shape": list(array.shape), "dtype": array.dtype.name, "way": way.name, "chunk": list(way.grid.spec.chunk), "shard": list(way.grid.spec.shard),
+            "lossy": array.lossy, "axes": list(array.logical_axes),
+        }
+        for array, way in zip(planned.plan.arrays, planned.ways, strict=False)  # none where there are problems
+    }  # fmt: skip
+    return {
+        "source": planned.source.root,
+        "tree": planned.tree.kind,
+        "scan_layers": planned.tree.scan,
+        "plan": planned.hash,
+        "arrays": arrays,
+        "bytes": {
+            "source": planned.source_bytes,
+            "target": planned.target_bytes,
+            "unpacked": sum(array.nbytes for array in planned.unpacked),
+        },
+        "units": len(planned.units),
+        "slots": planned.slots,
+        "unit_bytes": planned.unit_working_bytes,
+        "left_out": dict(planned.plan.dropped),
+        "adapters": list(planned.adapted.adapters),
+        "problems": [dataclasses.asdict(problem) for problem in planned.plan.problems],
+        "warnings": list(planned.warnings),
+    }
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Reshards, and says what came of it; with `--dry_run` says what it would do."""
+    if args.dry_run:
+        check_places(rest, "reshard", {"source": args.source, "output": args.output})
+        asked = asked_of(args, ReshardOptions)
+        slots = _slots(asked, rest, args.source, args.output or "", args.resume)
+        shown = dataclasses.replace(
+            plan(args.source, asked=asked, slots=slots),
+            threads=threads_of(thread_options(rest)),
+            output=args.output or "",
+        )
+        say(args, shown)
+        problems = list(shown.problems)
+        if args.output and not problems:
+            problems += check_output(find_place(shown.planned, args.output), shown.planned, asked_of(args, FromHub))
+        refuse(problems)
+        if args.json != STDOUT and not args.quiet:
+            size = f"{human(shown.planned.target_bytes)} to write"
+            print(ready_text(args, rest, shown.planned.source.root, size))
+        return 0
+    say(args, reshard(**keywords_of(args, reshard), beam=rest))
+    return 0

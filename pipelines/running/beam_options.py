@@ -1,0 +1,173 @@
+"""Weightbeam's options among Beam's: defaults for local runs, and a check that no option is misspelt."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import (
+    DirectOptions,
+    PipelineOptions,
+    PortableOptions,
+    SetupOptions,
+    StandardOptions,
+    WorkerOptions,
+)
+from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
+from apache_beam.runners.runner import create_runner
+
+from weightbeam.pipelines.running.runners import local
+from weightbeam.pipelines.running.runners.table import runner_of
+from weightbeam.pipelines.running.without_beam import local_threads
+from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
+from weightbeam.pipelines.terminal.arguments.parser import add_options, meant
+from weightbeam.pipelines.terminal.errors import RefusedError
+
+# in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
+IMAGE = "WEIGHTBEAM_IMAGE"
+# there in a checkout, not where the package was installed from a wheel
+SETUP_FILE = Path(__file__).resolve().parents[2] / "setup.py"
+PLACES = {  # the options that name a folder, and what helps if it is on this machine
+    "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
+    "checkpoint": "upload it to gs://BUCKET/FOLDER",
+    "output": "name gs://BUCKET/FOLDER",
+}
+
+
+class ConversionOptions(PipelineOptions):
+    """What `weightbeam convert` takes besides Beam's own options, so that Beam knows them where it parses the whole
+    command line.
+    """
+
+    @classmethod
+    def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
+        add_options(parser, [each for each in COMMANDS["convert"].all_options() if each.name not in SHELL])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Beam's options; a wrong value is refused in one line, not with all of Beam's usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RefusedError(message)
+
+
+def check_options(arguments: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:
+    """Makes sure that every argument is one of Beam's options, and that together they are enough for their runner.
+
+    Args:
+      arguments: those that Weightbeam doesn't know.
+      command: what is going to run; empty where nothing is.
+      places: the options of the command that name a folder.
+
+    Raises:
+      RefusedError: names all that is wrong.
+    """
+    runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    runner.add_argument("--runner")
+    # an unknown runner, or one that isn't installed, is refused below
+    with contextlib.suppress(ValueError, ImportError):
+        # a runner's options are known once it is loaded
+        create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
+        options._add_argparse_args(cast(Any, parser))
+    problems = []
+    if unknown := parser.parse_known_args(list(arguments))[1]:
+        may_be = meant(unknown[0], command or "plan", parser._option_string_actions)
+        problems.append(
+            f"unknown options: {' '.join(unknown)}{may_be}; --help lists ours, and Beam's are in its documentation"
+        )
+    if command:
+        settled = pipeline_options(arguments)
+        problems += _find_problems(settled, command, places or {})
+        problems = problems or list(runner_of(settled).find_unreachable(settled))  # last: it asks the network
+    if problems:
+        raise RefusedError("\n".join(problems))
+
+
+def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, str | None]) -> Iterator[str]:
+    """What the runner lacks for a command."""
+    name = options.view_as(StandardOptions).runner
+    try:
+        runner = create_runner(name)
+    except (ValueError, ImportError, AttributeError) as e:
+        yield f"--runner={name}: {e}"
+        return
+    validator = PipelineOptionsValidator(options, runner)
+    for kind in (PortableOptions, SetupOptions, WorkerOptions):  # those that look at the options alone
+        yield from options.view_as(kind).validate(validator)
+    ours = runner_of(options)
+    yield from ours.find_problems(options, runner)
+    if options.view_as(StandardOptions).no_wait_until_finish and ours.waits(options):
+        yield "--no_wait_until_finish: only a job on Dataflow goes on without this process"
+    if not ours.in_containers(options):
+        return
+    if not _has_package(options):
+        yield "--sdk_container_image=IMAGE is missing: an image with Weightbeam for the workers; or --setup_file=FOLDER/setup.py of a checkout"
+    if command == "verify":
+        yield f"--runner={name}: verify brings what it finds to this machine, and runs on it"
+        return
+    for option, todo in PLACES.items():
+        place = places.get(option)
+        if place and "://" not in place:
+            yield f"--{option}={place}: the workers run in containers and don't see this machine's folders; {todo}"
+
+
+def pipeline_options(arguments: Sequence[str], ours: Mapping[str, Any] | None = None) -> PipelineOptions:
+    """Beam's options: local runs on the in-process runner with threads, workers in containers with this package.
+
+    Beam's own `DirectRunner` is a switch that first tries to download another runner (apache/beam,
+    sdks/python/apache_beam/runners/direct/direct_runner.py, 2.77.0).
+
+    Args:
+      arguments: those that Weightbeam doesn't know.
+      ours: those that it does, for who looks at the job.
+    """
+    options = PipelineOptions(list(arguments), **(ours or {}))
+    standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
+    short = {known.removesuffix("Runner").lower(): known for known in StandardOptions.KNOWN_RUNNER_NAMES}
+    name = (standard.runner or local.RUNNER).rpartition(".")[2].lower().removesuffix("runner")
+    standard.runner = short.get(name, standard.runner)  # Beam knows them by several names
+    if standard.runner in ("DirectRunner", local.RUNNER):
+        standard.runner = local.RUNNER
+        if not any(argument.split("=")[0] == "--direct_num_workers" for argument in arguments):
+            direct.direct_num_workers = local_threads()
+    if runner_of(options).in_containers(options) and not _has_package(options):
+        if image := os.environ.get(IMAGE):
+            options.view_as(WorkerOptions).sdk_container_image = image
+        elif SETUP_FILE.is_file():
+            options.view_as(SetupOptions).setup_file = str(SETUP_FILE)
+    return options
+
+
+def make_pipeline(options: PipelineOptions, stage_bytes: int = 0) -> beam.Pipeline:
+    """A pipeline on the runner that the options name; the local one is ours.
+
+    Args:
+      options: Beam's.
+      stage_bytes: memory that the stages need in one process.
+
+    Raises:
+      ValueError: there is no such runner.
+    """
+    return beam.Pipeline(runner_of(options).make(stage_bytes), options)
+
+
+def _has_package(options: PipelineOptions) -> bool:
+    """Whether the user said where workers in containers get Weightbeam from."""
+    setup, worker, portable = (
+        options.view_as(SetupOptions),
+        options.view_as(WorkerOptions),
+        options.view_as(PortableOptions),
+    )
+    image = (
+        worker.sdk_container_image
+        or portable.environment_config
+        or portable.lookup_environment_option("docker_container_image")
+    )
+    return bool(image or setup.setup_file or setup.extra_packages or setup.requirements_file)

@@ -1,0 +1,253 @@
+"""What an output must be before it is written: free, or holding what was asked to be resumed or replaced; fit, with
+room; and one's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+from weightbeam.formats.staging import JOB, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging.lease import HeldError
+from weightbeam.formats.staging.links import COPY
+from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
+from weightbeam.formats.storage.identity import describe_changes
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
+from weightbeam.pipelines.terminal.tables import human
+from weightbeam.transforms.planning.options import Delivery, hashed
+from weightbeam.transforms.planning.transfer import Transfer
+from weightbeam.transforms.stages.staged import load
+
+KEPT = "what is done is kept, the same command with --resume goes on from there"
+
+
+@contextlib.contextmanager
+def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context manager: keeps other commands out of an output, which is made if it isn't there.
+
+    Args:
+      staging: what one wants to write.
+      look: raises if something is at work there that has no lease (`Staging.hold`).
+
+    Raises:
+      BusyError: another command is at work there.
+      RefusedError: nothing can be written there.
+      KeyboardInterrupt: as it came, and says what is kept, if anything is.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            staging.output.make()
+            stack.callback(staging.output.unmake)
+            staging.output.check_writable()
+            stack.enter_context(staging.hold(look))
+        except HeldError as e:
+            raise BusyError(f"  output: {staging.final}: {e}") from e
+        except OSError as e:
+            raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
+        try:
+            yield
+        except KeyboardInterrupt as e:
+            if e.args:  # what it says is known better where it comes from
+                raise
+            with contextlib.suppress(OSError):
+                if staging.exists():
+                    raise KeyboardInterrupt(KEPT) from e
+            raise
+
+
+def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
+    """What `alone` should look at: whether a job of a command before this one, which is noted beside the plan, is still
+    at work.
+    """
+
+    def look() -> None:
+        if staging.exists() and staging.plan_folder.exists(JOB):
+            from weightbeam.pipelines.running.noted import check_job  # only now: it imports Beam
+
+            check_job(staging, beam)
+
+    return look
+
+
+def bring_back(output: str) -> None:
+    """Puts a checkpoint back that was on its way out when its successor died: where the file system can't swap, there
+    is none meanwhile.
+
+    Raises:
+      BusyError: its successor lives.
+      RefusedError: nothing can be written there.
+    """
+    store = open_store(output)
+    if isinstance(store, LocalFolder) and store.folder.is_dir():
+        for step in {
+            found[1] for name in store.entries() if (found := re.fullmatch(r"(\d+)\.replaced-[0-9a-f]+", name))
+        }:
+            if not os.path.lexists(store / step):
+                with alone(staging_at(store, int(step))):
+                    pass
+
+
+def is_finished(place: Staging, planned: Transfer) -> bool:
+    """Whether the very result that is wanted is published, and nothing is staged beside it."""
+    return not place.exists() and planned.target.made_by(place.final) == planned.hash
+
+
+def check_output(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+    """What stands against writing a result there, the place's own refusals among it.
+
+    Args:
+      place: where.
+      planned: what.
+      how: what may be gone on with or replaced there.
+
+    Raises:
+      BusyError: another command is at work there.
+    """
+    try:
+        if unfit := planned.target.find_unfit(place):
+            return [Problem("output", *unfit)]
+        place.check_free()
+        return _find_problems(place, planned, how)
+    except HeldError as e:
+        raise BusyError(f"  output: {place.final}: {e}") from e
+    except OSError as e:
+        return [Problem("output", str(place.output), reason(e).removeprefix(f"{place.final}: "))]
+
+
+def problem_at(place: Store, message: str) -> list[Problem]:
+    """What stands against writing there; nothing where the message is empty."""
+    return [Problem("output", str(place), message)] if message else []
+
+
+def _find_problems(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+    """What lies there already, and whether there is room: the first that is found, in the order of the steps."""
+    if how.resume and is_finished(place, planned):
+        return _check_finished(place, planned)
+    swaps = how.in_place and isinstance(place, FolderStaging)  # a bucket can't swap
+    if problems := problem_at(place.final, planned.target.find_overlap(place, planned.places, swaps)):
+        return problems
+    stopped = place.exists()
+    return (
+        (_check_stopped(place, planned, how) if stopped else [])
+        or (_check_there(place, planned, how, stopped) if place.is_taken() else [])
+        or _check_room(place, planned, how)
+    )
+
+
+def _check_finished(place: Staging, planned: Transfer) -> list[Problem]:
+    """Whether the result that is wanted, and is there, is whole."""
+    if damage := planned.target.find_damage(place):
+        why = f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew"
+        return problem_at(place.final, why)
+    return []
+
+
+def _check_stopped(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+    """Whether it was said what to do with what a stopped command staged, and that can be done."""
+    if how.resume:
+        return problem_at(place.plan_folder, why_not_go_on(place, planned))
+    if how.overwrite:
+        return problem_at(place.final, planned.target.why_not_discard(place))
+    todo = "go on with --resume, or start anew with --overwrite"
+    return problem_at(place.plan_folder, f"holds a stopped {planned.title.lower()}; {todo}")
+
+
+def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool) -> list[Problem]:
+    """Whether what lies in the place can be replaced, and should be."""
+    if why := planned.target.why_not_replace(place):
+        return problem_at(place.final, why)
+    if how.overwrite:
+        return []
+    if not how.resume:
+        why = f"exists; --overwrite replaces it{planned.target.beside}"
+    elif stopped:
+        what = f"a stopped {planned.title.lower()}"
+        why = f"exists beside {what}; --resume --overwrite goes on with that and replaces it at the end"
+    else:
+        why = "exists, and was made with other options or of another source; --overwrite replaces it"
+    return problem_at(place.final, why)
+
+
+def _check_room(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+    """Whether the disk has room for what is left to write."""
+    if not isinstance(place, FolderStaging) or (
+        how.resume and planned.target.made_by(place.checkpoint) == planned.hash
+    ):
+        return []
+    needed = planned.target.bytes_left(place, planned.made_bytes, len(planned.units), how.resume)
+    return check_room(place.output, needed + (planned.linked_bytes if how.link == COPY else 0))
+
+
+def check_room(place: LocalFolder, needed: int) -> list[Problem]:
+    """Whether the disk has room for so many bytes."""
+    free = shutil.disk_usage(next(folder for folder in (place.folder, *place.folder.parents) if folder.exists())).free
+    if free < needed:
+        return problem_at(place, f"needs {human(needed)}, the disk has {human(free)} left")
+    return []
+
+
+CHANGED, SHOWN = "the source's files have changed", 3  # and files of them that are named at most
+ANOTHER_PLAN = "holds what a stopped command staged with another plan"
+
+
+def why_not_go_on(staging: Staging, wanted: Transfer) -> str:
+    """Why `--resume` can't go on with what is staged: it is of another plan, and how that differs; else empty."""
+    if differs := _difference(staging, wanted):
+        return f"{ANOTHER_PLAN} ({differs}); --overwrite without --resume starts anew"
+    return ""
+
+
+def _difference(staging: Staging, wanted: Transfer) -> str:
+    """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
+    if not staging.is_staged():
+        return (
+            "it is complete but for its name"
+            if wanted.target.made_by(staging.checkpoint) not in (None, wanted.hash)
+            else ""
+        )
+    try:
+        staged = load(staging.read_plan())
+    except (RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
+        return "it was staged by another version of Weightbeam, or is damaged"
+    if staged.kind != wanted.kind:
+        return f"it is of weightbeam {staged.kind}"
+    if staged.hash == wanted.hash:
+        return _changed_source(staged, wanted) if wanted.was_touched(staged) else ""
+    options, before = hashed(wanted.options), hashed(staged.options)
+    changed = [
+        f"--{name} was {_shown(old)}, is {_shown(options[name])}"
+        for name, old in before.items()
+        if options[name] != old
+    ]
+    return "; ".join(changed or _changed_files(staged, wanted)) or CHANGED
+
+
+def _changed_source(staged: Transfer, wanted: Transfer) -> str:
+    """That the files that are read have changed; which, and how, where that can be seen."""
+    pairs = zip(staged.sources, wanted.sources, strict=False)
+    found = [each for then, now in pairs for each in describe_changes(then.seen, now.seen, bool(wanted.linked_bytes))]
+    more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return f"{CHANGED}: {'; '.join([*found[:SHOWN], *more])}" if found else CHANGED
+
+
+def _changed_files(staged: Transfer, wanted: Transfer) -> list[str]:
+    """What of two plans with the same options isn't the same: files that are read, small files that are written."""
+    of_sources = [[source.identity for source in each.sources] for each in (staged, wanted)]
+    then, now = staged.small_hashes, wanted.small_hashes
+    return [
+        *([_changed_source(staged, wanted)] if of_sources[0] != of_sources[1] else []),
+        *(f"another {name}" for name in sorted({*now, *then}) if now.get(name) != then.get(name)),
+    ]
+
+
+def _shown(option: object) -> str:
+    """An option's value as the user would write it."""
+    values = option if isinstance(option, tuple) else (option,)
+    if values and isinstance(values[0], tuple):
+        return f"a file of {len(values)} rules"
+    return " and ".join("not given" if value is None else str(value) for value in values) or "not given"

@@ -1,0 +1,233 @@
+"""From options to a planned conversion, or to a refusal that lists everything at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from weightbeam.formats.adapters import Adapter, open_adapter
+from weightbeam.formats.orbax import item_metadata
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage.identity import ChangedError, Files, Watched
+from weightbeam.formats.storage.strict_json import read_json
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.targets.published import RECORD
+from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.report import collapse
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.cutting.mesh import MeshError
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import UNKNOWN_FAMILY, prepare
+from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
+
+LOG = logging.getLogger("weightbeam")
+SHOWN = 20  # problems of one kind; the rest is counted
+NO_SOURCE = "--source is missing: the folder with config.json and the safetensors files"
+LINE = 5000  # characters of a problem: names and values in it are the files', however long
+KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
+
+
+def prepare_conversion(
+    source: str, options: Options, hf_token_secret: str | None = None, slots: int | None = None
+) -> Conversion:
+    """Plans a conversion, its units cut for `slots` of them at a time if that is known; problems stay in the plan.
+
+    Raises:
+      Refused: there is nothing to plan: no source, no such mesh.
+    """
+    if not source:
+        raise Refused(NO_SOURCE)
+    name_secret(hf_token_secret)
+    return plan_with(options, open_source(source, options.allow_links), slots)
+
+
+def check_read(sources: Iterable[Watched | Files]) -> None:
+    """Makes sure, once all is read, that it is what was opened.
+
+    Raises:
+      Failed: it isn't.
+    """
+    try:
+        for source in sources:
+            source.check()
+    except ChangedError as e:
+        raise Failed(f"  {e.what}; compare it again") from e
+    except OSError as e:
+        raise Failed(f"  {e}") from e
+
+
+def plan_with(options: Options, checkpoint: HfCheckpoint, slots: int | None = None) -> Conversion:
+    """Plans a conversion of an opened source.
+
+    Raises:
+      Refused: a mesh can't be read.
+    """
+    try:
+        return prepare(options, checkpoint, open_adapters(options), slots)
+    except MeshError as e:
+        raise Refused(str(e)) from e
+
+
+def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapter]:
+    """The adapters that `--lora` names.
+
+    Raises:
+      Refused: there is no such folder, or it can't be looked at.
+    """
+    adapters = []
+    for url, weight in options.lora:
+        try:
+            adapters.append(open_adapter(url, weight))
+        except StorageError as e:
+            raise Refused(f"--lora={e}") from e
+        except OSError as e:
+            raise Refused(f"--lora={url}: {reason(e)}") from e
+    return adapters
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str) -> Iterator[None]:
+    """Context manager: metadata of a checkpoint are read, which anyone may have written or damaged.
+
+    Raises:
+      Refused: they can't be read; whatever a reader stumbles over.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # who reads what is said of them has seen enough
+        raise
+    except (StorageError, MeshError) as e:
+        raise Refused(str(e)) from e
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        what = (str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}").partition(
+            " [tensorstore_spec="
+        )[0]
+        raise Refused(
+            f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}"
+        ) from e
+
+
+def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
+    """The weights that `--source` names.
+
+    Raises:
+      Refused: there are none, or they can't be looked at.
+    """
+    try:
+        return open_hf(source, allow_links)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    except OSError as e:  # of a folder that can't be looked at
+        raise Refused(f"--source={source}: {reason(e)}") from e
+
+
+def read_record(release: str) -> Mapping[str, Any]:
+    """What `weightbeam.json` in a release says; nothing where there is none."""
+    try:
+        found = read_json(open_store(release), RECORD)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def options_of_export(release: str) -> dict[str, Any]:
+    """The model, and the other options of a conversion back, with which a release was exported; empty where it wasn't."""
+    record = read_record(release)
+    made = record.get("options")
+    if record.get("command") != "export" or not isinstance(made, dict):
+        return {}
+    said = {"maxtext_model": record.get("model"), **{name: made.get(name) for name in ("param_scan_axis", "family")}}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any]) -> Options:
+    """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays
+    show.
+    """
+    custom = item_metadata(items)
+    about = custom.get("weightbeam")
+    said: dict[str, Any] = (
+        dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+    )
+    if "scan_layers" in custom:
+        said["scan_layers"] = custom["scan_layers"]
+    said.setdefault("scan_layers", is_scanned(stores))
+    if "vocab_size" not in said and (embedding := stores.get(f"{PARAMETERS}token_embedder.embedding")):
+        said["vocab_size"] = embedding.shape[0]
+    said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
+    said.setdefault(
+        "multimodal",
+        any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores),
+    )
+    left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
+    known = {field.name for field in dataclasses.fields(Options)} - left_out
+    return Options(
+        **{
+            key: value
+            for key, value in (said | {key: value for key, value in given.items() if value is not None}).items()
+            if key in known
+        }
+    )
+
+
+def refuse(problems: Sequence[Problem], source: object = None) -> None:
+    """Refuses what has problems; does nothing where there are none.
+
+    Args:
+      problems: all of them.
+      source: what is read; of a release whose family nobody knows a person is told where to look.
+
+    Raises:
+      Refused: with all of them.
+    """
+    if not problems:
+        return
+    message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
+    unknown = next((problem for problem in problems if problem.kind == UNKNOWN_FAMILY), None)
+    if unknown and isinstance(source, HfCheckpoint):
+        LOG.debug(f"What {source.root} holds:\n{inventory(source)}\n")
+        what, _, listed = unknown.message.partition("\n")  # the families, which fill a screen
+        again = f"{printable(what.removesuffix(' Supported:'), NAME)} " if listed else ""
+        message += f"\n{again}weightbeam inspect {shlex.quote(source.root)} lists what it holds."
+    raise Refused(message, problems)
+
+
+def inventory(checkpoint: HfCheckpoint) -> str:
+    """The tensors of a checkpoint, numbers in their names collapsed."""
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, tensor in checkpoint.tensors.items():
+        groups[pattern(name)][f"{tensor.dtype.name} {list(tensor.shape)}"] += 1
+    lines = [
+        f"  {sum(kinds.values()):>6} × {printable(name, NAME)}  {', '.join(sorted(kinds)[:3])}{' …' if len(kinds) > 3 else ''}"
+        for name, kinds in itertools.islice(groups.items(), KINDS)
+    ]
+    if len(groups) > KINDS:
+        lines.append(f"  … and {len(groups) - KINDS:,} more kinds of names")
+    return "\n".join(lines) or "  no tensors"
+
+
+def describe(problems: Iterable[Problem]) -> str:
+    """All problems, by kind; those that differ only in numbers once, and many of one kind are counted."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        kinds[problem.kind].append(printable(str(problem), LINE, lines=problem.kind == UNKNOWN_FAMILY))
+    lines = []
+    for kind, texts in kinds.items():
+        different = collapse(texts)
+        lines += [f"  {text}" for text in different[:SHOWN]]
+        if len(different) > SHOWN:
+            lines.append(f"  {kind}: … and {len(different) - SHOWN} more; weightbeam plan --json lists all")
+    return "\n".join(lines)

@@ -1,0 +1,432 @@
+"""A job on Flink, Spark, Prism or another engine with a job service: from its submission to its end, and a stop that
+ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import apache_beam as beam
+import grpc
+from apache_beam.options.pipeline_options import (
+    FlinkRunnerOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    PortableOptions,
+    SparkRunnerOptions,
+    StandardOptions,
+)
+from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
+from apache_beam.runners.runner import PipelineResult, PipelineState
+
+from weightbeam.formats.staging import JOB, Staging
+from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
+from weightbeam.pipelines.running.runners.runner import Job
+from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
+from weightbeam.pipelines.terminal.notebook import as_in_a_script
+from weightbeam.pipelines.terminal.progress import quiet, watch_progress
+from weightbeam.pipelines.terminal.tables import count
+
+RUNNERS = ("PortableRunner", "FlinkRunner", "SparkRunner")  # that have a job service
+ANSWER = 10.0  # seconds in which a service answers
+PATIENCE = 60.0  # seconds in which a cancelled job ends
+POLL = 2.0  # seconds between looks at a job's state
+QUIET = 60.0  # seconds without a byte, after which one may want to look at the engine
+NO_WORKER = 50.0  # seconds in which the first worker of a pool has to come, unless --job_server_timeout says otherwise
+ONE_SLOT = (
+    "--parallelism isn't given: Flink has a job run in one slot then, unless its parallelism.default says otherwise"
+)
+LOG = logging.getLogger("weightbeam")
+
+
+class JobLostError(RunnerError):
+    """A job can't be asked for any more, and may go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a job is found again.
+
+    Attributes:
+      runner: that it was submitted with.
+      job_name: what the engine calls it.
+      output: what it writes.
+      endpoint: of the job service; empty where the command started one of its own.
+      master: of the cluster, where the command named it.
+    """
+
+    runner: str
+    job_name: str
+    output: str
+    endpoint: str = ""
+    master: str = ""
+
+    @classmethod
+    def of(cls, options: PipelineOptions) -> Site:
+        """By the options of a command."""
+        name, endpoint = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).job_endpoint or ""
+        flink, spark = (
+            options.view_as(FlinkRunnerOptions).flink_master,
+            options.view_as(SparkRunnerOptions).spark_master_url,
+        )
+        master = {"FlinkRunner": flink, "SparkRunner": spark}.get(name) or ""
+        output = options.get_all_options().get("output") or ""
+        return cls(
+            name,
+            options.view_as(GoogleCloudOptions).job_name,
+            output,
+            endpoint,
+            "" if master.startswith(("[", "local")) else master,
+        )
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether someone there answers also when the command is gone."""
+        return bool(self.endpoint or (self.runner == "FlinkRunner" and self.master))
+
+    @property
+    def how_to_end(self) -> str:
+        """What a person can do."""
+        if self.endpoint:
+            return f"it is {self.job_name} at the job service {self.endpoint}; cancel it on the engine's page, or restart the service"
+        return f"it is {self.job_name} of {self.master or 'the cluster'}; cancel it on the engine's page"
+
+    def active(self) -> Sequence[str]:
+        """The ids of the jobs of this name, and this output where the engine knows it, that haven't ended.
+
+        Raises:
+          OSError: the engine can't be asked.
+        """
+        if self.endpoint:
+            return [
+                job.job_id
+                for job in _ask(self.endpoint, "GetJobs", beam_job_api_pb2.GetJobsRequest()).job_info
+                if self._is_alive(job)
+            ]
+        if self.can_be_asked:
+            return [
+                job["jid"]
+                for job in _flink_jobs(self.master)
+                if job["name"] == self.job_name and job["state"] not in FLINK_ENDED
+            ]
+        raise OSError(f"{self.master} can't be asked for its jobs from here")
+
+    def _is_alive(self, job: beam_job_api_pb2.JobInfo) -> bool:
+        # Prism calls every job `job`
+        told = [
+            job.pipeline_options.fields[f"beam:option:{option}:v1"].string_value for option in ("job_name", "output")
+        ]
+        return told == [self.job_name, self.output] and not PipelineState.is_terminal(
+            beam_job_api_pb2.JobState.Enum.Name(job.state)
+        )
+
+    def cancel(self, job: str) -> None:
+        """Asks for a job's end. Raises OSError where nobody can be asked."""
+        if self.endpoint:
+            _ask(self.endpoint, "Cancel", beam_job_api_pb2.CancelJobRequest(job_id=job))
+        else:
+            request = urllib.request.Request(f"{_url(self.master)}/jobs/{job}?mode=cancel", method="PATCH")
+            urllib.request.urlopen(request, timeout=ANSWER).close()
+
+
+FLINK_ENDED = ("FAILED", "CANCELED", "FINISHED")  # docs/ops/rest_api of Flink 1.19, JobStatus
+
+
+def _url(master: str) -> str:
+    return master.rstrip("/") if "://" in master else f"http://{master}"
+
+
+def _flink_jobs(master: str) -> Sequence[Mapping[str, str]]:
+    with urllib.request.urlopen(f"{_url(master)}/jobs/overview", timeout=ANSWER) as answer:
+        return json.load(answer)["jobs"]
+
+
+def _ask(endpoint: str, question: str, request: Any) -> Any:
+    """Asks a job service. Raises OSError where it doesn't answer."""
+    with grpc.insecure_channel(endpoint) as channel:
+        try:
+            return getattr(beam_job_api_pb2_grpc.JobServiceStub(channel), question)(
+                request, timeout=ANSWER, wait_for_ready=True
+            )
+        except grpc.RpcError as e:
+            raise OSError(f"the job service at {endpoint} doesn't answer ({e.code().name.lower()})") from e  # type: ignore[attr-defined]
+
+
+# --- jobs that outlived their command ---------------------------------------------------------------------------------
+
+
+def outlives(options: PipelineOptions) -> bool:
+    """Whether the workers are elsewhere, so that a job can go on without its command."""
+    if options.view_as(StandardOptions).runner not in RUNNERS:
+        return False
+    portable, site = options.view_as(PortableOptions), Site.of(options)
+    return portable.environment_type != "LOOPBACK" and site.endpoint != "embed" and bool(site.endpoint or site.master)
+
+
+def may_get_one_slot(options: PipelineOptions) -> bool:
+    """Whether a cluster of Flink's, if it is one, isn't told how many slots a job should have."""
+    return (
+        outlives(options)
+        and options.view_as(StandardOptions).runner != "SparkRunner"
+        and options.view_as(FlinkRunnerOptions).parallelism < 1
+    )
+
+
+def note(staging: Staging, site: Site) -> None:
+    """Says beside the staged plan which job is at work on it."""
+    staging.plan_folder.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
+
+
+def forget(staging: Staging) -> None:
+    """Removes that note: the job has ended, or can do nothing any more."""
+    with contextlib.suppress(OSError):
+        if staging.exists():
+            staging.plan_folder.delete(JOB)
+
+
+def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
+    """Makes sure that a job which was noted isn't at work any more.
+
+    Raises:
+      BusyError: it is.
+      RefusedError: the engine doesn't let us see.
+    """
+    site, file = Site(**noted), staging.plan_folder.path(JOB)
+    try:
+        active = site.active()
+    except OSError as e:
+        raise RefusedError(
+            f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
+        ) from e
+    if active:
+        raise BusyError(f"  output: {staging.plan_folder}: a job is at work there: {site.how_to_end}, or wait for it")
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> PipelineResult:
+    """Submits a pipeline, and waits for its end.
+
+    Args:
+      pipeline: its options name a runner with a job service.
+      job: what it is for; while it may be at work a note lies beside its plan.
+      done: how many bytes it has written.
+
+    Raises:
+      JobLostError: the engine can't be asked any more, and the job may go on.
+      KeyboardInterrupt: stopped: nothing of it is published. The job has ended, as far as its engine says, unless the
+        message says how to end it.
+      Exception: it failed.
+    """
+    site, follows, staging = Site.of(pipeline.options), outlives(pipeline.options), job.place
+    if may_get_one_slot(pipeline.options):
+        LOG.warning(ONE_SLOT)
+    before: Sequence[str] = ()
+    if follows:
+        with contextlib.suppress(OSError):
+            before = site.active()
+        note(staging, site)
+    staging.forget_workers()
+    state = State(done, staging.ready_workers)
+    pool, patience = pool_of(pipeline.options) if follows else "", patience_of(pipeline.options)
+    given_up: threading.Event | None = None
+    result: Any = None
+    servers = own_servers(pipeline.runner)
+    try:
+        with watch_progress(job.left, done, job.planned.doing, job.report, state), quiet(job.noise), as_in_a_script():
+            result = state.result = pipeline.run()
+            with (
+                giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result))
+                if pool
+                else contextlib.nullcontext() as given_up
+            ):
+                result.wait_until_finish()
+    except KeyboardInterrupt:
+        try:
+            if follows:
+                _stop(site, staging, before, result)
+            else:
+                with contextlib.suppress(OSError):  # its workers end with this process
+                    staging.stop()
+        finally:
+            for server in servers:
+                server.stop()
+        raise
+    except Exception as e:
+        if follows and not _is_over(site, before, result):
+            raise JobLostError(
+                f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}"
+            ) from e
+        if follows:
+            with contextlib.suppress(OSError):  # else the note stays
+                staging.stop()  # a service that has failed, or that was told to cancel, may have the job still
+                forget(staging)
+        if given_up is not None and given_up.is_set():
+            raise RunnerError(
+                f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer"
+            ) from e
+        if pool and IN_A_STAGE not in str(e) and not staging.ready_workers():
+            raise RunnerError(f"{last_words(e)}; no worker has come: {pool}") from e
+        raise
+    if follows:
+        forget(staging)
+    return result
+
+
+def own_servers(runner: Any) -> list[Any]:
+    """The job servers that a runner will have started, to be stopped with a command that is: Beam does so when Python
+    ends in an orderly way, and after Ctrl-C, but not after a kill.
+    """
+    servers: list[Any] = []
+    start: Callable[[PipelineOptions], Any] = runner.default_job_server
+
+    def keep(options: PipelineOptions) -> Any:
+        servers.append(start(options))
+        return servers[-1]
+
+    runner.default_job_server = keep
+    return servers
+
+
+def patience_of(options: PipelineOptions) -> float:
+    """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
+    # Beam's own default may be what is said
+    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())
+    said = "__job_server_timeout" in flags and options.get_all_options()["job_server_timeout"]
+    return float(said or NO_WORKER)
+
+
+@contextlib.contextmanager
+def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[], None]) -> Iterator[threading.Event]:
+    """Context manager: after so many seconds a job is cancelled to which no worker has come; the event says that it
+    was.
+    """
+    given_up = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            if not is_there():
+                given_up.set()
+                cancel()
+
+    timer = threading.Timer(seconds, look)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield given_up
+    finally:
+        timer.cancel()
+
+
+def pool_of(options: PipelineOptions) -> str:
+    """Where the engine's hosts should find a worker, as a question to a person; empty where workers come from images,
+    which may have to be fetched first.
+    """
+    portable = options.view_as(PortableOptions)
+    where = {
+        "EXTERNAL": f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config)",
+        "PROCESS": f"can each host of the engine run {portable.lookup_environment_option('process_command')} (--environment_options)",
+    }.get(re.sub(r"beam:env:(\w+):v1", r"\1", portable.environment_type or "").upper())
+    return f"{where}, and has the engine a free slot?" if where else ""
+
+
+def _is_over(site: Site, before: Sequence[str], result: Any) -> bool:
+    """Whether a job that failed is surely not at work any more."""
+    if result is not None and _has_ended(result):
+        return True
+    try:
+        return not set(site.active()) - set(before)
+    except OSError:
+        return result is None and not site.endpoint  # a job server of the command's own, which didn't come as far
+
+
+def _has_ended(result: Any) -> bool:
+    """Whether a job has come to an end, as far as its service answers."""
+    try:
+        return PipelineState.is_terminal(result.state)
+    except grpc.RpcError:
+        return False
+
+
+def _cancel(site: Site, before: Sequence[str], result: Any) -> None:
+    """Asks for the end of a job, where anybody answers."""
+    with contextlib.suppress(OSError, grpc.RpcError):
+        for job in _ours(site, before, result):
+            site.cancel(job)
+
+
+def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:
+    """Ends a job and waits for that. First it is made sure that its workers publish nothing: a job service may say that
+    a job is cancelled which the cluster behind it goes on with.
+
+    Raises:
+      KeyboardInterrupt: it can't be ended, or one doesn't want to wait; the note stays, and the message says how.
+    """
+    told = f"the job goes on; {site.how_to_end}; until then --resume and --overwrite are refused"
+    try:
+        staging.stop()
+        told = f"the job publishes nothing any more, but hasn't ended; {site.how_to_end}; until then --resume and --overwrite are refused"
+        LOG.info("stopping: the job is cancelled")
+        deadline = time.monotonic() + PATIENCE
+        while jobs := _ours(site, before, result):
+            for job in jobs:
+                site.cancel(job)
+            if time.monotonic() > deadline:
+                raise KeyboardInterrupt(told)
+            time.sleep(0.5)
+    except (OSError, grpc.RpcError) as e:
+        raise KeyboardInterrupt(f"{e}; {told}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(told) from None
+    forget(staging)
+
+
+def _ours(site: Site, before: Sequence[str], result: Any) -> Sequence[str]:
+    """The jobs to end: those of this name that weren't there before, or what Beam's own job service has for us."""
+    if site.can_be_asked:
+        return [job for job in site.active() if job not in before]
+    if result is None:
+        return []
+    result.cancel()
+    return [] if _has_ended(result) else [site.job_name]
+
+
+class State:
+    """What to say of a job while nothing is written: its state, whether workers are there, and after a while where to
+    look.
+    """
+
+    def __init__(self, done: Callable[[], int], workers: Callable[[], int]):
+        """`done`: bytes that were written. `workers`: how many have said that they are ready."""
+        self.result: Any = None
+        self._done, self._workers, self._start, self._asked, self._known = (
+            done,
+            workers,
+            time.monotonic(),
+            float("-inf"),
+            "",
+        )
+
+    def __call__(self) -> str:
+        if self.result is None:
+            return "submitting the job"
+        if self._done():
+            return ""
+        if time.monotonic() - self._asked > POLL:
+            self._asked = time.monotonic()
+            with contextlib.suppress(Exception):  # it's for show
+                ready = self._workers()
+                who = f"{count(ready, 'worker')} ready, no unit is done yet" if ready else "no worker yet"
+                self._known = f"the job is {str(self.result.state).lower()}, {who}"
+        late = time.monotonic() - self._start > QUIET
+        return self._known + ("; look at the engine's page, and at what the worker pool says" if late else "")

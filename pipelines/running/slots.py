@@ -1,0 +1,77 @@
+"""Slots: how many units all workers of a command work on at a time, which the size of its units follows from. Imports
+no Beam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.orbax import record_of
+from weightbeam.formats.staging import ITEMS, Staging, staging_at
+from weightbeam.formats.targets.published import record_of as record_of_release
+from weightbeam.formats.targets.release import release_staging
+from weightbeam.pipelines.running.without_beam import THREADS_PER_CORE, is_local, thread_options, threads_of
+from weightbeam.transforms.execution.overlap import overlaps
+from weightbeam.transforms.planning.inputs import unpack_inputs
+from weightbeam.transforms.planning.makespan import CLUSTER_SLOTS, CLUSTER_START, Worker
+from weightbeam.transforms.planning.options import Unsaid
+
+
+def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None, *places: object) -> int | None:
+    """Units that all workers work on at a time: `simulated`, or by Beam's options.
+
+    None where nobody says it, where `--unit_bytes` is given, and from disk to disk, which does best with the largest.
+    """
+    if not isinstance(unit_bytes, Unsaid):
+        return None
+    if simulated:
+        return simulated
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--parallelism", "--max_num_workers", "--num_workers"):
+        parser.add_argument(option, type=int)
+    said = parser.parse_known_args(list(arguments))[0]
+    if is_local(arguments):
+        return threads_of(thread_options(arguments)) if overlaps(*places) else None
+    workers = said.max_num_workers or said.num_workers
+    return said.parallelism or (workers * worker_of(arguments, 1, 0).threads if workers else None)
+
+
+def slots_of_checkpoint(output: str, step: int, slots: int | None) -> int | None:
+    """What a command that is to be resumed there has cut its units for, since only these can go on; `slots` where there
+    is none.
+    """
+    return _before(lambda: staging_at(output, step), lambda place: record_of(place.final / ITEMS), slots)
+
+
+def slots_of_release(output: str, slots: int | None) -> int | None:
+    """The same of a command that writes a release."""
+    return _before(lambda: release_staging(output), lambda place: record_of_release(place.final), slots)
+
+
+def _before(
+    find: Callable[[], Staging], record: Callable[[Staging], Mapping[str, Any] | None], slots: int | None
+) -> int | None:
+    try:
+        place = find()
+        found = unpack_inputs(place.read_plan()) if place.is_staged() else record(place)
+    except (OSError, ValueError, EOFError, zlib.error):  # it will be refused with its reason
+        return slots
+    return found.get("slots") if found else slots
+
+
+def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worker:
+    """A worker of the engine that `--runner` names, for a simulation; without Beam. It is Dataflow's where no cluster
+    is named.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--runner", default="")
+    runner = parser.parse_known_args(list(arguments))[0].runner.rpartition(".")[2].lower().removesuffix("runner")
+    engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner)
+    if engine is None:
+        return Worker(gbps, hour_price, threads_of(thread_options(arguments), THREADS_PER_CORE * Worker.cores))
+    return Worker(
+        gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START
+    )

@@ -1,0 +1,29 @@
+"""A stop: what it says, and that nothing is published after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.targets import made_by
+
+
+@contextlib.contextmanager
+def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
+    """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
+    work still.
+
+    Raises:
+      KeyboardInterrupt: it was; the message says so where the plan with this hash was published before.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        with contextlib.suppress(OSError):
+            staging.stop()
+            if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
+                staging.tidy()
+                said = f"but {staging.final} was published already"
+                raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
+        raise

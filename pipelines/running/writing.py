@@ -1,0 +1,142 @@
+"""Writing a plan's result to its place: what is ready before, the pipeline or what comes instead, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.staging.links import LinkError
+from weightbeam.formats.storage import StorageError
+from weightbeam.pipelines.running.output import check_output
+from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.stopping import stopping
+from weightbeam.pipelines.running.without_beam import is_local
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.progress import Report, reporter
+from weightbeam.transforms.comparing.array_sums import Compared, compared_of
+from weightbeam.transforms.execution.overlap import overlaps
+from weightbeam.transforms.planning.options import Delivery, Options, options_of
+from weightbeam.transforms.planning.transfer import Transfer
+from weightbeam.transforms.stages.assembly import stage
+from weightbeam.transforms.stages.head_start import head_start
+
+DONE, FINISHED, RUNNING = "done", "nothing to do", "running"  # states
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Where a result is.
+
+    Attributes:
+      folder: its URL.
+      seconds: that it took; 0 where it was finished already.
+      written: bytes that this process wrote.
+      state: `done`, `nothing to do`, or `running`, where a job goes on without this process.
+      record: what it says of where it comes from; empty where it isn't there yet.
+      in_folder: whether it is on a disk, not in a bucket.
+      page: of the commit, where it was published on the hub.
+      removed, replaced: files of the repository that the commit took away, and that have another content now.
+    """
+
+    folder: str
+    seconds: float = 0.0
+    written: int = 0
+    state: str = DONE
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    in_folder: bool = True
+    page: str = ""
+    removed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def compared(self) -> Compared | None:
+        """How many arrays of a checkpoint were compared with their digests, where it was made of one."""
+        return compared_of(self.record)
+
+
+def find_place(planned: Transfer, output: str) -> Staging:
+    """The place of a result.
+
+    Raises:
+      Refused: nothing can be written there.
+    """
+    try:
+        plan_hash = planned.hash
+    except StorageError as e:  # of a small file of the source
+        raise Refused(str(e)) from e
+    try:
+        return planned.target.place(output, plan_hash)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+
+
+@contextlib.contextmanager
+def get_ready(planned: Transfer, place: Staging, resume: bool, beam: Sequence[str]) -> Iterator[None]:
+    """Context manager: Beam is imported before the output is taken, since that takes a while and may be interrupted. If
+    a link is to be filled, a local run reads the plan's first units meanwhile.
+
+    Args:
+      planned: has no problems.
+      place: where it will be carried out.
+      resume: first units may be done already.
+      beam: Beam's options.
+    """
+    with contextlib.ExitStack() as stack:
+        if planned.units:
+            if is_local(beam) and not resume and overlaps(*planned.places, place.output.url):
+                stack.enter_context(head_start(planned, place))
+            importlib.import_module("weightbeam.pipelines.running.graph")
+        yield
+
+
+def write(
+    planned: Transfer, place: Staging, output: str, how: Delivery, beam: Sequence[str], progress: bool | str | Report
+) -> Written:
+    """Writes a result to its place, which is this command's alone."""
+    start, written = time.monotonic(), 0
+    refuse(check_output(place, planned, how), planned.source)  # again: now nobody else changes it
+    if planned.units:
+        from weightbeam.pipelines.running.graph import run_units  # only now: it imports Beam
+
+        counted = run_units(planned, place, beam, _shown(planned, output), how, reporter(progress))
+        if counted is None:
+            return Written(str(place.final), state=RUNNING)  # the job that was started publishes it
+        written = counted
+    else:
+        _write_at_once(planned, place, how)
+    if planned.target.made_by(place.final) != planned.hash:
+        raise Failed(f"  the pipeline ended, but {place.final} isn't its result")
+    return told(planned, place, time.monotonic() - start, written)
+
+
+def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:
+    """What is to be said of a result that is there."""
+    record = planned.target.record_of(place.final)
+    return Written(str(place.final), seconds, written, state, record, isinstance(place, FolderStaging))
+
+
+def _shown(planned: Transfer, output: str) -> dict[str, Any]:
+    """The command's own options, for who looks at the job: those that Beam is told of."""
+    known = {each.name for each in options_of(Options)} - {"sharding_rules"}
+    asked = {name: value for name, value in vars(planned.options).items() if name in known}
+    asked |= {"mesh": list(asked["mesh"])} if "mesh" in asked else {}
+    return asked | {"source": planned.inputs[0], "output": output}
+
+
+def _write_at_once(planned: Transfer, place: Staging, how: Delivery) -> None:
+    """A plan without units: every array is virtual, and a pipeline would have nothing to do."""
+    try:
+        with stopping(place, planned.hash):
+            if stage(planned, place, how):
+                planned.assemble(place, how.overwrite)
+            else:
+                place.publish(how.overwrite)
+    except LinkError as e:
+        raise Refused(f"  link: {e}") from e
+    except (OSError, ValueError) as e:
+        raise Failed(f"  {e}") from e

@@ -1,0 +1,90 @@
+"""How a command, or a call of the API, ends other than well."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weightbeam.pipelines.terminal.wording import worded
+
+if TYPE_CHECKING:  # else `--help` would wait for numpy
+    from weightbeam.model_mappings.plan import Problem
+
+ANOTHER = re.compile(r"\n(?=\s*(?:--\w|\w+=|output: |link: ))")  # where a message goes on with another problem
+OPTION = re.compile(r"\s*(?:--(?P<named>\w+)|(?P<keyword>\w+)=)")
+PLACE = re.compile(r"\s*(?P<kind>output|link): (?:(?P<place>\S+): )?")
+PATH = re.compile(r"\s*(?P<path>\S*?/.*?|\S+): ")
+
+
+class Told(Exception):  # noqa: N818
+    """An end that its message tells; where it was raised is of no use to who called."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it."""
+        return [f"weightbeam.{type(self).__name__}: {self}"]
+
+
+class Refused(Told):
+    """Refused before any work: what the user can mend. The message says why and what to do (exit status 2)."""
+
+    def __init__(self, message: str, problems: Sequence[Problem] = ()):
+        super().__init__(worded(message))
+        self._message, self._problems = message, tuple(problems)
+
+    @classmethod
+    def together(cls, refusals: Sequence[Refused]) -> Refused:
+        """One for all of them."""
+        return cls("\n".join(each._message for each in refusals))
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an
+        `option`, an `output`, a `path`, or the `call`.
+        """
+        return reworded(self._problems or [_read(text) for text in ANOTHER.split(self._message)])
+
+
+class Busy(Refused):
+    """Refused because another process, or a job, is at work on the output."""
+
+
+class Failed(Told):
+    """Failed on the way: the message says what, where, and how to go on (exit status 1)."""
+
+    def __init__(self, message: str):
+        super().__init__(worded(message))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A call was interrupted: the message says what is kept, and how to go on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it."""
+        return [f"Interrupted: {self}"]
+
+
+RefusedError, BusyError, FailedError = Refused, Busy, Failed  # the names by which the other modules know them
+
+
+def reworded(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Problems as their reader would say them."""
+    return tuple(
+        dataclasses.replace(problem, subject=worded(f"{problem.subject}:")[:-1], message=worded(problem.message))
+        for problem in problems
+    )
+
+
+def _read(text: str) -> Problem:
+    """The problem that a message tells."""
+    from weightbeam.model_mappings.plan import Problem
+
+    message = text.strip()
+    if found := OPTION.match(text):
+        return Problem("option", found["named"] or found["keyword"], message)
+    if found := PLACE.match(text):
+        return Problem(found["kind"], found["place"] or "", text[found.end() :])
+    if found := PATH.match(text):
+        return Problem("path", found["path"], text[found.end() :])
+    return Problem("call", "", message)

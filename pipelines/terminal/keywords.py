@@ -1,0 +1,296 @@
+"""Keywords of the API: the command line's options, by the same names, with the same defaults, checked alike."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import inspect
+import json
+import math
+import shlex
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from weightbeam.formats.storage import StorageError, open_store, read_named
+from weightbeam.pipelines.terminal.arguments.parser import spelled
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.wording import in_python
+from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
+from weightbeam.transforms.planning.options import Option, Options, Unsaid, options_of
+
+Kind = TypeVar("Kind")
+Result = TypeVar("Result")
+
+
+def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Has a function take options as keywords, spelled out in its signature and its docstring. It gets them as values,
+    by the names of `kinds`, each read and checked as the command line would.
+
+        @takes(asked=ExportOptions, how=ToHub)
+        def export(source: str, output: str, *, asked: ExportOptions, how: ToHub, progress: bool = True) -> Exported:
+
+        export("ckpt", "out", save_dtype="bf16", resume=True)
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        signature = inspect.signature(function)
+        own = [parameter for name, parameter in signature.parameters.items() if name not in kinds]
+        options = {each.name: each for kind in kinds.values() for each in options_of(kind)}
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Result:
+            mine = {name: value for name, value in given.items() if name in signature.parameters}
+            said = {name: value for name, value in given.items() if name not in mine}
+            check_known(said, [*options, *(each.name for each in own)])
+            return function(*args, **mine, **_values(kinds, mine, said))
+
+        call.__signature__ = signature.replace(parameters=_spelled_out(own, options.values()))  # type: ignore[attr-defined]
+        call.__doc__ = _with_options(str(function.__doc__), options.values())
+        return call
+
+    return decorate
+
+
+def _values(kinds: Mapping[str, type], handed: Collection[str], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that keywords ask for, but for those that were handed over.
+
+    Raises:
+      TypeError: a keyword says what a value says, too.
+      Refused: see `read`.
+    """
+    known = {each.name for name in handed if name in kinds for each in options_of(kinds[name])}
+    if twice := sorted(known & said.keys()):
+        raise TypeError(f"{', '.join(twice)}: a value has the options already")
+    return {name: read(kind, said) for name, kind in kinds.items() if name not in handed}
+
+
+def _spelled_out(own: Sequence[inspect.Parameter], options: Iterable[Option]) -> list[inspect.Parameter]:
+    """A function's parameters with the options among them: behind its places."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    keywords = [
+        inspect.Parameter(each.name, only, default=each.default, annotation=each.annotation) for each in options
+    ]
+    places = [parameter for parameter in own if parameter.kind is not only]
+    return [*places, *keywords, *(parameter for parameter in own if parameter.kind is only)]
+
+
+def _with_options(text: str, options: Iterable[Option]) -> str:
+    """A docstring whose `Args` say what the options mean, after what it says itself."""
+    before, title, rest = text.partition("    Args:\n")
+    own, blank, after = rest.partition("\n\n")
+    lines = [
+        textwrap.fill(f"{each.name}: {in_python(each.help)}.", 120, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        for each in options
+    ]
+    return before + title + "\n".join([own, *lines]) + blank + after
+
+
+def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """The keywords of a function that a command line sets: its options by the same name. What isn't given is left to
+    the function's default.
+    """
+    known = inspect.signature(function).parameters
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name in known and (value is not None or known[name].default is inspect.Parameter.empty)
+    }
+
+
+def asked_of(args: argparse.Namespace, kind: type[Kind]) -> Kind:
+    """The options that a command line sets."""
+    return read(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """The options of a conversion that keywords ask for.
+
+    Raises:
+      Refused: a value can't be meant, or the file of sharding rules can't be read.
+      TypeError: there is no such option.
+    """
+    check_known(given, [each.name for each in options_of(Options)])
+    return read(Options, given)
+
+
+def check_known(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises `TypeError` for a keyword that isn't known."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"{name!r} isn't an option" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+    """The options of a class that keywords ask for, each checked as the command line checks it; None is as not given.
+
+    Raises:
+      Refused: all values that can't be meant.
+    """
+    values, refusals = dict[str, Any](), list[Refused]()
+    for each in options_of(kind):
+        if (value := given.get(each.name)) is not None:
+            try:
+                values[each.name] = read_value(each, value, given.get("maxtext_model"))
+            except Refused as e:
+                refusals.append(e)
+    if refusals:
+        raise Refused.together(refusals)
+    return kind(**values)
+
+
+def read_value(option: Option, value: Any, model: str | None = None) -> Any:
+    """A keyword's value as the command line would have read it; `model` is the MaxText model whose sharding rules are
+    changed.
+
+    Raises:
+      Refused: it can't be meant.
+    """
+    if option.raw or isinstance(value, Unsaid):
+        return value
+    if option.name == "sharding_rules":
+        return sharding_rules(value, model)
+    if option.name == "lora":
+        return read_loras(value) or ()
+    if option.several:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, bool):
+        value = str(value).lower()
+    try:
+        found = option.read(",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value))
+    except argparse.ArgumentTypeError as e:
+        raise Refused(f"{option.name}={e}") from e
+    if option.choices and found not in option.choices:
+        raise Refused(f"{option.name}={value!r} should be {' or '.join(option.choices)}")
+    return found
+
+
+def arguments_of(options: Options) -> list[str]:
+    """The command line's options that ask for the same, those at their defaults left out; quoted for a shell."""
+    arguments = []
+    for option in options_of(Options):
+        value = getattr(options, option.name)
+        if value == option.default:
+            continue
+        match option.name:
+            case "sharding_rules":
+                values = ["FILE"]
+            case "mesh":
+                values = list(value)
+            case "lora":
+                values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
+            case _:
+                values = [value]
+        arguments += [shlex.join(spelled(option.name, each)) for each in values]
+    return arguments
+
+
+def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:
+    """The adapters of a keyword `lora`, one or several; None where there is none."""
+    return tuple(map(read_lora, [given] if isinstance(given, str) else given)) if given else None
+
+
+def read_lora(text: str) -> tuple[str, float]:
+    """`PATH[,weight]`: where an adapter is, absolute, and what its deltas are multiplied by.
+
+    Raises:
+      Refused: there is no such store, or nobody can mean that weight.
+    """
+    path, _, last = text.rpartition(",")
+    try:
+        url, weight = (path, float(last)) if path else (text, 1.0)
+    except ValueError:  # a path with a comma
+        url, weight = text, 1.0
+        if Path(path).is_dir() and not Path(text).is_dir():
+            raise Refused(f"--lora={text}: {last} isn't a weight, which is a number, as in {path},0.5") from None
+    if not 0 < abs(weight) < math.inf:
+        raise Refused(f"--lora={text}: the weight should be a number other than 0")
+    try:
+        return open_store(url).url, weight
+    except StorageError as e:
+        raise Refused(f"--lora={e}") from e
+
+
+class _MaxTextLoader(yaml.SafeLoader):
+    """YAML with the tags that Python's dump leaves: a tuple is a list, an enum its value. Nothing is made but these."""
+
+
+def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return loader.construct_scalar(node)
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    values = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
+    return values[0] if tag.startswith("object/apply:") and len(values) == 1 else values
+
+
+_MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
+
+
+def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
+    """The keys that a MaxText configuration says, a run's own `config.yml` too; `where` it is, for messages.
+
+    Raises:
+      Refused: it is no YAML, or says no keys.
+    """
+    try:
+        given = yaml.load(text, _MaxTextLoader)
+    except (UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"{where}: no YAML: {e}") from e
+    if not isinstance(given, dict):
+        raise Refused(f"{where}: it should hold keys and values, but is {type(given).__name__}")
+    return given
+
+
+def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
+    """The keys that a file of MaxText's (`.yml`) says, over those of the file beside it that its `base_config` names;
+    `option` is what named it, for messages.
+
+    Raises:
+      Refused: it can't be read, or says no keys.
+    """
+    try:
+        given = parse_maxtext_yaml(read_named(file), f"{option}={file}")
+    except OSError as e:
+        raise Refused(f"{option}={file}: {e.strerror}") from e
+    base = Path(file).parent / str(given.pop("base_config", ""))  # MaxText's own base.yml isn't there
+    if base.is_file() and base.resolve() != Path(file).resolve():
+        return read_maxtext_yaml(option, str(base)) | given
+    return given
+
+
+def sharding_rules(given: object, model: str | None) -> Rules | None:
+    """The rules that `sharding_rules` asks for, for the MaxText model that was named; None without any.
+
+    Args:
+      given: a file, or what such a file holds.
+
+    Raises:
+      Refused: the file can't be read, or doesn't hold rules.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | Path):
+        try:
+            return read_rules(given, model_rules(model))
+        except RulesError as e:
+            raise Refused(f"--sharding_rules: {e}") from e
+    try:
+        text = read_named(given).decode("utf-8")
+        try:
+            rules = json.loads(text)
+        except ValueError:
+            rules = yaml.safe_load(text)
+        return read_rules(rules, model_rules(model))
+    except OSError as e:
+        raise Refused(f"--sharding_rules={given}: {e.strerror}") from e
+    except yaml.MarkedYAMLError as e:
+        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise Refused(f"--sharding_rules={given}: neither JSON nor YAML: {e.problem or e}{where}") from e
+    except (RulesError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"--sharding_rules={given}: {e}") from e

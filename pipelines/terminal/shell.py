@@ -1,0 +1,163 @@
+"""What the commands share at the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from weightbeam.formats.text.printable import printable
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.progress import say_above_bar
+
+if TYPE_CHECKING:
+    from weightbeam.pipelines.terminal.shown import Shown
+
+LOG = logging.getLogger("weightbeam")
+STDOUT = "-"  # as a file's name
+UP = "\x1b[A\x1b[2K"  # has a terminal go to the line above, and clear it
+DATED = "%(asctime)s %(levelname)s %(message)s"
+
+
+class _Lines(logging.Formatter):
+    """Messages for a person: a warning says that it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ("warning: " if record.levelno == logging.WARNING else "") + printable(record.getMessage(), lines=True)
+
+
+class JsonMessages(logging.Formatter):
+    """Messages for a program: a line of JSON each, in the fields that Cloud Logging knows, with the `facts` that a
+    message may have.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "severity": record.levelname,
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "message": record.getMessage(),
+        }
+        return json.dumps(
+            line
+            | getattr(record, "facts", {})
+            | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {})
+        )
+
+
+class _Screen(logging.StreamHandler[TextIO]):
+    """Messages on a terminal: one takes the line of a `passing` one before it of the same `key`, such as a step's."""
+
+    passed = ""  # the key of the last message, if that is passing and has a line of its own
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if say_above_bar(self.format(record)):
+            return
+        key = getattr(record, "facts", {}).get("key", "")
+        if key and key == self.passed:
+            self.stream.write(UP)
+        super().emit(record)
+        fits = len(self.format(record)) < shutil.get_terminal_size().columns
+        self.passed = key if fits and getattr(record, "passing", False) else ""
+
+
+def _formatter(args: argparse.Namespace) -> logging.Formatter:
+    """A watcher speaks JSON where it is asked to, and where nobody is at a terminal; other commands speak to a person."""
+    in_json = args.command == "watch" and (
+        args.progress == "json" or (args.progress in ("auto", "none") and not sys.stderr.isatty())
+    )
+    return JsonMessages() if in_json else _Lines()
+
+
+@contextlib.contextmanager
+def messages(args: argparse.Namespace) -> Iterator[None]:
+    """Context manager: what is logged for the user goes to standard error as it is now, also while Beam's noise is
+    caught; nothing else does.
+
+    `-q` leaves warnings, `-v` adds what is said at length, `--log_file` has all of it, and how it ended.
+
+    Raises:
+      Refused: the log can't be written.
+    """
+    formatter = _formatter(args)
+    for_a_person = sys.stderr.isatty() and isinstance(formatter, _Lines)
+    screen = (_Screen if for_a_person else logging.StreamHandler)(sys.stderr)
+    screen.setFormatter(formatter)
+    screen.setLevel(
+        logging.WARNING if args.quiet else logging.DEBUG if getattr(args, "verbose", False) else logging.INFO
+    )
+    handlers: list[logging.Handler] = [screen]
+    if args.log_file:
+        try:
+            handlers.append(logging.FileHandler(args.log_file, encoding="utf-8"))
+        except OSError as e:
+            raise Refused(f"--log_file={args.log_file}: {e.strerror}") from e
+        handlers[-1].setFormatter(logging.Formatter(DATED))
+    root = logging.getLogger()
+    before, level = (LOG.level, LOG.propagate), root.level
+    for handler in handlers:
+        LOG.addHandler(handler)
+    LOG.setLevel(logging.DEBUG)
+    LOG.propagate = False
+    root.setLevel(max(level, logging.ERROR))
+    if not root.handlers:  # before Beam is imported: it warns of optional packages
+        root.addHandler(logging.NullHandler())
+    try:
+        yield
+        _end(handlers[1:], logging.INFO, f"{args.command}: done")
+    except (Refused, Failed) as e:
+        _end(handlers[1:], logging.ERROR, f"{args.command}: {type(e).__name__.lower()}\n{e}")
+        raise
+    finally:
+        for handler in handlers:
+            LOG.removeHandler(handler)
+            handler.close()
+        LOG.level, LOG.propagate = before
+        root.setLevel(level)
+
+
+def _end(handlers: list[logging.Handler], level: int, text: str) -> None:
+    for handler in handlers:
+        handler.handle(logging.LogRecord(LOG.name, level, "", 0, "%s", (text,), None))
+
+
+def say(args: argparse.Namespace, value: Shown) -> None:
+    """Prints a result: what `--json -` asks for and nothing else, or its text, but for `-q`; and writes `--json FILE`.
+
+    Raises:
+      Refused: the file can't be written.
+    """
+    wanted = getattr(args, "json", None)
+    if wanted:
+        write_json(wanted, value.to_dict())
+    if wanted != STDOUT and not args.quiet:
+        value.show()
+
+
+def write_json(file: str, value: object) -> None:
+    """Writes what `--json FILE` asks for; `-` is standard output.
+
+    Raises:
+      Refused: the file can't be written.
+    """
+    write_text("--json", file, json.dumps(value, indent=1) + ("\n" if file == STDOUT else ""))
+
+
+def write_text(option: str, file: str, text: str) -> None:
+    """Writes what an option asks for as text; `-` is standard output.
+
+    Raises:
+      Refused: the file can't be written.
+    """
+    if file == STDOUT:
+        print(text, end="")
+        return
+    try:
+        Path(file).write_text(text)
+    except OSError as e:
+        raise Refused(f"{option}={file}: {e.strerror}") from e

@@ -1,0 +1,42 @@
+"""Values that are shown as tables and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from weightbeam.model_mappings.values import Value
+from weightbeam.pipelines.terminal import tables
+from weightbeam.pipelines.terminal.wording import worded
+
+
+class Shown(Value):
+    """A value that its command prints, fitted to the terminal, and a notebook shows as HTML.
+
+    A subclass says what of it is seen, in `blocks`.
+    """
+
+    def blocks(self) -> Iterable[tables.Block]:
+        """What a person sees of it."""
+        raise NotImplementedError
+
+    def whole(self) -> Iterable[tables.Block]:
+        """What its text and its HTML show: also what its command says at the end, such as problems."""
+        return self.blocks()
+
+    def brief(self) -> str:
+        return next((block for block in self.blocks() if isinstance(block, str) and block), "").partition("\n")[0]
+
+    def show(self) -> None:
+        """Prints it."""
+        if blocks := list(_worded(self.blocks())):
+            tables.show(blocks)
+
+    def __str__(self) -> str:
+        return tables.text(_worded(self.whole()), tables.terminal_width())
+
+    def _repr_html_(self) -> str:
+        return tables.page(_worded(self.whole()))
+
+
+def _worded(blocks: Iterable[tables.Block]) -> Iterator[tables.Block]:
+    return (worded(block) if isinstance(block, str) else block.worded(worded) for block in blocks)

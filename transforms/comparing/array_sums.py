@@ -1,0 +1,310 @@
+"""The source's arrays, checked on their way: what units read of a checkpoint of ours has the digests of its record.
+
+A digest is a sum over shards (`formats/record/provenance.py`), so nothing has to be read for it: each unit notes the shares of
+the shards that it has read whole, and at the end those of all units make up the digest of each array. An array of which
+units read parts of shards, or which the record knows no digest of, isn't compared, and that is said.
+
+That is what we wrote into a checkpoint; what a bucket says of its files, any source's, is `source_sums.py`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightbeam.formats.orbax import STEP, unknown_beside
+from weightbeam.formats.orbax.references import files_of
+from weightbeam.formats.orbax.source import ChunkRead, OrbaxArray, OrbaxCheckpoint
+from weightbeam.formats.orbax.unpacking import share_name
+from weightbeam.formats.record.provenance import RECORD, Stored, digest
+from weightbeam.formats.staging import UNPACKED, Staging
+from weightbeam.formats.storage import open_store
+from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.plan import Plan
+from weightbeam.transforms.comparing.source_sums import DamagedError
+from weightbeam.transforms.cutting.blocks import Block
+
+NOTE = "read"  # in a unit's ledger entry
+NOT_COMPARED = "not compared:"
+CHECKED = "checked"  # in the record of what is made
+TASK_BYTES = 256 << 20  # of an array, read in one go
+ONLY_ON_ITS_WAY = "If it was damaged on its way only, the same command with --resume reads these arrays again"
+SHOWN = 3  # arrays, and files of each, that a message names
+
+# of an array by its key: how many shards, and the sum of their shares, as a hexadecimal number
+Shares = dict[str, tuple[int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """How many arrays were compared with the digests of their record, and how many couldn't be, and why.
+
+    Attributes:
+      arrays: that were compared.
+      not_compared: the others.
+      why: in words; empty where all were compared.
+      files: of the small files beside the checkpoint those whose hash isn't known.
+    """
+
+    arrays: int = 0
+    not_compared: int = 0
+    why: str = ""
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], arrays: int, not_compared: int) -> Compared:
+        """What was compared with a checkpoint's record, which is empty where there is none."""
+        if not record:
+            why = f"no {RECORD} lies beside them"
+        elif not known_digests(record):
+            why = f"{RECORD} has none"
+        else:
+            why = f"{RECORD} has no digest of them, or they were read in parts"
+        return cls(arrays, not_compared, why if not_compared else "")
+
+    def lines(self) -> list[str]:
+        """The lines that say what wasn't compared."""
+        total, lines = self.arrays + self.not_compared, []
+        if self.files:
+            lines.append(f"{NOT_COMPARED} {' and '.join(self.files)}: {RECORD} has no hash of them")
+        if self.not_compared:
+            lines.append(f"{NOT_COMPARED} {self.not_compared} of {total} arrays with their digests: {self.why}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, without what is empty."""
+        counts = {"arrays": self.arrays, "not_compared": self.not_compared}
+        return {**counts, **({"why": self.why} if self.why else {}), **({"files": self.files} if self.files else {})}
+
+
+def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
+    """What the record of what was made says of it; None where it says nothing."""
+    said = (record or {}).get(CHECKED)
+    try:
+        return Compared(**{**said, "files": tuple(said.get("files", ()))}) if isinstance(said, dict) else None
+    except TypeError:  # it isn't ours
+        return None
+
+
+class Sharded(Stored, Protocol):
+    """An array, and the shape of what was written whole and has a share in its digest."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def shard(self) -> tuple[int, ...]: ...
+
+
+def known_digests(record: Mapping[str, Any]) -> dict[str, str]:
+    """The digests that a checkpoint's record has, by the arrays' keys; what is none is left out."""
+    said = record.get("digests")
+    return {key: known for key, known in said.items() if isinstance(known, str)} if isinstance(said, dict) else {}
+
+
+def add_shares(shares: Shares, array: Sharded, box: Box, values: np.ndarray) -> None:
+    """Adds the shares of the shards that lie whole in a box whose values are these."""
+    for shard in _shards_in(array, box):
+        inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(shard, box, strict=True))
+        share = f"{digest(array, shard, values[inside]):x}"
+        shares[array.key] = _sum(shares.get(array.key), (1, share))
+
+
+def _sum(so_far: Sequence[Any] | None, more: Sequence[Any]) -> tuple[int, str]:
+    """Two entries of `Shares` as one."""
+    count, share = so_far or (0, "0")
+    return count + more[0], f"{(int(share, 16) + int(more[1], 16)) % (1 << 128):032x}"
+
+
+def _shards_in(array: Sharded, box: Box) -> Iterator[Box]:
+    """The shards of an array that lie whole in a box."""
+    whole = [
+        range(-(-start // step), -(-stop // step) if stop == size else stop // step)
+        for (start, stop), step, size in zip(box, array.shard, array.shape, strict=True)
+    ]
+    for index in itertools.product(*whole):
+        yield tuple(
+            (at * step, min((at + 1) * step, size))
+            for at, step, size in zip(index, array.shard, array.shape, strict=True)
+        )
+
+
+def shard_count(array: Sharded) -> int:
+    """How many shards an array has."""
+    return math.prod(-(-size // step) for size, step in zip(array.shape, array.shard, strict=True))
+
+
+def find_damage(
+    record: Mapping[str, Any],
+    arrays: Iterable[Sharded],
+    noted: Iterable[Mapping[str, Sequence[Any]]],
+    written: Mapping[str, str] | None = None,
+) -> tuple[Compared, list[str]]:
+    """Compares arrays of a checkpoint with its record.
+
+    Args:
+      record: the checkpoint's.
+      arrays: what was read of it.
+      noted: what was noted of them: `Shares`.
+      written: the digests of arrays that were written as they were read, by their keys.
+
+    Returns:
+      How many were compared, and the keys of those that aren't what was written.
+    """
+    known, everything, sums = known_digests(record), {array.key: array for array in arrays}, Shares()
+    for key, more in itertools.chain(*(shares.items() for shares in noted)):
+        sums[key] = _sum(sums.get(key), more)
+    found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
+    found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
+    compared = Compared.of(record, len(found), len(everything) - len(found))
+    return compared, sorted(key for key, share in found.items() if share != known[key])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsRead:
+    """The shares of some shards of an array that were read for them alone.
+
+    Attributes:
+      array: its key.
+      shares: of the shards.
+    """
+
+    array: str
+    shares: Shares
+
+    @property
+    def key(self) -> str:
+        """Tells it from what else is found of the array."""
+        return f"digest of {self.array}"
+
+    def __add__(self, other: ShardsRead) -> ShardsRead:
+        key = self.array
+        return ShardsRead(key, {key: _sum(self.shares.get(key), other.shares.get(key, (0, "0")))})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsTask:
+    """Neighbouring shards of an array that are read in one go, by their numbers."""
+
+    array: OrbaxArray
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, about; of all tasks of an array its own."""
+        upto = [self.array.nbytes * number // shard_count(self.array) for number in (self.first, self.last)]
+        return upto[1] - upto[0]
+
+    def run(self) -> ShardsRead:
+        """Reads them, one at a time.
+
+        Raises:
+          StorageError: one is missing or damaged.
+        """
+        shares = Shares()
+        for box in itertools.islice(_shards_in(self.array, whole(self.array.shape)), self.first, self.last):
+            (values,), _ = ChunkRead.fetch([ChunkRead(self.array, box)])
+            add_shares(shares, self.array, box, values)
+        return ShardsRead(self.array.key, shares)
+
+
+def shards_tasks(record: Mapping[str, Any], arrays: Iterable[OrbaxArray]) -> list[ShardsTask]:
+    """What reads all shards of the arrays whose digests are known, each task about `TASK_BYTES`."""
+    known, made = known_digests(record), []
+    for array in arrays:
+        total = shard_count(array) if array.key in known else 0
+        step = max(1, TASK_BYTES * total // max(1, array.nbytes))
+        made += [ShardsTask(array, first, min(first + step, total)) for first in range(0, total, step)]
+    return made
+
+
+class ComparesSource:
+    """What is alike in plans that read an Orbax checkpoint: what its record has digests of is compared with them.
+
+    Attributes:
+      source: the checkpoint.
+      plan: its arrays are what is made.
+      units: the blocks of each unit.
+    """
+
+    source: OrbaxCheckpoint
+    plan: Plan
+    units: tuple[tuple[Block, ...], ...]
+
+    def keys_of(self, array: int) -> Collection[str]:
+        """The source's keys of what an array of the plan is made of, by its number."""
+        raise NotImplementedError
+
+    @property
+    def chunks_unpacked(self) -> Iterable[tuple[OrbaxArray, tuple[int, ...]]]:
+        """The source's chunks that are unpacked before the first unit, by their indices."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def arrays_read(self) -> list[OrbaxArray]:
+        """The arrays of the source that are read, but for the step, which nobody computes with."""
+        keys = dict.fromkeys(key for array in range(len(self.plan.arrays)) for key in self.keys_of(array))
+        return [self.source.arrays[key] for key in keys if key != STEP.key]
+
+    @functools.cached_property
+    def summed(self) -> frozenset[OrbaxArray]:
+        """Those whose digests are known."""
+        known = known_digests(self.source.record)
+        return frozenset(array for array in self.arrays_read if array.key in known)
+
+    def note_reads(self, unit: Any, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """For a unit's ledger entry: the shares of the shards that it read whole."""
+        shares = Shares()
+        for fetch, arrays in zip(unit.fetches, raw, strict=True) if self.summed else ():
+            for read, values in zip(fetch.encoding.reads(fetch.box), arrays, strict=True):
+                if isinstance(read, ChunkRead) and read.array in self.summed:
+                    add_shares(shares, read.array, read.box, values)
+        return {NOTE: shares} if shares else {}
+
+    def compare_reads(
+        self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]], written: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Compares all that was read with the digests, and says for the record how many arrays that were; nothing where
+        there are none. `written` as of `compare`.
+
+        Raises:
+          DamagedError: some aren't right; the units that read them aren't in the ledger any more.
+        """
+        place = staging.plan_folder
+        noted = [entry.get(NOTE, {}) for entry in ledger.values()]
+        summed = [(array, index) for array, index in self.chunks_unpacked if array in self.summed]
+        shares = place.read_many([share_name(array, index) for array, index in summed])
+        noted += [{array.key: (1, share.decode())} for (array, _), share in zip(summed, shares, strict=True)]
+        compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
+        if not keys:
+            unknown = unknown_beside(open_store(self.source.root).parent, self.source.record)
+            return {CHECKED: dataclasses.replace(compared, files=unknown).to_dict()}
+        of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
+        units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
+        why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
+        staging.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
+        for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
+            place.delete_folder(f"{UNPACKED}/{array.key}")
+        raise DamagedError(why, units)
+
+
+def damage(items: str, keys: Sequence[str], compared: int) -> str:
+    """What is said of arrays that aren't what the record says: which, where they lie, what to do."""
+    files = files_of(open_store(items), keys[:SHOWN])
+    named = ", ".join(f"{key} (in {_first(files[key])})" for key in keys[:SHOWN])
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return (
+        f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
+        f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew"
+    )
+
+
+def _first(files: Sequence[str]) -> str:
+    return ", ".join(files[:SHOWN]) + (f" and {len(files) - SHOWN} more files" if len(files) > SHOWN else "")

@@ -1,0 +1,74 @@
+"""Whether what a checkpoint of ours says of itself is what its record says: dtypes, both metadata files, markers, the
+step, keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from weightbeam.formats.orbax import (
+    CHECKPOINT_METADATA,
+    METADATA,
+    STEP,
+    beside_faults,
+    custom_metadata,
+    ocdbt,
+    read_tree,
+)
+from weightbeam.formats.staging import MARKER
+from weightbeam.formats.storage import Store
+from weightbeam.model_mappings.plan import Array
+
+VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
+
+
+def find_metadata_faults(
+    items: Store, stores: Mapping[str, ts.TensorStore], arrays: Iterable[Array], record: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the metadata of a checkpoint that Weightbeam made: `(key or file, what)`. Of others nothing is
+    known.
+
+    Args:
+      items: the item.
+      stores: its arrays, opened.
+      arrays: those that the plan makes.
+      record: `conversion.json`; empty where the item came without its step.
+    """
+    options = record.get("options")
+    if not isinstance(options, Mapping) or "scan_layers" not in options or "source" not in record:
+        return  # a reshard of somebody else's tree is a tree of theirs
+    for array in arrays:
+        if array.key in stores and stores[array.key].dtype.numpy_dtype != array.dtype:
+            yield array.key, f"is stored as {stores[array.key].dtype.name}, expected {array.dtype.name}"
+    yield from beside_faults(items.parent, record)
+    for store, where in ((items, f"{items.name}/"), (items.parent, "")):
+        if not store.exists(MARKER):
+            yield f"{where}{MARKER}", "is missing: readers that wait for it don't see the checkpoint"
+        said = custom_metadata(store).get("scan_layers")
+        if said is not options["scan_layers"]:
+            yield f"{where}{CHECKPOINT_METADATA}", f"says scan_layers {said}, expected {options['scan_layers']}"
+    yield from _tree_faults(items)
+    if STEP.key in stores and (found := int(stores[STEP.key].read().result())) != options.get("step", 0):
+        yield STEP.key, f"is {found}, expected {options.get('step', 0)}"
+    if read_tree(items).get("use_ocdbt", True):
+        known = tuple(f"{key}/" for key in stores)
+        keys = ts.KvStore.open(ocdbt.database(items), context=ocdbt.context()).result().list().result()
+        for key in sorted(
+            {key.decode(errors="replace").rpartition("/")[0] or key.decode(errors="replace") for key in keys}
+        ):
+            if not f"{key}/".startswith(known):
+                yield key, "is in the database, but the checkpoint's metadata don't name it"
+
+
+def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
+    """Entries of `_METADATA` that would have readers make something else of an array."""
+    for entry in read_tree(items)["tree_metadata"].values():
+        key, said = ".".join(str(part["key"]) for part in entry["key_metadata"]), entry["value_metadata"]
+        if said.get("skip_deserialize"):
+            continue
+        wanted = VALUE_TYPES.get(key, "np.ndarray")
+        if said.get("value_type") != wanted:
+            yield key, f"has the value_type {said.get('value_type')} in {METADATA}, expected {wanted}"

@@ -1,0 +1,141 @@
+"""What of an export isn't what was written, beside its tensors: `config.json` field by field, the other small files by
+their hashes, and what was put beside them that a loader would take for a part of the model.
+
+The export's record, `weightbeam.json`, says what they were. Where it is missing, or of a version that didn't say it yet,
+`config.json` is compared with what the checkpoint remembers of its release, and what differs is only said: an export
+edits it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from weightbeam.formats.release.files import role_of
+from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.storage import Store
+from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
+from weightbeam.formats.targets.published import RECORD, strays_in
+from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
+
+CONFIG = "config.json"
+FIELD = f"{CONFIG}: "  # before the name of a field
+QUANTIZATION = ("quantization_config", "compression_config")  # what an export leaves out of its release's config.json
+SHOWN = 60  # characters of a value
+ADDED = "wasn't written by the export, and is taken for a part of it"
+
+Said = tuple[str, str]  # a file or a field, and what is to be said of it
+
+
+def find_release_faults(
+    release: Store, record: Mapping[str, Any], remembered: Mapping[str, Any], accepted: Collection[str]
+) -> tuple[list[Said], list[Said]]:
+    """What is wrong with the small files of an export, and what is only to be said of them.
+
+    Args:
+      release: the export.
+      record: its `weightbeam.json`; empty where there is none.
+      remembered: `config.json` of the release that the checkpoint was made of; empty where nobody knows.
+      accepted: fields of `config.json`, and names of files, that may be others than the export wrote.
+    """
+    files, config = record.get("files"), record.get("config")
+    if not isinstance(files, Mapping) or not isinstance(config, Mapping):
+        return [], _without_record(release, record, remembered)
+    found = [
+        *compare_config(release, config, "the export wrote"),
+        *((name, "isn't what the export wrote") for name in _other_files(release, files)),
+        *((printable(name), ADDED) for name in strays_in(release)),
+    ]
+    may = {what for what, said in found if _is_for_people(what, said) or _is_accepted(what, accepted)}
+    return (
+        [
+            (what, f"{said}; if that is meant: --accept {what.removeprefix(FIELD)}")
+            for what, said in found
+            if what not in may
+        ],
+        [(what, said) for what, said in found if what in may],
+    )
+
+
+def _without_record(release: Store, record: Mapping[str, Any], remembered: Mapping[str, Any]) -> list[Said]:
+    """What is to be said where nothing tells what the export wrote."""
+    what = ("" if record else "is missing, and ") + f"doesn't say what {CONFIG} and the other small files were"
+    edits = record.get("config_edits")
+    expected = {**remembered, **(edits if isinstance(edits, Mapping) else {})}
+    expected = {field: value for field, value in expected.items() if field not in QUANTIZATION}
+    return [(RECORD, f"{what}, so they aren't compared"), *compare_remembered(release, expected)]
+
+
+def compare_remembered(release: Store, remembered: Mapping[str, Any]) -> list[Said]:
+    """The fields of a release's `config.json` that are others than a checkpoint remembers; nothing where it remembers
+    none. An export says the dtype by its new name beside the old one.
+    """
+    if not remembered:
+        return []
+    ways = [remembered, {**remembered, "dtype": remembered.get("torch_dtype")}]
+    plainly, renamed = (dict(compare_config(release, one, "the checkpoint was made with")) for one in ways)
+    return [(field, said) for field, said in plainly.items() if field in renamed]
+
+
+def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list[Said]:
+    """The fields of a release's `config.json` that are others than `expected`, those of nested objects with dots; `by`
+    says whose these are.
+    """
+    try:
+        found = read_json(release, CONFIG)
+    except (OSError, ValueError) as e:
+        return [(CONFIG, f"can't be read: {e}")]
+    ours, theirs = dict(_fields(found)), dict(_fields(expected))
+    return [
+        (f"{FIELD}{printable(field)}", f"{_shown(ours, field)}, {by} {_shown(theirs, field)}")
+        for field in dict.fromkeys([*theirs, *ours])
+        if (field in ours, ours.get(field)) != (field in theirs, theirs.get(field))
+    ]
+
+
+def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of an object by their names, those of objects in it behind dots."""
+    if not isinstance(value, Mapping) or not (value or not prefix):
+        yield prefix.rstrip("."), value
+        return
+    for name, inner in value.items():
+        yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _shown(fields: Mapping[str, Any], field: str) -> str:
+    if field not in fields:
+        return "nothing"
+    text = json.dumps(fields[field])
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _other_files(release: Store, files: Mapping[str, Any]) -> Iterator[str]:
+    """The files beside `config.json` that aren't what their hashes say, or aren't there."""
+    for name, known in files.items():
+        if name != CONFIG and not _is_same(release, name, known):
+            yield printable(name)
+
+
+def _is_same(release: Store, name: str, known: Any) -> bool:
+    """Whether a file has this hash, and is one that an export writes: its record may be a stranger's."""
+    if name not in (INDEX, MAXTEXT) and role_of(name) is None:
+        return False
+    try:
+        release.check_file(name)
+        return hashlib.sha256(release.read(name, 0, MAX_BYTES)).hexdigest() == known
+    except (OSError, ValueError):
+        return False
+
+
+def _is_for_people(what: str, said: str) -> bool:
+    """Whether something is said of a file that no program reads: of a card, or of a licence that somebody added."""
+    return role_of(what) == "card" or (role_of(what) == "licence" and said == ADDED)
+
+
+def _is_accepted(what: str, accepted: Collection[str]) -> bool:
+    """Whether a file, or a field or one that it lies in, is named."""
+    name = what.removeprefix(FIELD)
+    return any(f"{name}.".startswith(f"{one}.") or (one == CONFIG and what != name) for one in accepted)

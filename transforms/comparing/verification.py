@@ -1,0 +1,397 @@
+"""Verification: every element of the checkpoint against the tensors, by the inverse of the tables and in plain numpy.
+
+Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. What one tensor gives to an array is read
+back, its axes are split, turned around and merged as the rule's axes say, and what results is compared in the tensor's
+layout. Only the headers, the tables themselves and the decoding of quantised tensors are shared with the conversion;
+that the tables are right is shown by verifying checkpoints that MaxText's own converter wrote.
+
+An export is judged by the same layouts the other way: the array's elements with the operations undone, cast once, are
+what the tensor should hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.safetensors import read_boxes
+from weightbeam.model_mappings.boxes import Box, Range
+from weightbeam.model_mappings.cells import Cell, Part
+from weightbeam.model_mappings.plan import Array, holds, is_float
+
+if TYPE_CHECKING:  # whose plan is handed in
+    from weightbeam.transforms.planning.conversion import Conversion
+
+SLAB_ELEMENTS = 1 << 22  # compared at a time
+TILE = 256  # rows and columns of a matrix that are turned around at a time
+TASK_BYTES = 256 << 20  # of an array, compared in one go
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """The first element that isn't what it should be.
+
+    Attributes:
+      tensor: the tensor it comes from; None for padding and constants.
+      index: in the tensor, or in the array where there is no tensor.
+      expected, found: the values.
+    """
+
+    tensor: str | None
+    index: tuple[int, ...]
+    expected: float
+    found: float
+
+    def __str__(self) -> str:
+        where = f"{self.tensor}{list(self.index)}" if self.tensor else f"the padding at {list(self.index)}"
+        return f"{where} should be {self.expected:.9g}, but is {self.found:.9g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayResult:
+    """What the comparison of one array, or a part of it, found.
+
+    Attributes:
+      key: of the array.
+      compared, different: numbers of elements.
+      rounded: whether the values that should be there are rounded (`docs/numerics.md`), and not the tensor's own.
+      first: the first difference.
+      not_finite: numbers of elements of the tensors that are NaN or infinite, and the first such tensor.
+      zero: tensors of two and more axes that are zero throughout, which a release hardly means.
+      largest: the largest difference of two elements, both of which are finite.
+      error: of tensors that an export quantised, the largest norm of what that changed, as a share of the values' own norm.
+    """
+
+    key: str
+    compared: int
+    different: int
+    rounded: bool
+    first: FirstDifference | None
+    not_finite: tuple[int, str] = (0, "")
+    zero: tuple[str, ...] = ()
+    largest: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: ArrayResult) -> ArrayResult:
+        return ArrayResult(
+            self.key,
+            self.compared + other.compared,
+            self.different + other.different,
+            self.rounded or other.rounded,
+            self.first or other.first,
+            (self.not_finite[0] + other.not_finite[0], self.not_finite[1] or other.not_finite[1]),
+            self.zero + other.zero,
+            max(self.largest, other.largest),
+            max(self.error, other.error),
+        )
+
+
+def cells(array: Array) -> Iterator[Cell]:
+    """Every cell of an array that has a tensor, in the order of the table."""
+    return (cell for part in array.parts if part.rule.source is not None for cell in part.cells())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CellLayout:
+    """How a tensor (left) and an array (right) lie, for one cell.
+
+    Attributes:
+      left, right: the factors of each axis; a stacked axis of the array has a word of its own.
+      sizes: of the tensor's factors.
+      places: where each factor's part begins in the array, and how long the factor is there.
+      fixed: the array's factors of which the cell has one index.
+    """
+
+    left: tuple[tuple[str, ...], ...]
+    right: tuple[tuple[str, ...], ...]
+    sizes: Mapping[str, int]
+    places: Mapping[str, tuple[int, int]]
+    fixed: Mapping[str, int]
+
+    @classmethod
+    def of(cls, cell: Cell, scan_axis: int) -> CellLayout:
+        rule, part = cell.part.rule, cell.part
+        left = rule.axes.left[len(rule.name_axes) :]
+        sizes = dict(zip(itertools.chain(*left), itertools.chain(*part.source_factors), strict=True))
+        places = {
+            factor: (rule.segments[factor].start, rule.segments[factor].total) if factor in rule.segments else (0, n)
+            for factor, n in sizes.items()
+        }
+        stacked = [f"#{i}" for i in range(part.layers.ndim)]  # words that no table uses
+        right = list(rule.axes.right)
+        at = min(scan_axis, len(right))
+        right[at:at] = [(word,) for word in stacked]
+        fixed = dict(zip((*rule.name_axes, *stacked), (*cell.name, *cell.layer), strict=True))
+        return cls(left, tuple(right), sizes, places, fixed)
+
+    def slabs(self) -> Iterator[dict[str, Range]]:
+        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`; cut along the
+        tensor's rows.
+        """
+        whole = {factor: (0, size) for factor, size in self.sizes.items()}
+        first = self.left[0][0] if self.left and self.left[0] else None
+        # its indices aren't one range of the array
+        if first is None or not any(axis[:1] == (first,) for axis in self.right):
+            yield whole
+            return
+        total = self.sizes[first]
+        step = max(1, SLAB_ELEMENTS * total // max(1, math.prod(self.sizes.values())))
+        for start in range(0, total, step):
+            yield whole | {first: (start, min(start + step, total))}
+
+    def box(self, part: Part, slab: Mapping[str, Range]) -> Box:
+        """The tensor's box that holds a slab; of it the part's window takes every step-th index."""
+        box = []
+        for axis, start, step in zip(self.left, part.starts, part.steps, strict=True):
+            inner = math.prod(self.sizes[factor] for factor in axis[1:])
+            low, high = slab[axis[0]] if axis else (0, 1)
+            box.append((start + low * inner * step, start + (high * inner - 1) * step + 1))
+        return tuple(box)
+
+    def read(self, store: ts.TensorStore, slab: Mapping[str, Range]) -> np.ndarray:
+        """The array's elements of a slab, turned into the tensor's layout; axes are still split into factors."""
+        region: list[slice] = []
+        split: list[int] = []
+        picks: list[int | slice] = []
+        order: list[str] = []
+        for axis in self.right:
+            if axis[:1] and axis[0] in self.fixed:
+                region.append(slice(self.fixed[axis[0]], self.fixed[axis[0]] + 1))
+                split.append(1)
+                picks.append(0)
+                continue
+            inner = math.prod(self.places[factor][1] for factor in axis[1:])
+            low, high = slab[axis[0]] if axis else (0, 1)
+            start = self.places[axis[0]][0] if axis else 0
+            region.append(slice((start + low) * inner, (start + high) * inner))
+            for i, factor in enumerate(axis):
+                start, total = self.places[factor]
+                low, high = slab[factor]
+                split.append(total if i else high - low)
+                picks.append(slice(start + low, start + high) if i else slice(None))
+                order.append(factor)
+        found = np.asarray(store[tuple(region)].read().result()).reshape(split)[tuple(picks)]
+        return found.transpose([order.index(factor) for axis in self.left for factor in axis])
+
+
+def compare(
+    array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False
+) -> ArrayResult:
+    """Compares a cell of an array with its tensor, slab by slab; the tensor is what should be right where it was
+    `exported`.
+    """
+    layouts, steps = CellLayout.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
+    finding = ArrayResult(array.key, 0, 0, False, None)
+    tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
+    changed, norm = 0.0, 0.0  # squares
+    for slab in layouts.slabs():
+        box = layouts.box(cell.part, slab)
+        stored, _ = read_boxes(encoding.reads(box))
+        values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
+        found = layouts.read(store, slab).reshape(values.shape)
+        if exported:
+            expected, rounded = _exported(found, cell.part, encoding)
+            wrong = differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
+            if encoding.label is not None:
+                wide = expected.astype(np.float64)
+                changed, norm = changed + float(np.sum((wide - values) ** 2)), norm + float(np.sum(wide**2))
+            found = values
+        else:
+            expected, rounded = _expected(values, cell.part, encoding, found.dtype)
+            wrong = differs(expected, found)
+        count, index = count_wrong(wrong)
+        first = None
+        if index is not None:
+            place = tuple(low + i * step for (low, _), i, step in zip(box, index, cell.part.steps, strict=True))
+            first = FirstDifference(cell.tensor, place, expected[index].item(), found[index].item())
+        largest = _largest(expected, found) if count else 0.0
+        finding += ArrayResult(array.key, found.size, count, rounded, first, largest=largest)
+        if is_float(values.dtype):
+            wide = values.astype(np.float32, copy=False)
+            odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
+        is_zero = is_zero and not values.any()
+    strange = (odd, tensor if odd else ""), (tensor,) if is_zero else ()
+    return finding + ArrayResult(
+        array.key, 0, 0, False, None, *strange, error=math.sqrt(changed / norm) if norm else 0.0
+    )
+
+
+def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.ndarray, bool]:
+    """What the tensor of an export should hold, and whether that is rounded: the operations undone in float32, one
+    cast; of codes what was quantised.
+    """
+    dtype = encoding.weight.dtype
+    if part.rule.integer or (not part.rule.ops and encoding.label is None and stored.dtype == dtype):
+        return stored, False
+    values = stored.astype(np.float32)
+    for op in reversed(part.rule.ops):
+        values = op.inverse.apply(values)
+    rounded = (
+        encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(dtype, stored.dtype)
+    )
+    return values if encoding.label is not None else values.astype(dtype), rounded
+
+
+def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where values of float8_e4m3fn codes aren't those nearest to what was quantised: off by more than half a step of
+    three bits.
+
+    Or by more than half the smallest step, which is 2⁻⁹ of a scale; no scale is larger than that of the largest
+    magnitude here.
+    """
+    wide, other = expected.astype(np.float64), found.astype(np.float64)
+    scale = np.max(np.abs(wide), initial=0.0) / 448
+    return ~(np.abs(wide - other) <= np.maximum(np.abs(wide) * (2**-4 * 1.001), scale * 2**-10 * 1.001))
+
+
+def _largest(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference of two elements that are both finite."""
+    apart = np.abs(expected.astype(np.float64) - found.astype(np.float64))
+    return float(np.max(apart, where=np.isfinite(apart), initial=0.0))
+
+
+def count_wrong(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+    """How many elements differ, and the index of the first."""
+    count = int(np.count_nonzero(wrong))
+    return count, tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape)) if count else None
+
+
+def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dtype) -> tuple[np.ndarray, bool]:
+    """What should be stored, and whether that is rounded: float32, the operations, one cast to a dtype that is meant
+    for weights.
+    """
+    if part.rule.integer:
+        return values, False
+    rounded = (
+        encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(stored, values.dtype)
+    )
+    values = values.astype(np.float32)
+    for op in part.rule.ops:
+        values = op.apply(values)
+    if stored.name not in ("bfloat16", "float32"):  # nothing says that such a rounding is meant
+        return values, False
+    return values.astype(stored), rounded
+
+
+def differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where two arrays differ: bit by bit where their dtypes are the same, but for NaN; else by value."""
+    if expected.dtype != found.dtype:
+        expected, found = expected.astype(np.float64), found.astype(np.float64)
+        return ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
+    bits = np.dtype(f"u{expected.itemsize}")
+    wrong = _in_order(expected.view(bits)) != _in_order(found.view(bits))
+    if is_float(expected.dtype) and wrong.any():
+        wrong &= ~(np.isnan(expected) & np.isnan(found))
+    return wrong
+
+
+def _in_order(values: np.ndarray) -> np.ndarray:
+    """The same values in C order. A matrix that lies the other way around is copied tile by tile, which stay in a core's
+    cache: three times as fast.
+    """
+    if values.ndim != 2 or values.flags.c_contiguous:
+        return np.ascontiguousarray(values)
+    made = np.empty(values.shape, values.dtype)
+    for row, column in itertools.product(*(range(0, size, TILE) for size in values.shape)):
+        tile = slice(row, row + TILE), slice(column, column + TILE)
+        made[tile] = values[tile]
+    return made
+
+
+def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayResult:
+    """Compares what no tensor supplies: the padding of an axis, or a constant."""
+    finding = ArrayResult(array.key, 0, 0, False, None)
+    for region in _filled(array, scan_axis):
+        step = max(1, SLAB_ELEMENTS * len(region[0]) // max(1, math.prod(map(len, region)))) if region else 1
+        for start in range(region[0].start, region[0].stop, step) if region else (0,):
+            slab = (range(start, min(start + step, region[0].stop)), *region[1:]) if region else ()
+            found = np.asarray(store[tuple(slice(r.start, r.stop) for r in slab)].read().result())
+            count, index = count_wrong(differs(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found))
+            first = None
+            if index is not None:
+                place = tuple(r.start + i for r, i in zip(slab, index, strict=True))
+                first = FirstDifference(None, place, float(array.fill or 0), found[index].item())
+            finding += ArrayResult(array.key, found.size, count, False, first)
+    return finding
+
+
+def _filled(array: Array, scan_axis: int) -> Iterator[tuple[range, ...]]:
+    """The boxes of an array that no tensor supplies: all of it, or what its segments leave over on an axis."""
+    whole = tuple(range(n) for n in array.shape)
+    made = [part for part in array.parts if part.rule.source is not None]
+    if not made:
+        yield whole
+        return
+    right = list(made[0].rule.axes.right)
+    at = min(scan_axis, len(right))
+    right[at:at] = [()] * made[0].layers.ndim
+    for axis, factors in enumerate(right):
+        if len(factors) == 1 and factors[0] in made[0].rule.segments:
+            taken = sorted((part.rule.segments[factors[0]].start, part.rule.segments[factors[0]].size) for part in made)
+            edges = [0, *itertools.chain(*((start, start + size) for start, size in taken)), array.shape[axis]]
+            for low, high in zip(edges[::2], edges[1::2], strict=True):
+                if low < high:
+                    yield (*whole[:axis], range(low, high), *whole[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompareTask:
+    """What is compared in one go: some cells of one array, by their numbers; with `first` 0 also its padding.
+
+    Attributes:
+      array: its number in the plan.
+      first, last: of the cells, `last` excluded.
+    """
+
+    array: int
+    first: int
+    last: int
+
+
+def tasks(conversion: Conversion) -> list[CompareTask]:
+    """All comparisons, each of about `TASK_BYTES`."""
+    made = []
+    for number, array in enumerate(conversion.plan.arrays):
+        total = sum(
+            part.layers.size * math.prod(part.name_shape) for part in array.parts if part.rule.source is not None
+        )
+        step = max(1, TASK_BYTES * total // max(1, array.nbytes))
+        made += [CompareTask(number, first, min(first + step, total)) for first in range(0, total, step)] or [
+            CompareTask(number, 0, 0)
+        ]
+    return made
+
+
+def is_compared(number: int, sample: float) -> bool:
+    """Whether this cell of an array is in the sample: the first always is, then every so many."""
+    return number == 0 or int(number * sample) != int((number - 1) * sample)
+
+
+def compared_elements(array: Array, sample: float) -> int:
+    """How many elements of an array are compared, about."""
+    numbers = sum(1 for _ in cells(array))
+    return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
+
+
+def run_task(
+    task: CompareTask, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False
+) -> ArrayResult:
+    """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an
+    export, which hasn't got it.
+    """
+    array = conversion.plan.arrays[task.array]
+    axis = conversion.options.param_scan_axis
+    finding = ArrayResult(array.key, 0, 0, False, None)
+    for number, cell in enumerate(itertools.islice(cells(array), task.first, task.last), task.first):
+        if is_compared(number, sample):
+            finding += compare(array, cell, store, conversion.encodings[str(cell.tensor)], axis, exported)
+    if task.first == 0 and array.fill is not None and not exported:
+        finding += compare_fill(array, store, axis)
+    return finding

@@ -1,0 +1,139 @@
+"""How an export cuts the arrays of a checkpoint: into blocks of whole chunks, long along its tensors' rows; and these
+into units.
+
+Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along
+the others as many chunks as its bytes allow:
+
+    array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
+    block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
+
+A chunk that is larger than a unit is decoded once, as a stream, into files of its rows; of such an array a unit takes
+any rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from weightbeam.formats.orbax.source import OrbaxArray
+from weightbeam.formats.orbax.unpacking import why_whole
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins, make_units
+from weightbeam.transforms.cutting.grid import Grid, SourceCost, cut_rows
+from weightbeam.transforms.cutting.quantizing import keep_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How arrays are cut.
+
+    Attributes:
+      grids: one for each array.
+      units: the blocks of each unit; none if there are problems.
+      unpacked: keys of the arrays whose chunks are unpacked first.
+      problems: arrays whose smallest block doesn't fit into a unit.
+    """
+
+    grids: tuple[Grid, ...] = ()
+    units: tuple[tuple[Block, ...], ...] = ()
+    unpacked: frozenset[str] = frozenset()
+    problems: tuple[Problem, ...] = ()
+
+
+def cut(
+    arrays: Sequence[Array],
+    weights: Mapping[str, OrbaxArray],
+    sizes: Mapping[str, int],
+    quantized: Container[str],
+    unit_bytes: int,
+    slots: int | None = None,
+) -> Cut:
+    """Cuts arrays.
+
+    Args:
+      arrays: of the table.
+      weights: the same arrays, by key, as the checkpoint stores them.
+      sizes: bytes that an element of each tensor takes, by the table's names.
+      quantized: the tensors that are written as codes and scales, by the table's names.
+      unit_bytes: memory of a unit.
+      slots: units at a time that they are cut for, if that is known.
+    """
+    by_chunks = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, quantized) for array in arrays]
+    large = {
+        grid.spec.key
+        for grid in by_chunks
+        if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes
+    }
+    whole = {key: why for key in large if (why := why_whole(weights[key]))}
+    unpacked = frozenset(large - whole.keys())
+    grids = tuple(
+        chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantized)
+        if array.key in unpacked
+        else grid
+        for array, grid in zip(arrays, by_chunks, strict=True)
+    )
+    problems = tuple(_too_large(grids, unit_bytes, whole))
+    return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
+
+
+def chunk_grid(
+    array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantized: Container[str]
+) -> Grid:
+    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns
+    of its tensors.
+
+    Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor
+    takes.
+    """
+    part = next(part for part in array.parts if part.rule.source)
+    whole_axes, rows = cut_rows(part, array.dtype.itemsize, SourceCost())
+    names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
+    growth = tuple(
+        dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)])
+    )
+    coded = any(name in quantized for part in array.parts for name in part.tensors)
+    target = max(sizes[name] for part in array.parts for name in part.tensors)
+    element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
+    spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
+    grid = Grid(spec, {}, whole_axes, growth, element_bytes, ())
+    return keep_blocks(grid, part) if coded else grid
+
+
+def _smallest(grid: Grid) -> list[int]:
+    """The extents of the smallest block."""
+    return [
+        n if axis in grid.whole_axes else min(chunk, n)
+        for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))
+    ]
+
+
+def _smallest_bytes(grid: Grid) -> int:
+    """Memory for the smallest block."""
+    return grid.working_bytes(_smallest(grid))
+
+
+def _too_large(grids: Sequence[Grid], unit_bytes: int, whole: Mapping[str, str]) -> Iterator[Problem]:
+    """Arrays whose smallest block doesn't fit into a unit; `whole` says why chunks aren't decoded in parts."""
+    for grid in grids:
+        if (needed := _smallest_bytes(grid)) > unit_bytes:
+            why = whole.get(grid.spec.key)
+            message = (
+                f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+                + (f" (its chunks can't be decoded in parts, {why})" if why else "")
+            )
+            yield Problem("memory", grid.spec.key, message, is_array=True)
+
+
+def _units(arrays: Sequence[Array], grids: Sequence[Grid], most: int, slots: int | None) -> list[tuple[Block, ...]]:
+    """The units: blocks of chunks, those of arrays together whose tensors' rows they share."""
+    total = sum(grid.working_bytes(grid.spec.shape) for grid in grids)
+    return make_units(
+        find_twins(arrays, math.inf),
+        lambda number, unit_bytes: cut_blocks(number, grids[number], unit_bytes),
+        total,
+        most,
+        slots,
+    )

@@ -1,0 +1,208 @@
+"""Weights of a release that is written in FP8: which are quantised, and the rows of a weight as rows of codes and of
+scales.
+
+A scale belongs to a block of 128 × 128 values, so a unit that makes rows of such a weight has to make whole blocks of
+rows: from a multiple of 128 to another, or to the weight's end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.encodings import Encoding, quantizing
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, quantize, scale_shape, why_kept
+from weightbeam.formats.encodings.scaled import Scaled
+from weightbeam.formats.release.source import open_source
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Problem, is_float
+from weightbeam.transforms.cutting.grid import Grid
+from weightbeam.transforms.cutting.rows import VALUES, RowsRecipe
+
+FORMATS = ("fp8",)
+ROWS = BLOCK[0]
+REASON = "quantised to FP8, a scale for each 128 × 128 values"
+
+Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype, shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizeRecipe(RowsRecipe):
+    """Rows of a weight to make, and to write as codes and scales; `tensor` has the codes.
+
+    Attributes:
+      scales: where their scales go.
+      given: the scales that the weight had in a release, which its untouched blocks keep; None for no such release.
+    """
+
+    scales: Tensor = dataclasses.field(kw_only=True)
+    given: Tensor | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def written(self) -> np.dtype:
+        """Of the values that are quantised."""
+        return VALUES
+
+    def parts(self, values: np.ndarray) -> Iterator[tuple[Tensor, Box, np.ndarray]]:
+        """The rows of both tensors.
+
+        Raises:
+          ContentError: a value is NaN or infinite.
+          StorageError: the given scales can't be read.
+        """
+        *leading, (start, stop), _ = self.box
+        if not in_blocks(self.box, self.tensor.shape):
+            raise ValueError(f"{self.tensor.name}: a box that doesn't begin and end at blocks: {self.box}")
+        rows = (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1]))
+        given = read_boxes([BoxRead(self.given, rows)])[0][0] if self.given else None
+        codes, scales = quantize(values.reshape([high - low for low, high in self.box]), self.tensor.name, scales=given)
+        yield self.tensor, self.box, codes
+        yield self.scales, rows, scales
+
+
+def in_blocks(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box of a weight has whole rows, and begins and ends at blocks of them, or at the weight's end."""
+    *_, (start, stop), columns = box
+    return start % ROWS == 0 and (stop % ROWS == 0 or stop == shape[-2]) and columns == (0, shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a release in FP8 gives to one that should be like it: which weights are quantised, their scales, and
+    `quantization_config`.
+
+    Attributes:
+      files: the release.
+      scales: by the weight's name, its scales as they are stored.
+      problems: why it can't be followed.
+    """
+
+    files: HfCheckpoint
+    scales: Mapping[str, Tensor]
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, files: HfCheckpoint) -> Given | None:
+        """None for a release that isn't quantised."""
+        source = open_source(files)
+        labelled = {name: encoding for name, encoding in source.encodings.items() if encoding.label}
+        if not labelled:
+            return None
+        scales = {
+            name: encoding.scale
+            for name, encoding in labelled.items()
+            if isinstance(encoding, Scaled) and _is_ours(name, encoding)
+        }
+        other = next((name for name in labelled if name not in scales), None)
+        wrong = (
+            f"--like has it as {labelled[other].label}; only FP8 in blocks of 128 × 128 with {SUFFIX} in float32 can be followed"
+            if other
+            else ""
+        )
+        return cls(files, scales, (Problem("quantised", other, wrong),) if other else ())
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """As the release says it."""
+        return dict(Quantization.of(self.files.config).fields)
+
+    def missing(self, tensors: Iterable[Entry], left_out: Container[str] = ()) -> Iterator[Problem]:
+        """The weights that it has as codes, and that what is quantised hasn't, or has with another shape; but for those
+        that are left out on purpose.
+        """
+        shapes = {name: shape for name, _, shape in tensors}
+        for name, scale in self.scales.items():
+            if name in left_out and name not in shapes:
+                continue
+            if name not in shapes:
+                yield Problem("missing", name, f"is in {self.files.root}, and there is no such weight to quantise")
+            elif scale_shape(shapes[name]) != scale.shape:
+                yield Problem(
+                    "shape",
+                    name,
+                    f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}",
+                )
+
+
+def _is_ours(name: str, encoding: Scaled) -> bool:
+    """Whether a weight is stored as `quantize` writes it."""
+    in_blocks = encoding.block[-2:] == BLOCK and all(size == 1 for size in encoding.block[:-2])
+    plain = encoding.code == CODES.name and encoding.second is None and encoding.zero is None
+    return in_blocks and plain and encoding.scale.dtype == VALUES and encoding.scale.name == name + SUFFIX
+
+
+def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> frozenset[str]:
+    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers; of a
+    dtype that isn't quantised already.
+    """
+    if given is not None:
+        return frozenset(name for name, _, _ in tensors if name in given.scales)
+    return frozenset(
+        name
+        for name, dtype, shape in tensors
+        if is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape)
+    )
+
+
+def with_scales(tensors: Iterable[Entry], quantized: frozenset[str]) -> Iterator[Entry]:
+    """The tensors as they are written: codes and scales in place of each that is quantised."""
+    for name, dtype, shape in tensors:
+        if name in quantized:
+            yield name, CODES, shape
+            yield name + SUFFIX, VALUES, scale_shape(shape)
+        else:
+            yield name, dtype, shape
+
+
+def recipe_for(
+    written: Mapping[str, Tensor],
+    name: str,
+    quantized: frozenset[str],
+    box: Box,
+    pieces: tuple,
+    merged: Encoding | None = None,
+    given: Given | None = None,
+) -> RowsRecipe:
+    """Rows of a tensor to make, of whichever kind it is."""
+    if name in quantized:
+        return QuantizeRecipe(
+            written[name], box, pieces, merged, scales=written[name + SUFFIX], given=given and given.scales[name]
+        )
+    return RowsRecipe(written[name], box, pieces, merged)
+
+
+def quantization_config(tensors: Iterable[Entry], quantized: frozenset[str]) -> dict[str, Any]:
+    """`quantization_config` of such a release, with the linear layers that aren't quantised by their names."""
+    return quantizing.quantization_config(
+        quantizing.not_converted((name, shape) for name, _, shape in tensors if name not in quantized)
+    )
+
+
+def keep_blocks(grid: Grid, part: Part) -> Grid:
+    """A grid of which no unit cuts a block of 128 rows of its tensors: along the slowest axis that holds rows in whole
+    blocks, along the others not at all.
+    """
+    # the fastest first
+    rows = sorted(part.axes_of(len(part.window_shape) - 2) - grid.whole_axes, key=grid.growth.index)
+    if not rows:
+        return grid
+    *inner, outer = rows
+    count = grid.spec.shape[outer]
+    span, rest = divmod(part.window_shape[-2] * part.steps[-2], count)  # rows of the tensor for each index of that axis
+    grain = count if rest else math.lcm(grid.spec.shard[outer], ROWS // math.gcd(ROWS, span))
+    kept = grid.whole_axes | set(inner) | ({outer} if grain >= count else set())
+    shard = tuple(
+        min(grain, n) if axis == outer else size
+        for axis, (size, n) in enumerate(zip(grid.spec.shard, grid.spec.shape, strict=True))
+    )
+    spec = dataclasses.replace(grid.spec, chunk=shard, shard=shard)
+    return dataclasses.replace(
+        grid, spec=spec, whole_axes=kept, growth=tuple(axis for axis in grid.growth if axis not in kept)
+    )

@@ -1,0 +1,214 @@
+"""Units: what a worker does in one go. Whole shards of one or several arrays, and the boxes to read for them.
+
+A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units never cut across
+a row of a tensor, so that every source byte is read once. The largest come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.encodings import StoredArray
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.cells import Part, Piece
+from weightbeam.model_mappings.plan import Array
+from weightbeam.transforms.cutting.blocks import Block, element_box
+from weightbeam.transforms.cutting.grid import Grid
+
+ALIGNMENT = 64  # bytes; a cache line
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that an array of `nbytes` takes in memory."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch:
+    """A box of a source's array, and the dtype to compute its values in if they are computed."""
+
+    encoding: StoredArray
+    box: Box
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsRecipe:
+    """Neighbouring shards to make in one go.
+
+    Attributes:
+      spec: their array.
+      shards: range of shard numbers on each axis; along an axis with more than one all shards have the same length.
+      fill: the value of elements that no piece supplies; None where the pieces tile the shards.
+      pieces: what they are made of, each with the number of the fetch that holds its source. Along an axis with more
+        than one shard a piece is a whole number of shards long, or lies within one.
+    """
+
+    spec: ArraySpec
+    shards: Box
+    fill: float | None
+    pieces: tuple[tuple[int, Piece], ...]
+
+    @property
+    def box(self) -> Box:
+        """The elements of all the shards."""
+        return element_box(self.spec, self.shards)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.spec.dtype
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many shards there are on each axis."""
+        return extent(self.shards)
+
+    def boxes(self) -> Iterator[Box]:
+        """The elements of each shard, in C order."""
+        return (
+            self.spec.shard_box(index)
+            for index in itertools.product(*(range(start, stop) for start, stop in self.shards))
+        )
+
+    def finish(self, made: np.ndarray) -> np.ndarray:
+        """Nothing is left to do with what was made of the pieces."""
+        return made
+
+    def parts(self, made: np.ndarray) -> Iterator[tuple[ArraySpec, Box, np.ndarray]]:
+        """What is written: each shard."""
+        for index, box in zip(np.ndindex(self.counts), self.boxes(), strict=True):
+            yield self.spec, box, made[index]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of work, spelled out and complete in itself: which boxes to read, and what to make of them.
+
+    Attributes:
+      id: its number.
+      fetches: what is read.
+      recipes: what is made.
+      copies: chunks that are copied as they are encoded: the array's key, its spec there, and the index.
+      copied_bytes: memory for these.
+    """
+
+    id: int
+    fetches: tuple[Fetch, ...]
+    recipes: tuple[Any, ...]
+    copies: tuple[tuple[str, ArraySpec, tuple[int, ...]], ...] = ()
+    copied_bytes: int = 0
+
+    @classmethod
+    def done(cls, id: int) -> Unit:
+        """A unit that was done earlier: nothing to do."""
+        return cls(id, (), ())
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.recipes or self.copies)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory for all of its arrays: stored, decoded and made."""
+        total = self.copied_bytes + sum(aligned(volume(one.box) * one.dtype.itemsize) for one in self.recipes)
+        for fetch in self.fetches:
+            total += sum(aligned(read.nbytes) for read in fetch.encoding.reads(fetch.box))
+            if fetch.encoding.label is not None:
+                total += aligned(volume(fetch.box) * fetch.dtype.itemsize)
+        return total
+
+
+def fetches_of(
+    blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid]
+) -> dict[str, list[tuple[Box, bool]]]:
+    """The boxes of each tensor that a unit reads: `(box, whether value operations follow)`.
+
+    Boxes of one tensor are joined where that reads nothing twice and nothing in between.
+    """
+    return fetches_for((arrays[block.array], element_box(grids[block.array].spec, block.shards)) for block in blocks)
+
+
+def fetches_for(wanted: Iterable[tuple[Array, Box]]) -> dict[str, list[tuple[Box, bool]]]:
+    """The boxes of each tensor that boxes of arrays need, joined as by `fetches_of`."""
+    boxes: dict[str, list[tuple[Box, bool]]] = {}
+    for array, box in wanted:
+        for cell in array.cells(box):
+            for piece in cell.pieces(box):
+                _join(boxes.setdefault(piece.tensor, []), piece.source.box, bool(piece.ops))
+    return boxes
+
+
+def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
+    for i, (box, already) in enumerate(boxes):
+        union = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, new, strict=True))
+        if volume(union) <= volume(box) + volume(new):
+            del boxes[i]
+            _join(boxes, union, computed or already)
+            return
+    boxes.append((new, computed))
+
+
+def expand_unit(
+    id: int,
+    blocks: Sequence[Block],
+    arrays: Sequence[Array],
+    grids: Sequence[Grid],
+    encodings: Mapping[str, StoredArray],
+    save_dtype: np.dtype,
+) -> Unit:
+    """Spells a unit out: what to fetch, and which piece of it goes where."""
+    fetches: list[Fetch] = []
+    numbers: dict[str, list[tuple[Box, int]]] = {}
+    for tensor, boxes in fetches_of(blocks, arrays, grids).items():
+        for box, computed in boxes:
+            # One cast only: values that are computed with further stay in float32.
+            dtype = np.dtype(np.float32) if computed else save_dtype
+            numbers.setdefault(tensor, []).append((box, len(fetches)))
+            fetches.append(Fetch(encodings[tensor], box, dtype))
+    recipes = []
+    for block in blocks:
+        array, spec = arrays[block.array], grids[block.array].spec
+        joined = _joined_axes(array, spec, block.shards)
+        steps = [stop - start if axis in joined else 1 for axis, (start, stop) in enumerate(block.shards)]
+        for first in itertools.product(
+            *(range(start, stop, step) for (start, stop), step in zip(block.shards, steps, strict=True))
+        ):
+            shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
+            box = element_box(spec, shards)
+            pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
+            placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
+            recipes.append(ShardsRecipe(spec, shards, array.fill, placed))
+    return Unit(id, tuple(fetches), tuple(recipes))
+
+
+def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
+    """The axes along which a range of shards is made in one go: where no shard is cut short, and every piece fits in
+    with them.
+
+    A piece is as long as the range along an axis that is one whole axis of its tensor, and one index long along layers.
+    """
+
+    def fits(part: Part, axis: int) -> bool:
+        factors = part.target_axes[axis]
+        return len(factors) == 1 and (factors[0].kind != "free" or factors[0].size == part.flat_sizes[factors[0].which])
+
+    return {
+        axis
+        for axis, (start, stop) in enumerate(shards)
+        if stop - start > 1
+        and stop * spec.shard[axis] <= spec.shape[axis]
+        and all(fits(part, axis) for part in array.parts)
+    }
+
+
+def find_fetch(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
+    """The number of the fetch that holds the box."""
+    return next(
+        number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True))
+    )

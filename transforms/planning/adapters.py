@@ -1,0 +1,257 @@
+"""An adapter of MaxText's as one of PEFT's: the table of the adapter, read back.
+
+An adapter is small, so it is made here and now, a layer of one weight after the other, without a pipeline. What MaxText
+keeps is A and B of each kernel, of one rank, and alpha / rank as the only scaling; the values are those that a
+conversion with `--adapter_only` began with, padded ranks included. Layers that hold nothing but zeros had no adapter,
+and get none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters.adapter import PREFIX as PEFT_PREFIX
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.model_mappings.adapters import RANK, adapter_table
+from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.cells import Cell, Part, Piece
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.plan import Problem, expand, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.transforms.comparing.array_sums import Shares, add_shares, damage, find_damage
+from weightbeam.transforms.comparing.source_sums import DamagedError
+from weightbeam.transforms.cutting.tensor_rows import back
+from weightbeam.transforms.cutting.units import Fetch
+from weightbeam.transforms.execution.boxes import arrange, make, read
+
+SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
+_FACTOR = re.compile(r"(?P<kernel>.+)_lora_(?P<side>[ab])")
+_NAMED = re.compile(r"(?P<tensor>.+)\[.*\]\.lora_(?P<side>[ab])")  # as `model_mappings.adapters.name_of` names it
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterExport:
+    """An adapter, planned.
+
+    Attributes:
+      source: the checkpoint.
+      base: the release that it is an adapter of, by its URL.
+      parts: the table's, by the key of the array that each reads.
+      rank, alpha: of all modules.
+      problems: what stands against it.
+      family: whose table it is.
+    """
+
+    source: OrbaxCheckpoint
+    base: str
+    parts: Mapping[str, Part]
+    rank: int
+    alpha: float
+    problems: tuple[Problem, ...]
+    family: Family | None
+    config: Mapping[str, Any]
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """PEFT's name and the values of each factor, those of one module together; of layers without an adapter none.
+
+        Raises:
+          DamagedError: in the end, if what was read isn't what the checkpoint's record says.
+        """
+        modules: dict[str, list[tuple[str, Part, Cell]]] = defaultdict(list)
+        for key, part in self.parts.items():
+            for cell in part.cells():
+                if match := _NAMED.fullmatch(str(cell.tensor)):
+                    modules[match["tensor"].removesuffix(".weight")].append((key, part, cell))
+        arrays: dict[str, np.ndarray] = {}
+        shares = Shares()
+        for module, factors in modules.items():
+            made = {}
+            for key, part, cell in factors:
+                if key not in arrays:
+                    array = self.source.weights[key]
+                    (arrays[key],) = read([_fetch(array)])[0][0]
+                    add_shares(shares, array, whole(array.shape), arrays[key])
+                side = str(cell.tensor)[-1]
+                made[f"{PEFT_PREFIX}{self._in_memory(module)}.{SIDES[side]}.weight"] = _back(
+                    self.source.weights[key], arrays[key], key, part, cell
+                )
+            if any(values.any() for values in made.values()):
+                yield from made.items()
+        compared, damaged = find_damage(self.source.record, map(self.source.weights.__getitem__, arrays), [shares])
+        if damaged:
+            raise DamagedError(damage(self.source.root, damaged, compared.arrays))
+
+    def _in_memory(self, module: str) -> str:
+        """The path of a module in transformers' model, where a text model with towers around it has another one than in
+        the files.
+        """
+        assert self.family is not None
+        prefix = self.family.aliases.get("model.language_model")
+        if prefix and "text_config" in self.config and module.startswith(f"{prefix}."):
+            return f"model.language_model{module.removeprefix(prefix)}"
+        return module
+
+    def peft_config(self, names: Sequence[str], base: str) -> bytes:
+        """`adapter_config.json` for tensors of these names, of a base that is called so."""
+        paths = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names})
+        leaves = sorted({path.rpartition(".")[2] for path in paths})
+        layers = {leaf: sum(path.endswith(f".{leaf}") for path in paths) for leaf in leaves}
+        count = sum(np.prod(part.layers.shape, dtype=int) for part in self.parts.values())
+        everywhere = sum(layers.values()) * len(SIDES) == count and len(set(layers.values())) == 1
+        said = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "target_modules": leaves if everywhere else paths,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "modules_to_save": None,
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        return json.dumps(said, indent=2).encode()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WholeRecipe:
+    """All of a tensor, to be made in float32 or in the checkpoint's own dtype."""
+
+    box: Box
+    dtype: np.dtype
+    fill = None
+    pieces: tuple[tuple[int, Piece], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return (1,) * len(self.box)
+
+
+def _fetch(array: OrbaxArray) -> Fetch:
+    return Fetch(array, whole(array.shape), array.dtype)
+
+
+def _back(array: OrbaxArray, values: np.ndarray, key: str, part: Part, cell: Cell) -> np.ndarray:
+    """The tensor of a cell, of all of its array."""
+    box = whole(array.shape)
+    pieces = tuple((0, piece) for piece in back(cell, box, key))
+    recipe = _WholeRecipe(whole(part.window_shape), array.dtype, pieces)
+    return make(recipe, arrange([_fetch(array)], [values], pieces)).reshape(part.window_shape)
+
+
+def is_adapter(source: OrbaxCheckpoint) -> bool:
+    """Whether a checkpoint holds the factors of a LoRA and nothing else."""
+    return bool(source.weights) and all(_FACTOR.fullmatch(key) for key in source.weights)
+
+
+def plan_adapter(
+    source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, alpha: float | None = None, model: str | None = None
+) -> AdapterExport:
+    """Plans the export of an adapter.
+
+    Args:
+      source: a checkpoint for which `is_adapter` holds.
+      config: `config.json` of the release that it is an adapter of.
+      base: its URL.
+      alpha: where the checkpoint doesn't say it.
+      model: the MaxText model, where neither the checkpoint nor `config` settles it.
+    """
+    rank, alpha, problems = _scaling(source, alpha)
+    model = model or _mapping(source.record, "options").get("maxtext_model")
+    weights = source.weights
+    try:
+        family = family_of(Config(config), model)
+        layout = _layout(source, name_model(family, Config(config), model).model)
+        parts, unknown = _parts(family, Config(config), layout, rank, weights)
+    except (ConfigError, UnknownFamilyError) as e:
+        problems.append(Problem("config", "config.json", str(e)))
+        return AdapterExport(source, base, {}, rank, alpha, tuple(problems), None, config)
+    problems += [
+        Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
+        for key in unknown
+    ]
+    problems += _find_faults(parts, weights)
+    return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
+
+
+def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, list[Problem]]:
+    """The rank of all factors, the alpha that the checkpoint names, or else this one, and what is wrong with them."""
+    problems = []
+    said = _mapping(source.custom, "lora")
+    ranks = {array.shape[-1] for key, array in source.weights.items() if key.endswith("_lora_a") and array.shape}
+    rank = said.get("lora_rank", next(iter(ranks), 0))
+    if ranks != {rank}:
+        message = f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}"
+        problems.append(Problem("adapter", source.root, message))
+    alpha = said.get("lora_alpha", alpha)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+        message = "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha"
+        problems.append(Problem("adapter", source.root, message))
+        alpha = float(rank or 1)
+    return rank, alpha, problems
+
+
+def _layout(source: OrbaxCheckpoint, model: str | None) -> Layout:
+    """The layout that an adapter is in."""
+    weights, scan = source.weights, source.custom.get("scan_layers")
+    return Layout(
+        scan=scan if isinstance(scan, bool) else is_scanned(weights),
+        scan_axis=_mapping(source.record, "options").get("param_scan_axis", 1),
+        vocab=None, mtp=any(".mtp_block." in key for key in weights), multimodal=any("_encoder." in key for key in weights), model=model, shapes={},
+    )  # fmt: skip
+
+
+def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -> Iterator[Problem]:
+    """The factors of other shapes than the table's, and those that lack the other factor of their product."""
+    for key, part in parts.items():
+        if weights[key].shape != part.shape:
+            message = f"{weights[key].shape} in the checkpoint, by config.json it is {part.shape}"
+            yield Problem("shape", key, message, is_array=True)
+        other = f"{key[:-1]}{'b' if key.endswith('a') else 'a'}"
+        if other not in weights:
+            message = f"the checkpoint holds {key}, and a product has two factors"
+            yield Problem("missing", other, message, is_array=True)
+
+
+def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a checkpoint's metadata; empty where there is none."""
+    found = held.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _parts(
+    family: Family, config: Config, layout: Layout, rank: int, weights: Mapping[str, OrbaxArray]
+) -> tuple[dict[str, Part], list[str]]:
+    """The part that reads each factor back, and the factors that no kernel of the table has."""
+    stacks = family.stacks(config, layout)
+    adapted = set()
+    for stack in stacks:
+        for rule in stack.rules:
+            path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
+            if rule.source and not rule.name_axes and f"{key_of(path)}_lora_a" in weights:
+                adapted |= {
+                    (stack.source + rule.source).format(layer=int(layer)) for layer in np.asarray(stack.layers).flat
+                }
+    table = adapter_table(stacks, adapted)
+    own = dataclasses.replace(
+        family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks
+    )
+    shapes = dict.fromkeys(table.factors, ())
+    found = {
+        key_of(path).removesuffix(".value"): parts[0]
+        for path, parts in expand(own, config, dataclasses.replace(layout, shapes=shapes)).items()
+    }
+    return {key: part for key, part in found.items() if key in weights}, sorted(set(weights) - set(found))

@@ -1,0 +1,281 @@
+"""Adapters of MaxText's over the weights of a checkpoint of MaxText's: the same arrays, some of them with a LoRA in
+them.
+
+Kernel and factors meet in the model's table: both are made of the same tensor of the same layer, whether layers are
+stacked or apart, and on whatever axis. Every array of an adapter is used, or is a problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters.kernels import AdaptedKernel, LoraFactor, LoraPair
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
+from weightbeam.model_mappings.adapters import name_of
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.transforms.cutting.grid import Beside
+from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
+from weightbeam.transforms.planning.tree import Model, find_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxTextAdapter:
+    """An adapter and how much of it is merged.
+
+    Attributes:
+      files: the checkpoint.
+      weight: what its product is multiplied by, beside alpha / rank.
+      alpha: where the checkpoint doesn't say it.
+    """
+
+    files: OrbaxCheckpoint
+    weight: float = 1.0
+    alpha: float | None = None
+
+    @property
+    def root(self) -> str:
+        return self.files.root
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another one, as JSON."""
+        return [self.weight, self.alpha, self.files.identity]
+
+    def stage(self) -> list[Any]:
+        """As JSON, for workers."""
+        return [self.files.to_json(), self.weight, self.alpha]
+
+    @classmethod
+    def load(cls, staged: Sequence[Any]) -> MaxTextAdapter:
+        """What `stage` staged."""
+        return cls(load_checkpoint(staged[0]), *staged[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """What adapters make of a checkpoint's arrays.
+
+    Attributes:
+      kernels: the arrays that are changed, by the checkpoint's keys.
+      problems: what stands against it.
+      adapters: for each adapter its rank, its alpha, and what each of its arrays is used for.
+    """
+
+    kernels: Mapping[str, AdaptedKernel] = dataclasses.field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    adapters: tuple[dict[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a factor of one layer lies: the array of A or B that holds it, and its index on the axes of layers."""
+
+    key: str
+    part: Part
+    index: tuple[int, ...]
+
+
+def adapt(
+    source: OrbaxCheckpoint,
+    model: Model,
+    adapters: Sequence[MaxTextAdapter],
+    family: str | None,
+    maxtext_model: str | None,
+) -> Adapted:
+    """Merges adapters into the kernels of a checkpoint.
+
+    Args:
+      source: the base.
+      model: what is known of it.
+      adapters: what is merged; products of several are summed.
+      family, maxtext_model: as the user named them.
+    """
+    if not adapters:
+        return Adapted()
+    made, why = find_parts(source, model, family, maxtext_model)
+    parts = {key: same[0] for key, same in made.items() if len(same) == 1}
+    if why:
+        return Adapted(
+            problems=(
+                Problem(
+                    "option",
+                    "--lora",
+                    f"which axes of a kernel are its inputs follows from the model's table, but {why}",
+                ),
+            )
+        )
+    problems, about = [], []
+    pairs: dict[str, list[LoraPair]] = {}
+    for adapter in adapters:
+        if not is_adapter(adapter.files):
+            problems.append(
+                Problem(
+                    "adapter",
+                    adapter.root,
+                    "holds other arrays than the factors of a LoRA, and is no adapter of MaxText's",
+                )
+            )
+            continue
+        planned = plan_adapter(adapter.files, model.config, source.root, adapter.alpha, maxtext_model or model.name)
+        found = [
+            dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
+        ]
+        uses: dict[str, str] = {}
+        if not found:
+            for name, pair, keys in _pairs(
+                parts, planned.parts, adapter, adapter.weight * planned.alpha / planned.rank
+            ):
+                if name not in source.tree.weights:
+                    continue
+                held = source.weights[name].shape
+                if held != parts[name].shape:
+                    found.append(
+                        Problem(
+                            "shape",
+                            name,
+                            f"{held} in the checkpoint, by config.json it is {parts[name].shape}",
+                            is_array=True,
+                        )
+                    )
+                pairs.setdefault(source.tree.weights[name], []).append(pair)
+                uses |= dict.fromkeys(keys, f"merged into {name}")
+            left = sorted(set(planned.parts) - set(uses))
+            found += [
+                Problem(
+                    "unused", f"{adapter.root}: {key}", "the base has no kernel that it is a factor of", is_array=True
+                )
+                for key in left
+            ]
+        problems += found
+        about.append(
+            {
+                "source": adapter.root,
+                "weight": adapter.weight,
+                "lora_rank": planned.rank,
+                "lora_alpha": planned.alpha,
+                "arrays": uses,
+            }
+        )
+    weights = {key: name for name, key in source.tree.weights.items()}
+    kernels = (
+        {} if problems else {key: _kernel(source, key, parts[weights[key]], found) for key, found in pairs.items()}
+    )
+    return Adapted(kernels, tuple(dict.fromkeys(problems)), tuple(about))
+
+
+def _pairs(
+    parts: Mapping[str, Part], factors: Mapping[str, Part], adapter: MaxTextAdapter, scaling: float
+) -> Iterator[tuple[str, LoraPair, tuple[str, str]]]:
+    """`(kernel, factors of some of its layers, the keys of these)` for every kernel of the table that the adapter has
+    factors of.
+
+    Where kernel and factors are stacked alike, one pair is of all layers; else each layer has a pair:
+
+        kernel                    A                          B
+        (embed, layers, mlp)      (embed, layers, rank)      (rank, layers, mlp)      one pair
+        (embed, layers, mlp)      (embed, rank), …           (rank, mlp), …           a pair for each layer
+        (embed, mlp)              (embed, layers, rank)      (rank, layers, mlp)      one pair, of one index of `layers`
+    """
+    places: dict[str, _Place] = {}
+    for key, part in factors.items():
+        places |= {str(cell.tensor): _Place(key, part, cell.layer) for cell in part.cells()}
+    for name, part in parts.items():
+        layers = _layers(part, places)
+        if _are_together(part, layers):
+            first = next(iter(layers.values()))
+            yield name, _pair(adapter, first, whole(part.layers.shape), (0,) * part.layers.ndim, scaling), _keys(first)
+            continue
+        for index, found in layers.items():
+            pair = _pair(adapter, found, tuple((at, at + 1) for at in index), found[0].index, scaling)
+            yield name, pair, _keys(found)
+
+
+def _layers(part: Part, places: Mapping[str, _Place]) -> dict[tuple[int, ...], list[_Place]]:
+    """Where A and B lie of each layer of a kernel that has both."""
+    if part.rule.source is None or part.rule.name_axes:
+        return {}
+    layers = {}
+    for index in np.ndindex(part.layers.shape):
+        rule = dataclasses.replace(part.rule, source=part.tensor(index, ()))
+        found = [places[factor] for side in "ab" if (factor := name_of(rule, side)) in places]
+        if len(found) == 2:
+            layers[index] = found
+    return layers
+
+
+def _are_together(part: Part, layers: Mapping[tuple[int, ...], Sequence[_Place]]) -> bool:
+    """Whether one array of A and one of B hold all layers of a kernel, in its order."""
+    if not layers or len(layers) != part.layers.size:
+        return False
+    first = next(iter(layers.values()))
+    return all(place.part.layers.shape == part.layers.shape for place in first) and all(
+        _keys(found) == _keys(first) and index == found[0].index == found[1].index for index, found in layers.items()
+    )
+
+
+def _keys(places: Sequence[_Place]) -> tuple[str, str]:
+    a, b = places
+    return a.key, b.key
+
+
+def _pair(
+    adapter: MaxTextAdapter,
+    places: Sequence[_Place],
+    layers: tuple[tuple[int, int], ...],
+    first: tuple[int, ...],
+    scaling: float,
+) -> LoraPair:
+    a, b = (
+        LoraFactor(adapter.files.weights[place.key], _layer_axis(place.part), rank_axis)
+        for place, rank_axis in zip(places, (1, 0), strict=True)
+    )
+    return LoraPair(layers, first, a, b, scaling)
+
+
+def _layer_axis(part: Part) -> int:
+    """The first axis of layers; 0 where there is none."""
+    return next(
+        (axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)), 0
+    )
+
+
+def _kernel(source: OrbaxCheckpoint, key: str, part: Part, pairs: Sequence[LoraPair]) -> AdaptedKernel:
+    """A kernel with its factors."""
+    _, inputs = part.rule.axes.left
+    words = part.rule.axes.right
+    first = next((axis for axis, held in enumerate(words) if held and not set(held) <= set(inputs)), len(words))
+    return AdaptedKernel(source.arrays[key], tuple(pairs), _layer_axis(part), part.layers.ndim, first)
+
+
+def beside(kernel: AdaptedKernel, part: Part) -> Beside:
+    """Memory for the factors of a box of an array that `part` makes of a kernel: axes of the array, and bytes for each
+    index along them.
+
+    Of a merged axis, such as heads · dim, only the first factor is cut. Beside what is stored there are the values in
+    float32, twice.
+    """
+    layers = range(kernel.at, kernel.at + kernel.stacked)
+    others = [axis for axis in range(len(kernel.shape)) if axis not in layers]
+    stacked = frozenset(
+        axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)
+    )
+    terms = []
+    for held, factors in (
+        (others[: kernel.inputs], [pair.a for pair in kernel.pairs]),
+        (others[kernel.inputs :], [pair.b for pair in kernel.pairs]),
+    ):
+        along = stacked.union(*(part.axes_of(axis) for axis in (*layers, *held[:1])))
+        adapters = {
+            factor.array.items: factor.rank * (factor.array.dtype.itemsize + 8)
+            for factor in factors
+            if isinstance(factor.array, OrbaxArray)
+        }
+        terms.append((along, sum(adapters.values()) * math.prod(kernel.shape[axis] for axis in held[1:])))
+    return tuple(terms)

@@ -1,0 +1,375 @@
+"""The planner: from options and headers to a conversion, in named steps. Integers and names only; no tensor is read.
+
+    headers, config.json
+      │  open_source      the release's tensors, each as the tables see it: a quantised one under its own name, its scales out of sight
+      │  family_of        whose table it is; `_check_options`: what was asked for and MaxText doesn't have
+      │  _lay_out         MaxText's model, and the layout of the arrays
+      │  _fold | merge    adapters: as arrays of their own (`--adapter_only`), or added to the tensors that they change
+      │  _expand          the table's rules, at this model's sizes
+      │  make_arrays      the arrays, with the dtypes that the tensors give them
+      │  _audit           every element used once, filled, or left out with a reason
+      ▼  _cut             chunk grids, what stays in the source's files (`--virtual`), units
+    Conversion
+
+A step that finds something amiss says so in a list of problems; the next steps go on as far as they can, so that a user
+sees all problems at once. Only without a table there is nothing to go on with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters import Adapter, Folding, fold, merge
+from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.release.source import ReleaseTensors, open_source
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.model_mappings.adapters import RANK
+from weightbeam.model_mappings.audit import audit, drop_reason
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.naming import ModelNaming, name_model, unknown_name
+from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, expand, make_arrays
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.transforms.cutting.blocks import Block, cut_blocks, element_box, find_twins, make_units
+from weightbeam.transforms.cutting.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid
+from weightbeam.transforms.cutting.mesh import Mesh
+from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
+from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, format_of, meshes_of, rules_of
+from weightbeam.transforms.planning.layouts import maxtext_of
+from weightbeam.transforms.planning.options import Options, options_from
+
+UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
+# problems of one quantised tensor, which don't count where it is dropped
+PAIRING = {"unscaled", "scale", "orphan scale"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """A family's table at the sizes of one model.
+
+    Attributes:
+      parts: what each rule makes, by the array's path.
+      drops: tensors left out on purpose: `{pattern or window: reason}`.
+      note: what was inferred.
+      maxtext: what MaxText's configuration says of the model; None where `config.json` doesn't settle it.
+      warnings: what MaxText can't say of the model.
+    """
+
+    parts: Mapping[str, list[Part]]
+    drops: Mapping[str, str]
+    note: str
+    maxtext: MaxTextConfig | None
+    warnings: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How arrays are cut; all empty if they can't be, and then `problems` say why.
+
+    Attributes:
+      grids: one for each array.
+      placements: for each array whether it stays in the source's files; empty without `--virtual`.
+      units: the blocks of each unit.
+    """
+
+    grids: tuple[Grid, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    units: tuple[tuple[Block, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def prepare(
+    options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None
+) -> Conversion:
+    """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
+
+    Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
+
+    Raises:
+      MeshError: a mesh can't be read.
+    """
+    meshes = meshes_of(options)
+    config = Config(checkpoint.config)
+    source, asked = open_source(checkpoint), []
+    folding: Folding | None = None
+    try:
+        family = family_of(config, options.maxtext_model, options.family)
+        asked += _check_options(options, family)
+        source = source.renamed(family.aliases)
+        naming, layout = _lay_out(options, config, family, source)
+        model_type = config.get("model_type", "")
+        if options.adapter_only:
+            folding = fold(source.encodings, adapters, family.aliases, model_type, family.stacks(config, layout))
+            family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
+        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
+        source = source.merged(merging)
+        table = _expand(family, config, layout, naming)
+    except (ConfigError, UnknownFamilyError) as e:
+        found = [
+            *checkpoint.problems,
+            *source.problems,
+            *asked,
+            *(problem for adapter in adapters for problem in adapter.problems),
+        ]
+        return _without_table(options, checkpoint, adapters, found, e)
+    arrays = make_arrays(table.parts, source.specs(), SAVE_DTYPES[options.save_dtype])
+    if folding:
+        arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
+    unneeded = _unneeded(source, family, table)
+    dropped, problems = _audit(checkpoint, source, family, table, arrays, asked, unneeded)
+    problems += merging.in_vain(dropped)
+    cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
+    problems += cut.problems
+    dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
+    plan = Plan(
+        family.name,
+        arrays,
+        dropped,
+        tuple(problems),
+        table.note,
+        family.support,
+        naming.model,
+        naming.sizes,
+        table.maxtext,
+    )
+    return Conversion(
+        options,
+        checkpoint,
+        plan,
+        dict(source.encodings),
+        cut.grids,
+        cut.units,
+        (*cut.warnings, *table.warnings),
+        cut.placements,
+        tuple(adapters),
+        merging,
+        folding,
+        slots,
+    )
+
+
+def _without_table(
+    options: Options,
+    checkpoint: HfCheckpoint,
+    adapters: Sequence[Adapter],
+    found: Sequence[Problem],
+    error: ConfigError | UnknownFamilyError,
+) -> Conversion:
+    """The conversion of a model that there is no table for, or whose `config.json` a table can't do with: its problems
+    alone.
+    """
+    problems = list(dict.fromkeys(found))
+    if checkpoint.config:  # else that it is missing, or empty, is a problem already
+        kind = "config" if isinstance(error, ConfigError) else UNKNOWN_FAMILY
+        problems.append(
+            Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
+        )
+    return Conversion(
+        options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters)
+    )
+
+
+def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTensors) -> tuple[ModelNaming, Layout]:
+    """MaxText's model, and what besides `config.json` the table depends on.
+
+    Raises:
+      ConfigError: the model that was named isn't this one, or `config.json` lacks what tells.
+    """
+    naming = name_model(family, config, options.maxtext_model)
+    layout = Layout(
+        scan=options.scan_layers,
+        scan_axis=options.param_scan_axis,
+        vocab=options.vocab_size,
+        mtp=options.mtp,
+        multimodal=options.multimodal,
+        model=naming.model,
+        shapes={name: spec.shape for name, spec in source.specs().items()},
+    )
+    return naming, layout
+
+
+def _expand(family: Family, config: Config, layout: Layout, naming: ModelNaming) -> _Table:
+    """The family's table at this model's sizes.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    parts = expand(family, config, layout)
+    drops, note = family.drops(config, layout), family.note(config, layout)
+    maxtext, warnings = maxtext_of(family, config, layout, naming)
+    return _Table(parts, drops, note, maxtext, (*warnings, *unknown_name(naming.model)))
+
+
+def _unneeded(source: ReleaseTensors, family: Family, table: _Table) -> dict[Problem, str]:
+    """The problems of one quantised tensor that don't count, since the table leaves the tensor out, each with the
+    reason for that.
+    """
+    pairing = [problem for problem in source.problems if problem.kind in PAIRING]
+    return {
+        problem: reason
+        for problem in pairing
+        if (reason := drop_reason(rename(problem.subject, family.aliases), table.drops))
+    }
+
+
+def _audit(
+    checkpoint: HfCheckpoint,
+    source: ReleaseTensors,
+    family: Family,
+    table: _Table,
+    arrays: Sequence[Array],
+    asked: Sequence[Problem],
+    unneeded: Collection[Problem],
+) -> tuple[dict[str, str], list[Problem]]:
+    """Checks that every tensor is used and every element of an array made once: what is left out with the reason, and
+    all problems so far.
+
+    A tensor that its file or its scale already stands against needs no second line.
+    """
+    problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
+    dropped, found = audit(arrays, source.specs(), table.drops, family.name)
+    if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
+        zeros, spare = source.drop_zero_biases(problem.subject for problem in found if problem.kind == "unused")
+        dropped, problems = dropped | zeros, [*problems, *spare]
+        explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
+        problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
+    return dropped, problems
+
+
+def _cut(
+    options: Options,
+    arrays: Sequence[Array],
+    encodings: Mapping[str, Encoding],
+    meshes: Sequence[Mesh],
+    slots: int | None,
+) -> _Cut:
+    """Cuts the arrays into chunks and shards, and these into units; with `--virtual` only those that can't stay where
+    they are.
+    """
+    placements: tuple[Placement, ...] = ()
+    problems: list[Problem] = []
+    try:
+        grids = _grids(options, arrays, encodings, meshes)
+        warnings = [warning for grid in grids for warning in grid.warnings]
+        if options.virtual:
+            placements = place_arrays(arrays, encodings, meshes, grids)
+            problems += problems_of(arrays, placements, format_of(options))
+            grids = [
+                dataclasses.replace(grid, spec=at.spec) if at.spec else grid
+                for grid, at in zip(grids, placements, strict=True)
+            ]
+            warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
+        made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
+        units = _units(options, arrays, made, grids, encodings, slots) if not problems else ()
+    except UnitBytesError as e:
+        return _Cut(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
+    return _Cut(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
+
+
+def _adapter_family(family: Family, folding: Folding) -> Family:
+    """A family whose table is that of an adapter."""
+    return dataclasses.replace(
+        family,
+        dims=lambda config, layout: {**family.dims(config, layout), RANK: folding.rank},
+        stacks=lambda config, layout: folding.stacks,
+        drops=lambda config, layout: {},
+        aliases={},
+    )
+
+
+def _check_options(options: Options, family: Family) -> Iterator[Problem]:
+    """What was asked for and MaxText doesn't have."""
+    if options.mtp and not family.mtp:
+        yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
+    if options.multimodal and not family.towers:
+        yield Problem("option", "--multimodal", f"MaxText's {family.name} models have no vision or audio towers")
+    wanted = "scanned" if options.scan_layers else "unscanned"
+    if wanted not in family.layouts:
+        (other,) = family.layouts
+        flag = f"--scan_layers {str(other == 'scanned').lower()}"
+        yield Problem("option", "--scan_layers", f"MaxText has {family.name} models {other} only; convert with {flag}")
+
+
+def _grids(
+    options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]
+) -> list[Grid]:
+    rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
+    twins = {number: len(group) for group in find_twins(arrays) for number in group}
+    grids = []
+    for number, array in enumerate(arrays):
+        stored = _source_cost(array, encodings, save)
+        try:
+            grids.append(
+                make_grid(
+                    array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts
+                )
+            )
+        except UnitBytesError as e:
+            raise UnitBytesError(e.key, e.needed * twins[number]) from e
+    return grids
+
+
+def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> SourceCost:
+    """How the tensors of an array are stored; of several ways what takes most memory."""
+    element_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
+    for part in array.parts:
+        decoded = 4 if part.rule.ops else save.itemsize
+        for encoding in (encodings[name] for name in part.tensors if name in encodings):
+            stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
+            element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
+            order = order or encoding.order
+            if encoding.indivisible:
+                indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
+                thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
+                tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
+    return SourceCost(element_bytes, order, indivisible, tensor_bytes)
+
+
+def _units(
+    options: Options,
+    arrays: Sequence[Array],
+    made: Sequence[int],
+    grids: Sequence[Grid],
+    encodings: Mapping[str, Encoding],
+    slots: int | None,
+) -> list[tuple[Block, ...]]:
+    """The units that make the arrays of these numbers."""
+    groups = [[made[twin] for twin in twins] for twins in find_twins([arrays[number] for number in made])]
+
+    def cut(number: int, unit_bytes: int) -> Iterator[Block]:
+        array, spec = arrays[number], grids[number].spec
+        return cut_blocks(
+            number, grids[number], unit_bytes, place=lambda shards, _: _position(array, spec, shards, encodings)
+        )
+
+    total = sum(grids[number].working_bytes(arrays[number].shape) for number in made)
+    return make_units(groups, cut, total, options.unit_bytes, slots)
+
+
+def _position(array: Array, spec: ArraySpec, shards: Box, encodings: Mapping[str, Encoding]) -> tuple[str, int]:
+    """File and offset of the first tensor of a block."""
+    cell = next((cell for cell in array.cells(element_box(spec, shards)) if cell.tensor), None)
+    stored = encodings[cell.tensor].weight if cell and cell.tensor else None
+    return (stored.path, stored.offset) if stored else ("", 0)
+
+
+def load(inputs: Mapping[str, Any]) -> Conversion:
+    """The conversion whose inputs `Conversion.stage` staged."""
+    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    made = prepare(
+        options_from(Options, inputs["options"]),
+        HfCheckpoint.from_json(inputs["source"]),
+        adapters,
+        inputs.get("slots"),
+    )
+    return dataclasses.replace(made, staged_small=inputs["small"], made_of=inputs["made_of"], to=inputs["to"])

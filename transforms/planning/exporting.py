@@ -1,0 +1,259 @@
+"""An export, planned: an Orbax checkpoint into a release's safetensors files, by the family's table read back.
+
+What a unit reads is a block of whole chunks of the arrays; what it writes are the rows of the tensors that lie in them.
+Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along
+the others as many chunks as its bytes allow:
+
+    array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
+    block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats.adapters import Adapter
+from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.formats.orbax.unpacking import UnpackedArray, chunks, unpack
+from weightbeam.formats.release.source import open_source
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
+from weightbeam.model_mappings.boxes import extent
+from weightbeam.model_mappings.plan import Plan
+from weightbeam.transforms.comparing.array_sums import ComparesSource
+from weightbeam.transforms.cutting.blocks import Block, element_box
+from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.cutting.grid import Grid
+from weightbeam.transforms.cutting.quantizing import Given, recipe_for
+from weightbeam.transforms.cutting.row_blocks import itself
+from weightbeam.transforms.cutting.rows import RowsRecipe
+from weightbeam.transforms.cutting.tensor_rows import rows_of
+from weightbeam.transforms.cutting.units import Fetch, Unit
+from weightbeam.transforms.planning.options import RELEASED, ExportOptions
+from weightbeam.transforms.planning.to_release import ToRelease
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in RELEASED}
+
+
+def dtype_of_model(config: Mapping[str, Any]) -> str | None:
+    """The dtype of a model's weights as its `config.json` says it, at the root or of the text model; None where it says
+    none of `DTYPES`.
+    """
+    nested = config.get("text_config")
+    places = (config, nested if isinstance(nested, Mapping) else {})
+    return next(
+        (
+            said
+            for place in places
+            for key in ("torch_dtype", "dtype")
+            if isinstance(said := place.get(key), str) and said in DTYPES
+        ),
+        None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """The release whose form an export takes.
+
+    Attributes:
+      root: its URL; empty where there is none.
+      config: its `config.json`.
+      tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
+    """
+
+    root: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: HfCheckpoint) -> Like:
+        """A release, by its headers."""
+        source = open_source(checkpoint)
+        tensors = {}
+        for name, encoding in source.encodings.items():
+            dtype = encoding.weight.dtype.name if encoding.label is None else "bfloat16"
+            tensors[name] = (dtype, encoding.shape, encoding.weight.path.rpartition("/")[2])
+        return cls(checkpoint.root, checkpoint.config, tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(ComparesSource, ToRelease):
+    """The plan of an export.
+
+    Attributes:
+      options, source, like: the inputs.
+      plan: the arrays, what of the release is left out, and the problems.
+      names: the tensors that are written, by the table's name for each: `(name in the release, ...)`.
+      files: where each tensor goes; None if there are problems.
+      grids: one for each array.
+      units: the blocks of each unit.
+      lossy: by tensor, why its values aren't the array's to the bit.
+      config_edits: what of `config.json` has to change: `{field: value}`.
+      form: `like`, or that of its language model alone.
+      adapters: what is merged on the way.
+      merged: by the table's name, what adapters make of a tensor.
+      quantized: the tensors, by the release's names, that are written as codes and scales.
+      quantization: `quantization_config` as it will be; empty where nothing is quantised.
+      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
+      carried: the tensors that are taken from a release, by its names: towers and prediction layers that the checkpoint
+        hasn't. They count as arrays behind the last, of shards of one element.
+      parts: that release; None where nothing is taken.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+    """
+
+    options: ExportOptions
+    source: OrbaxCheckpoint
+    like: Like
+    plan: Plan
+    names: Mapping[str, tuple[str, ...]]
+    files: FileLayout | None
+    grids: tuple[Grid, ...]
+    units: tuple[tuple[Block, ...], ...]
+    lossy: Mapping[str, str]
+    config_edits: Mapping[str, Any]
+    form: Like
+    warnings: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    quantized: frozenset[str] = frozenset()
+    quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    given: Given | None = None
+    carried: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    parts: HfCheckpoint | None = None
+    unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
+    # the release's small files as they will be; not staged
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    slots: int | None = None
+
+    kind, doing, title = "export", "exporting", "Export"
+
+    @functools.cached_property
+    def encodings(self) -> dict[str, OrbaxArray]:
+        """The weights, by MaxText's keys."""
+        return self.source.weights
+
+    @functools.cached_property
+    def source_bytes(self) -> int:
+        """Bytes of what is read: arrays, and tensors that are taken from the release."""
+        arrays = sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
+        return arrays + sum(map(stored_bytes, self.carried.values()))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks that the units read, decoded, and of what is taken from the release."""
+        return sum(map(stored_bytes, self.carried.values())) + sum(
+            math.prod(extent(element_box(self.grids[block.array].spec, block.shards)))
+            * self.grids[block.array].spec.dtype.itemsize
+            for unit in self.units
+            for block in unit
+            if block.array < len(self.grids)
+        )
+
+    @property
+    def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array's key and the chunk's index."""
+        return self._chunks
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.encodings[key])]
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks a chunk; returns the bytes that were decoded."""
+        key, index = self.chunks[number]
+        array = self.encodings[key]
+        return unpack(array, index, place, summed=array in self.summed)
+
+    @property
+    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        return [(self.encodings[key], index) for key, index in self.chunks]
+
+    def keys_of(self, array: int) -> list[str]:
+        """The stored key of a weight; what is taken from the release has none."""
+        key = self.plan.arrays[array].key
+        return [self.encodings[key].key] if key in self.encodings else []
+
+    def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        return self.compare_reads(staging, ledger)
+
+    def expand(self, unit: int, place: Store) -> Unit:
+        """A unit, spelled out; `place` is where the plan is at work."""
+        fetches: list[Fetch] = []
+        of_arrays = [block for block in self.units[unit] if block.array < len(self.grids)]
+        for block in of_arrays:
+            array = self.plan.arrays[block.array]
+            stored = self.encodings[array.key]
+            encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
+            fetches.append(Fetch(encoding, element_box(self.grids[block.array].spec, block.shards), stored.dtype))
+        recipes = []
+        for name, boxes in rows_of(self.plan.arrays, self.grids, of_arrays).items():
+            for box, inside in boxes:
+                recipes += [
+                    recipe_for(self.layout.tensors, one, self.quantized, box, inside, self.merged.get(name), self.given)
+                    for one in self.names[name]
+                ]
+        names = list(self.carried) if len(of_arrays) < len(self.units[unit]) else []
+        for block in self.units[unit]:
+            if block.array >= len(self.grids):
+                name, box = names[block.array - len(self.grids)], block.shards
+                tensor = self.layout.tensors[name]
+                recipes.append(RowsRecipe(tensor, box, ((len(fetches), itself(name, box)),)))
+                fetches.append(Fetch(self.carried[name], box, tensor.dtype))
+        return Unit(unit, tuple(fetches), tuple(recipes))
+
+    def settled(self) -> list[Any]:
+        return [self.like.config, [adapter.identity for adapter in self.adapters]]
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self.source.root, self.like.root, *(adapter.root for adapter in self.adapters)
+
+    @property
+    def sources(self) -> tuple[OrbaxCheckpoint | HfCheckpoint, ...]:
+        """All whose weights are read."""
+        return (
+            self.source,
+            *(adapter.files for adapter in self.adapters),
+            *([self.given.files] if self.given else []),
+            *([self.parts] if self.parts else []),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "command": "export",
+            "source": self.source.root,
+            "like": self.like.root,
+            "family": self.plan.family,
+            "model": self.plan.model,
+            "tree": self.source.tree.kind,
+            "adapters": [adapter.record() for adapter in self.adapters],
+            "made_from": {
+                key: self.source.record[key]
+                for key in ("source", "plan", "options", "versions")
+                if key in self.source.record
+            },
+            "lossy": dict(self.lossy),
+            "left_out": dict(self.plan.dropped),
+            **({"taken": {"from": self.parts.root, "tensors": list(self.carried)}} if self.parts else {}),
+            "config_edits": dict(self.config_edits),
+        }
+
+    def staged(self) -> dict[str, Any]:
+        return {
+            "source": self.source.to_json(),
+            "like": dataclasses.asdict(self.like),
+            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "given": self.given.files.to_json() if self.given else None,
+            "parts": self.parts.to_json() if self.parts else None,
+        }

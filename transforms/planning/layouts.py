@@ -1,0 +1,70 @@
+"""The layout that a checkpoint is in, by its metadata and the names and shapes of its weights; and what MaxText must be
+told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
+from weightbeam.model_mappings.naming import ModelNaming
+from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.trees import is_scanned
+
+EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
+TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
+MTP = f"{PARAMETERS}mtp_block."
+SCAN_AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
+
+
+def scan_of(source: OrbaxCheckpoint, weights: Mapping[str, object]) -> bool | None:
+    """Whether layers are stacked: what the custom metadata say, else by the weights' names; None where none is a
+    layer's.
+    """
+    said = source.custom.get("scan_layers")
+    if isinstance(said, bool):
+        return said
+    has_layers = any("layers" in component for key in weights for component in key.split("."))
+    return is_scanned(weights) if has_layers else None
+
+
+def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
+    """Where layers are stacked, by our record; None where there is none."""
+    made = source.record.get("options")
+    axis = made.get("param_scan_axis") if isinstance(made, dict) else None
+    return axis if isinstance(axis, int) else None
+
+
+def layout_of(
+    weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]
+) -> Layout:
+    """The layout, with the stacked axis left open.
+
+    Args:
+      weights: by MaxText's keys.
+      scan: whether layers are stacked.
+      model: MaxText's, where it is known.
+      shapes: of the release's tensors.
+    """
+    return Layout(
+        scan=bool(scan),
+        vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
+        mtp=any(key.startswith(MTP) for key in weights),
+        multimodal=any(key.startswith(TOWERS) for key in weights),
+        model=model,
+        shapes=shapes,
+    )
+
+
+def maxtext_of(
+    family: Family, config: Config, layout: Layout, naming: ModelNaming
+) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
+    """What MaxText must be told, and what it can't be told."""
+    try:
+        maxtext = maxtext_config(family, config, layout, naming)
+    except ConfigError as e:
+        return None, (f"no {FILE}: {e}",)
+    return maxtext, tuple(f"MaxText can't express this: {limit}" for limit in maxtext.limits)

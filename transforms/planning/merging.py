@@ -1,0 +1,157 @@
+"""A merge, planned: a release and adapters into the same release with the adapters in it.
+
+The table is the identity: every tensor becomes itself. What no adapter reaches is carried over byte for byte, codes and
+scales of a quantised weight included; a weight that an adapter reaches is written in the dtype that it has, a quantised
+one in the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters import Adapter, Merging
+from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.formats.storage import Store
+from weightbeam.model_mappings.plan import Plan
+from weightbeam.transforms.cutting.blocks import Block
+from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.cutting.quantizing import (
+    REASON,
+    Given,
+    recipe_for,
+)
+from weightbeam.transforms.cutting.row_blocks import itself
+from weightbeam.transforms.cutting.rows import VALUES
+from weightbeam.transforms.cutting.units import Fetch, Unit
+from weightbeam.transforms.planning.options import MergeOptions
+from weightbeam.transforms.planning.to_release import ToRelease
+
+# By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
+KEPT_MODULES = {
+    "fp8": "modules_to_not_convert", "mxfp4": "modules_to_not_convert", "awq": "modules_to_not_convert", "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge(ToRelease):
+    """The plan of a merge.
+
+    Attributes:
+      options, source, adapters: the inputs; the source is the release.
+      plan: what is left out, and the problems.
+      encodings: how each tensor that is written is stored, by its name.
+      files: where each goes; None if there are problems.
+      units: the blocks of each unit; a block's array is the number of a tensor, and its shards are a box of it.
+      merging: what the adapters' tensors are used for.
+      quantized: the tensors that are written as codes and scales.
+      quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is
+        left.
+      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
+      small: the release's small files as they will be; not staged.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+    """
+
+    options: MergeOptions
+    source: HfCheckpoint
+    adapters: tuple[Adapter, ...]
+    plan: Plan
+    encodings: Mapping[str, Encoding]
+    files: FileLayout | None
+    units: tuple[tuple[Block, ...], ...]
+    merging: Merging
+    quantization: Mapping[str, Any] | None = None
+    quantized: frozenset[str] = frozenset()
+    given: Given | None = None
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    slots: int | None = None
+
+    kind, doing = "merge", "writing"
+
+    @property
+    def title(self) -> str:
+        return "Quantisation" if self.options.quantize else "Dequantisation" if self.options.dequantize else "Merge"
+
+    @property
+    def config_edits(self) -> Mapping[str, Any]:
+        """None beside those of the quantisation."""
+        return {}
+
+    @property
+    def lossy(self) -> dict[str, str]:
+        """By tensor, why its values aren't the release's to the bit."""
+        reasons = {
+            name: f"{encoding.label}, rounded once" for name, encoding in self.encodings.items() if encoding.label
+        }
+        return reasons | dict.fromkeys(self.quantized, REASON)
+
+    @property
+    def changes(self) -> str:
+        """How many tensors are merged, dequantised or quantised, for a person."""
+        if self.options.quantize:
+            also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
+            return f"{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
+        merged, values = (
+            len(self.merging.touched),
+            sum(encoding.label is not None for encoding in self.encodings.values()),
+        )
+        number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
+        return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of what is read: the release's tensors and the adapters'."""
+        return sum(map(stored_bytes, self.encodings.values()))
+
+    def expand(self, unit: int, place: Store | None = None) -> Unit:
+        """A unit, spelled out."""
+        names = list(self.encodings)
+        fetches, recipes = [], []
+        for number, block in enumerate(self.units[unit]):
+            name, box = names[block.array], block.shards
+            recipe = recipe_for(
+                self.layout.tensors, name, self.quantized, box, ((number, itself(name, box)),), given=self.given
+            )
+            fetches.append(Fetch(self.encodings[name], box, self._read_as(name, recipe.dtype)))
+            recipes.append(recipe)
+        return Unit(unit, tuple(fetches), tuple(recipes))
+
+    def _read_as(self, name: str, written: np.dtype) -> np.dtype:
+        """The dtype of a tensor's values in memory: of one that is quantised its own, so that nothing is rounded
+        before; with an adapter float32.
+        """
+        if name not in self.quantized:
+            return written
+        return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
+
+    def settled(self) -> list[Any]:
+        return [self.source.config, [adapter.identity for adapter in self.adapters]]
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "source": self.source.root,
+            "adapters": [adapter.record() for adapter in self.adapters],
+            **({"like": self.given.files.root} if self.given else {}),
+            "merged": dict(self.merging.touched),
+            "dropped": dict(self.plan.dropped),
+        }
+
+    def staged(self) -> dict[str, Any]:
+        return {
+            "source": self.source.to_json(),
+            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "given": self.given.files.to_json() if self.given else None,
+        }
+
+    @property
+    def sources(self) -> tuple[HfCheckpoint, ...]:
+        """All that is read."""
+        return self.source, *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])

@@ -1,0 +1,370 @@
+"""A reshard, planned: an Orbax checkpoint into another one. Chunks for another mesh, layers stacked or apart, other
+dtypes, other trees.
+
+Each array of the new checkpoint goes one of three ways, and the plan says which:
+
+    copied      chunk, dtype and codec are right already: its chunks are copied as they are encoded
+    re-cut      a unit reads whole chunks of the source and writes whole shards of the target
+    unpacked    a chunk of the source doesn't fit into a unit, as those of 1 to 2 GiB that MaxText's training writes: it is decoded
+                once, as a stream, into files, and the units read from these
+
+A block of an array is a multiple of the source's chunk and of the target's shard on every axis, so that no chunk is
+read twice:
+
+    source chunk (256, 1, 1024)     target shard (64, 2, 4096)     block (256, 2, 4096): 8 chunks become 4 shards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats.encodings import StoredArray
+from weightbeam.formats.orbax import ARRAY_METADATAS, STEP, STRINGS
+from weightbeam.formats.orbax.copying import is_plain, read_chunks
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.formats.orbax.state import Surroundings, array_metadatas
+from weightbeam.formats.orbax.unpacking import UnpackedArray, can_unpack, chunks, unpack
+from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
+from weightbeam.formats.record.provenance import total
+from weightbeam.formats.release.files import ARCHIVE, name_in_archive
+from weightbeam.formats.staging import ITEMS, Staging
+from weightbeam.formats.storage import Store
+from weightbeam.formats.targets import Target
+from weightbeam.formats.targets.orbax import OrbaxTarget
+from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.plan import Plan
+from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
+from weightbeam.transforms.cutting.blocks import Block, working_bytes
+from weightbeam.transforms.cutting.grid import Grid
+from weightbeam.transforms.cutting.units import Unit, expand_unit
+from weightbeam.transforms.planning.adapting import Adapted, MaxTextAdapter
+from weightbeam.transforms.planning.options import (
+    COMPUTED,
+    FULL,
+    KEEP,
+    Delivery,
+    ReshardOptions,
+    hashed,
+)
+from weightbeam.transforms.planning.transfer import Transfer
+from weightbeam.transforms.planning.tree import Model, NewTree
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
+NONE, ZSTD = "none", "zstd"
+SMALL_CHUNK = 32  # of an adapter: as many of them take the memory of a unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an array is made.
+
+    Attributes:
+      grid: of the new array.
+      name: copied, re-cut or unpacked.
+      grain: the extents of the source's chunk on the array's axes.
+      layers: how many arrays share a chunk of the source; they are made together.
+    """
+
+    grid: Grid
+    name: str
+    grain: tuple[int, ...]
+    layers: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard(ComparesSource, Transfer):
+    """The plan of a reshard.
+
+    Attributes:
+      options, source, around, model, adapters: the inputs.
+      tree: the arrays of the new checkpoint, and its metadata.
+      plan: the same arrays, what is left out, and the problems.
+      ways: one for each array; empty if the plan has problems.
+      units: the blocks of each unit.
+      warnings: what the user should know.
+      adapted: the arrays that adapters are merged into.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+    """
+
+    options: ReshardOptions
+    source: OrbaxCheckpoint
+    around: Surroundings
+    model: Model
+    tree: NewTree
+    plan: Plan
+    ways: tuple[Way, ...]
+    units: tuple[tuple[Block, ...], ...]
+    warnings: tuple[str, ...] = ()
+    adapters: tuple[MaxTextAdapter, ...] = ()
+    adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
+    slots: int | None = None
+
+    kind, doing, title = "reshard", "resharding", "Reshard"
+
+    @property
+    def format(self) -> Format:
+        """How the checkpoint is stored; arrays that are copied keep their codec."""
+        return format_of(self.options, self.source)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return tuple(way.grid for way in self.ways)
+
+    @property
+    def specs(self) -> list[ArraySpec]:
+        """Every array as it is stored."""
+        own = [way.grid.spec for way in self.ways]
+        return own if self.options.state == FULL else [*own, STEP]
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.plan.arrays)
+
+    @functools.cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the arrays that are read."""
+        return sum(
+            self.source.arrays[key].nbytes
+            for key in {key for array in self.plan.arrays for part in array.parts for key in part.tensors}
+        )
+
+    def by_way(self) -> dict[str, tuple[int, int]]:
+        """The arrays and bytes that go each way."""
+        found: dict[str, tuple[int, int]] = {}
+        for array, way in zip(self.plan.arrays, self.ways, strict=True):
+            arrays, nbytes = found.get(way.name, (0, 0))
+            found[way.name] = arrays + 1, nbytes + array.nbytes
+        return found
+
+    @functools.cached_property
+    def unpacked(self) -> dict[OrbaxArray, str]:
+        """The stored arrays whose chunks are unpacked first, each with the prefix of its files' names.
+
+        An adapter's are unpacked if their chunks aren't small beside a unit, which needs a part of each.
+        """
+        arrays = zip(self.plan.arrays, self.ways, strict=True) if self.ways else ()
+        keys = {key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors}
+        factors = dict.fromkeys(array for kernel in self.adapted.kernels.values() for array in kernel.arrays)
+        large = (
+            array
+            for array in factors
+            if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.unit_bytes and can_unpack(array)
+        )
+        roots = [adapter.root for adapter in self.adapters]
+        return {self.source.arrays[key]: "" for key in sorted(keys)} | {
+            array: f"adapter{roots.index(array.items)}/" for array in large
+        }
+
+    @property
+    def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array and the chunk's index."""
+        return self._chunks
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        return [(array, index) for array in self.unpacked for index in chunks(array)]
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks a chunk; returns the bytes that were decoded."""
+        array, index = self.chunks[number]
+        return unpack(array, index, place, self.unpacked[array], array in self.summed)
+
+    @property
+    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        return [(array, index) for array, index in self.chunks if array.items == self.source.root]
+
+    def keys_of(self, array: int) -> Sequence[str]:
+        return [key for part in self.plan.arrays[array].parts for key in part.tensors]
+
+    @functools.cached_property
+    def summed(self) -> frozenset[OrbaxArray]:
+        """Without those that keep chunks and name: what is written of them has their digests."""
+        return frozenset(array for array in super().summed if array.key not in self._kept)
+
+    @functools.cached_property
+    def _kept(self) -> frozenset[str]:
+        """The keys of the arrays whose chunks are copied under their own names."""
+        arrays = zip(self.plan.arrays, self.ways, strict=True)
+        return frozenset(
+            array.key for array, way in arrays if way.name == "copied" and array.key == array.parts[0].tensors[0]
+        )
+
+    def conclude(self, place: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        written = total(entry["digests"] for entry in ledger.values())
+        return self.compare_reads(place, ledger, {key: written[key] for key in self._kept & written.keys()})
+
+    def expand(self, unit: int, place: Store) -> Unit:
+        """A unit, spelled out; `place` is where the plan is at work."""
+        blocks = self.units[unit]
+        copied = [block for block in blocks if self._is_encoded(block)]
+        others = [block for block in blocks if not self._is_encoded(block)]
+        made = expand_unit(
+            unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32)
+        )
+        copies = [
+            (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
+            for block in copied
+            for index in itertools.product(*(range(start, stop) for start, stop in block.shards))
+        ]
+        return dataclasses.replace(made, copies=tuple(copies), copied_bytes=working_bytes(copied))
+
+    def _is_encoded(self, block: Block) -> bool:
+        """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two
+        copies in memory.
+        """
+        return self.ways[block.array].name == "copied" and not is_plain(
+            self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]]
+        )
+
+    def _encodings(self, place: Store) -> dict[str, StoredArray]:
+        """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
+
+        def find(array: StoredArray) -> StoredArray:
+            if isinstance(array, OrbaxArray) and array in self.unpacked:
+                return UnpackedArray(array, place.url, self.unpacked[array])
+            return array
+
+        kernels = self.adapted.kernels
+        return {
+            key: kernels[key].stored_as(find) if key in kernels else find(array)
+            for key, array in self.source.arrays.items()
+        }
+
+    def settled(self) -> list[Any]:
+        ways = [way.name for way in self.ways]
+        return [self.around.stage(), self.model.stage(), [adapter.identity for adapter in self.adapters], ways]
+
+    @property
+    def sources(self) -> tuple[OrbaxCheckpoint, ...]:
+        """All whose arrays are read."""
+        return self.source, *(adapter.files for adapter in self.adapters)
+
+    @functools.cached_property
+    def target(self) -> Target:
+        specs = [way.grid.spec for way in self.ways]
+        shapes = {spec.key: (spec.shard, spec.chunk) for spec in specs}
+        renamed = {array.key: array.parts[0].tensors[0] for array in self.plan.arrays}
+        extras = {key: self.around.extras[old] for key, old in renamed.items() if old in self.around.extras}
+        copied = {
+            way.grid.spec.key: self.around.zarr[array.parts[0].tensors[0]].encode()
+            for array, way in (zip(self.plan.arrays, self.ways, strict=True) if self.ways else ())
+            if way.name == "copied"
+        }
+        files: dict[str, bytes] = {}
+        full = self.options.state == FULL
+        if full:
+            files |= self.around.files
+            if extras:
+                files[f"{ITEMS}/{ARRAY_METADATAS}/process_0"] = array_metadatas(extras, shapes)
+            if self.around.strings:
+                files[f"{ITEMS}/{STRINGS}"] = self.around.strings.encode()
+        custom = {key: value for key, value in self.source.custom.items() if key not in ("scan_layers", "weightbeam")}
+        return OrbaxTarget(
+            specs=specs,
+            format=self.format,
+            step=self.options.step or 0,
+            scan_layers=self.tree.scan,
+            custom=custom,
+            files=files,
+            tree=self.tree.metadata if full else None,
+            metadata=copied,
+            handlers=self.around.handlers if full else {},
+        )
+
+    def bring(self, place: Staging, how: Delivery) -> None:
+        """Puts the source's small files there, and what MaxText must be told, where they don't say it."""
+        files, naming = dict(self.model.files), self.naming(place.final.url)
+        if self.tree.maxtext and (self.tree.is_moved or FILE not in files):
+            files[FILE] = self.tree.maxtext.to_yaml().encode()
+        for name, data in files.items():
+            place.aside.write(name, name_in_archive(data, naming) if name == ARCHIVE else data)
+
+    def copy(self, unit: Unit, notes: dict[str, Any]) -> list[EncodedChunk]:
+        """Reads the chunks that are copied; notes the shares of those whose digests are known."""
+        copies = read_chunks(
+            [(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
+        )
+        shares = Shares(notes.get(NOTE, {}))
+        for (key, *_), copy in zip(unit.copies, copies, strict=True):
+            if self.source.arrays[key] in self.summed:
+                add_shares(shares, self.source.arrays[key], copy.box, copy.values)
+        notes[NOTE] = shares
+        return copies
+
+    def facts(self) -> dict[str, Any]:
+        """What the source remembers of its release, and the source itself."""
+        before = self.source.record
+        kept = {
+            key: before[key]
+            for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters")
+            if key in before
+        }
+        said = before.get("options")
+        made = said if isinstance(said, dict) else {}
+        asked = {
+            key: value
+            for key, value in hashed(self.options).items()
+            if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
+        }
+        layout = {
+            "scan_layers": self.tree.scan,
+            "param_scan_axis": self.tree.scan_axis,
+            "use_ocdbt": self.format.use_ocdbt,
+            "use_zarr3": self.format.use_zarr3,
+        }
+        named = (
+            {"family": self.tree.family, "model": self.tree.model} if self.tree.family and not self.tree.misfit else {}
+        )
+        return {
+            **named,
+            **kept,
+            **self.model.remembered,
+            "command": self.kind,
+            "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
+            **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
+            "resharded_from": {
+                "checkpoint": self.source.root,
+                "first": self._first,
+                "files": self.source.files.hash,
+                "plan": before.get("plan"),
+                "tree": self.tree.kind,
+            },
+            "axes": {array.key: array.logical_axes for array in self.plan.arrays},
+            "lossy": {
+                **before.get("lossy", {}),
+                **{array.key: array.lossy for array in self.plan.arrays if array.lossy},
+            },
+            "left_out": dict(self.plan.dropped),
+            "source_digests": before.get("digests", {}),
+        }
+
+    @property
+    def _first(self) -> str:
+        """The checkpoint that was resharded first, of those whose last result is the source."""
+        before = self.source.record.get("resharded_from")
+        found = (before.get("first") or before.get("checkpoint")) if isinstance(before, Mapping) else None
+        return found if isinstance(found, str) else self.source.root
+
+    def staged(self) -> dict[str, Any]:
+        return {
+            "source": self.source.to_json(),
+            "around": self.around.stage(),
+            "model": self.model.stage(),
+            "adapters": [adapter.stage() for adapter in self.adapters],
+        }
+
+
+def format_of(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
+    """How the arrays that are re-cut are stored."""
+    first = next(iter(source.arrays.values()), None)
+    use_ocdbt = first.use_ocdbt if first and options.use_ocdbt is None else options.use_ocdbt is not False
+    use_zarr3 = first.driver == "zarr3" if first and options.use_zarr3 is None else options.use_zarr3 is not False
+    return Format(use_ocdbt, use_zarr3, options.compression or NONE)

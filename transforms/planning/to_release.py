@@ -1,0 +1,57 @@
+"""What an export and a merge have in common: their target is a release."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from weightbeam.formats.release.files import hash_each
+from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.targets.release import ReleaseTarget
+from weightbeam.transforms.comparing import baselines
+from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.planning.transfer import Transfer
+
+
+class ToRelease(Transfer):
+    """A transfer into a release: a dataclass with these fields beside those of every transfer.
+
+    Attributes:
+      files: where each tensor goes; None if there are problems.
+      small: the release's small files as they will be; not staged.
+      staged_small: the hash of each, where the plan was made of what is staged.
+      lossy: by tensor, why its values aren't the source's to the bit.
+      config_edits: what of `config.json` has to change: `{field: value}`.
+    """
+
+    files: FileLayout | None
+    small: Mapping[str, bytes]
+    staged_small: Mapping[str, str]
+    lossy: Mapping[str, str]
+    config_edits: Mapping[str, Any]
+
+    @property
+    def layout(self) -> FileLayout:
+        """The files of a plan without problems."""
+        assert self.files is not None, "the plan has problems"
+        return self.files
+
+    @property
+    def small_hashes(self) -> dict[str, str]:
+        return hash_each(self.small) or dict(self.staged_small)
+
+    @functools.cached_property
+    def target(self) -> ReleaseTarget:
+        files, index = (self.files.files, self.files.index) if self.files else ((), None)
+        return ReleaseTarget(
+            [(file.name, file.header, file.size) for file in files],
+            {**self.small, **({} if index is None else {INDEX: index})},
+            baselines.gather,
+            frozenset({baselines.FILE}),
+        )
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0

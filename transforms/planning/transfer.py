@@ -1,0 +1,285 @@
+"""A transfer: weights from a source to a target, as a plan that every worker makes alike.
+
+    sources ── arrays, read in boxes ──▸ Transfer ── what its units make ──▸ Target
+
+| transfer | reads | its target |
+|---|---|---|
+| `Conversion` | a release, adapters | `OrbaxTarget`, or another one of arrays |
+| `Reshard` | an Orbax checkpoint, adapters of MaxText's | `OrbaxTarget` |
+| `Export` | an Orbax checkpoint, adapters, parts of a release | `ReleaseTarget` |
+| `Merge` | a release, adapters | `ReleaseTarget` |
+
+A direction says what it reads, what a unit is (`expand`), and which facts go into the hash, the record and the staged
+inputs. All else is here, once: what identifies the plan, how it is staged, whether its sources are as they were, how a
+unit's results get to the target, and how they are published.
+
+What is staged beside the output are the inputs; each worker makes the plan of them again (seconds for a trillion
+parameters) and refuses to work if it comes out differently (`staged.py`).
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from weightbeam.formats.record.naming import Naming
+from weightbeam.formats.record.provenance import versions
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
+from weightbeam.formats.storage.identity import Watched
+from weightbeam.formats.targets import Target
+from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms.cutting.blocks import Block, working_bytes
+from weightbeam.transforms.cutting.units import Unit
+from weightbeam.transforms.planning.inputs import Identity, pack_inputs
+from weightbeam.transforms.planning.options import Delivery, hashed
+
+DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
+
+
+class Source(Watched, Protocol):
+    """What is read: known by its headers or its metadata, before any value is."""
+
+    @property
+    def root(self) -> str:
+        """URL."""
+        ...
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Its files that may be links to elsewhere."""
+        ...
+
+    @property
+    def array_count(self) -> int:
+        """How many arrays it holds, as they are stored."""
+        ...
+
+    def unreadable(self) -> list[Problem]:
+        """The files whose end can't be read."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a worker needs to read it without looking at it again."""
+        ...
+
+
+class Transfer(abc.ABC):
+    """The plan of a command that moves weights: a dataclass with these fields.
+
+    Attributes:
+      kind: the command's name.
+      doing: what it does, for who watches.
+      title: what the result is of its source, in one word: `Export`.
+      options: the user's; a dataclass.
+      source: what is read before all.
+      plan: the arrays, what is left out, and the problems.
+      units: the blocks of each unit; none if there are problems.
+      warnings: what the user should know.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+    """
+
+    kind: ClassVar[str]
+    doing: ClassVar[str]
+    title: str
+    options: Any
+    source: Any
+    plan: Plan
+    units: tuple[tuple[Block, ...], ...]
+    warnings: tuple[str, ...]
+    slots: int | None
+
+    # --- what a direction says
+
+    @property
+    @abc.abstractmethod
+    def target(self) -> Target:
+        """What is written; nothing where there are problems."""
+
+    @property
+    @abc.abstractmethod
+    def sources(self) -> Sequence[Source]:
+        """All whose values are read, `source` first."""
+
+    @property
+    @abc.abstractmethod
+    def source_bytes(self) -> int:
+        """Bytes of what is read."""
+
+    @property
+    @abc.abstractmethod
+    def target_bytes(self) -> int:
+        """Bytes of the arrays, or tensors, of the result."""
+
+    @abc.abstractmethod
+    def expand(self, unit: int, place: Store) -> Unit:
+        """A unit, spelled out; `place` is where the plan is at work."""
+
+    @abc.abstractmethod
+    def settled(self) -> list[Any]:
+        """What settles the result beside options, sources, arrays and units, as JSON that is the same everywhere."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the record says beside what every record does."""
+
+    @abc.abstractmethod
+    def staged(self) -> dict[str, Any]:
+        """The inputs, as JSON, of which a worker makes the same plan."""
+
+    # --- what it may say
+
+    @property
+    def small_hashes(self) -> Mapping[str, str]:
+        """What tells the content of each small file of the result that isn't part of another input, by name."""
+        return {}
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """URLs of all that the result is made of, `source` first."""
+        return tuple(source.root for source in self.sources)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the units write."""
+        return self.target_bytes
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the source's files that become part of the result."""
+        return 0
+
+    @property
+    def chunks(self) -> Sequence[object]:
+        """What has to be unpacked before the first unit; mostly nothing."""
+        return ()
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks one of the chunks; returns the bytes that were decoded."""
+        raise IndexError(number)
+
+    def note_reads(self, unit: Unit, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """What a unit's ledger entry should say of what it read, as JSON; `raw` are the stored boxes of each fetch."""
+        return {}
+
+    def bring(self, place: Staging, how: Delivery) -> None:  # noqa: B027
+        """Brings there what no unit makes: files of the source."""
+
+    def copy(self, unit: Unit, notes: dict[str, Any]) -> Sequence[Any]:
+        """Reads the chunks that a unit copies as they are encoded; adds to the notes of its ledger entry."""
+        return ()
+
+    def conclude(self, place: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """What the ledger's entries add to the record; it raises where they speak against publishing."""
+        return {}
+
+    # --- what all have in common
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the result: the sources' files and headers, the small files, the options, each array and what it
+        is made of, how it is written, the units. The same everywhere.
+        """
+        identity = Identity()
+        identity.add(DECODING_VERSION, self.kind, hashed(self.options), dict(self.small_hashes), self.settled())
+        for source in self.sources:
+            identity.add(source.identity)
+        for array in self.plan.arrays:
+            parts = [(part.tensors, repr(part.rule), part.layers.tolist()) for part in array.parts]
+            identity.add(array.key, array.shape, array.dtype.name, array.fill, parts)
+        identity.add(self.target.identity)
+        for unit in self.units:
+            identity.add([(block.array, block.shards) for block in unit])
+        return identity.hash
+
+    def stage(self) -> bytes:
+        """The inputs, compressed; `staged.load` makes the same plan of them."""
+        inputs = {
+            "kind": self.kind,
+            "options": hashed(self.options),
+            "slots": self.slots,
+            "small": dict(self.small_hashes),
+            "hash": self.hash,
+        }
+        return pack_inputs({**inputs, **self.staged()})
+
+    def record(self) -> dict[str, Any]:
+        """Where the result comes from; see `formats/record/provenance.py`."""
+        slots = {} if self.slots is None else {"slots": self.slots}
+        return {"plan": self.hash, "options": hashed(self.options), **slots, "versions": versions(), **self.facts()}
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bound on the memory of a unit."""
+        return self.options.unit_bytes
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
+
+    @property
+    def places(self) -> list[str]:
+        """URLs of all that nothing may be written over: what it is made of, and files that are links to elsewhere."""
+        return [url for url in (*self.inputs, *(path for source in self.sources for path in source.paths)) if url]
+
+    def was_touched(self, since: Transfer) -> bool:
+        """Whether a file that is read was replaced since a plan with the same hash was made; that isn't in the hash, as
+        files may have moved, times and all.
+        """
+        pairs = zip(self.sources, since.sources, strict=True)
+        return any(now.was_touched(then, bool(self.linked_bytes)) for now, then in pairs)
+
+    def check(self) -> None:
+        """Checks that the files that are read are those that were planned with.
+
+        Raises:
+          StorageError: one isn't, or is gone.
+        """
+        for source in self.sources:
+            source.check()
+
+    def unreadable(self) -> list[Problem]:
+        """The files that are read whose end can't be."""
+        return [problem for source in self.sources for problem in source.unreadable()]
+
+    def naming(self, place: str) -> Naming:
+        """How the sources are named where the result goes."""
+        return Naming.of(place, self.options.full_paths, self.sources, self.inputs)
+
+    def prepare(self, place: Staging, how: Delivery) -> None:
+        """Puts there what has to be there before the first unit.
+
+        Raises:
+          StorageError: files of the source can't be read, or put there.
+        """
+        self.target.prepare(place)
+        self.bring(place, how)
+
+    def write(
+        self, place: Staging, unit: Unit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
+    ) -> int:
+        """Hands what a unit has made to the target, which enters it in the ledger; returns the bytes, of values.
+
+        `notes` is what its entry says beside: what `note_reads` had to say, and what `CompareRows` found.
+        """
+        said = dict(notes or {})
+        parts = [part for recipe, values in zip(unit.recipes, made, strict=True) for part in recipe.parts(values)]
+        copies = self.copy(unit, said)
+        self.target.write(place, unit.id, parts, said, copies)
+        return sum(values.nbytes for *_, values in parts) + sum(copy.values.nbytes for copy in copies)
+
+    def assemble(self, place: Staging, overwrite: bool) -> None:
+        """Publishes the result of the units that are done.
+
+        Raises:
+          StorageError: what it is made of changed meanwhile.
+          ValueError: units are missing, or don't hold what they should.
+        """
+        self.check()
+        record = self.naming(place.final.url).told(self.record())
+        self.target.assemble(place, len(self.units), record, overwrite, functools.partial(self.conclude, place))

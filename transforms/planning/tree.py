@@ -1,0 +1,485 @@
+"""The tree of a new checkpoint: which arrays it has, what each is made of, and what it is to a training state."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.orbax import TEXT, leaves
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.naming import ModelNameError, name_model
+from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
+from weightbeam.model_mappings.trees import VALUE, TreeError
+from weightbeam.transforms.planning.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
+
+OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state", "outer_opt_state")
+DICT = 2  # Orbax's number for the key of a dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is known of a checkpoint's model.
+
+    Attributes:
+      config: `config.json`; empty where nobody knows.
+      shapes: of the release's tensors, by name.
+      name: MaxText's, where it was said.
+      remembered: what a record should say of the release, where it is new.
+      files: the step's small files.
+      of: what says all this, for messages.
+    """
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    name: str | None = None
+    remembered: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    of: str = "its config.json"
+
+    def stage(self) -> dict[str, Any]:
+        """As JSON."""
+        return vars(self) | {"files": {name: base64.b64encode(data).decode() for name, data in self.files.items()}}
+
+    @classmethod
+    def load(cls, staged: Mapping[str, Any]) -> Model:
+        """What `stage` staged."""
+        shapes = {name: tuple(shape) for name, shape in staged["shapes"].items()}
+        return cls(
+            **{
+                **staged,
+                "shapes": shapes,
+                "files": {name: base64.b64decode(data) for name, data in staged["files"].items()},
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array of the new checkpoint.
+
+    Attributes:
+      key: Orbax's dotted key.
+      role: weight, moment (an array of the optimizer that has its weight's shape), or other.
+      names: MaxText's logical names of the axes; none where nobody knows them.
+      part: what it is made of.
+    """
+
+    key: str
+    role: str
+    names: tuple[str | None, ...]
+    part: Copy
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTree:
+    """The new tree.
+
+    Attributes:
+      arrays: in the order of the old tree.
+      metadata: `tree_metadata` of Orbax: each leaf, with the kinds of its keys.
+      kind: what wrote the old one.
+      scan, scan_axis: whether layers are stacked, and where; None where nobody knows.
+      family, note: the table that was used, and what was inferred; empty without one.
+      left_out: arrays of the old tree, with the reason.
+      maxtext: what MaxText must be told of the weights; None where nobody knows, or they aren't the model's.
+      is_moved: whether layers are stacked otherwise than before.
+      misfit: how the weights differ from what is said to be their model; empty where they don't.
+      is_maxtext: whether the weights are of one of MaxText's models.
+      model: MaxText's model that has these sizes, or that was named; None where nobody knows.
+    """
+
+    arrays: tuple[Kept, ...] = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str = ""
+    scan: bool | None = None
+    scan_axis: int | None = None
+    family: str = ""
+    note: str = ""
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    maxtext: MaxTextConfig | None = None
+    is_moved: bool = False
+    misfit: str = ""
+    is_maxtext: bool = False
+    model: str | None = None
+
+
+def make_tree(
+    source: OrbaxCheckpoint,
+    model: Model,
+    params_only: bool,
+    scan: bool | None,
+    scan_axis: int | None,
+    family_name: str | None,
+    model_name: str | None,
+) -> tuple[NewTree, list[Problem]]:
+    """The new tree, and what stands against it.
+
+    A checkpoint of training whose 32 layers are taken apart, `scan` False; of each kind of array one:
+
+        old tree    params.params.decoder.layers       opt_state.0.mu.params.decoder.layers       step
+                      .mlp.wi_0.kernel                   .mlp.wi_0.kernel
+                      (embed, layers, mlp)               (embed, layers, mlp)                     ()
+        moved       … .layers_7.mlp.wi_0.kernel        … .layers_7.mlp.wi_0.kernel                step
+                      [:, 7] of it, and 31 more          [:, 7] of it, and 31 more                as it is
+        role        weight                             moment                                     other
+        names       (embed, mlp)                       (embed, mlp)                               ()
+
+    With `params_only` the first column is the tree, and the others are left out. Where layers stay as they are, every
+    array is as it is.
+
+    Args:
+      source: the old checkpoint.
+      model: what is known of its model.
+      params_only: the weights alone, below `params.params`, whatever the old tree calls them.
+      scan, scan_axis: the layout that is wanted; None for what the source has.
+      family_name, model_name: the table that the user named, and MaxText's model.
+    """
+    try:
+        old = _Old.of(source, params_only)
+    except TreeError as e:
+        return NewTree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
+    layouts = _Layouts(source, model, old.weights, family_name, model_name)
+    wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
+    is_moving = layouts.is_other(*wanted)
+    if problems := layouts.check(scan, is_moving):
+        return NewTree(kind=old.kind), problems
+    names = layouts.names(*wanted)
+    try:
+        moved, bare, problems = _move(old, layouts, wanted) if is_moving else _stay(old)
+    except RestackError as e:
+        return NewTree(kind=old.kind), [_unused(fault.path, str(fault)) for fault in e.faults]
+    arrays = tuple(_keep(old, one, names) for one in moved)
+    metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
+    tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=old.left_out, is_moved=is_moving)
+    return layouts.describe(tree), problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    """The old tree, and how much of it is taken.
+
+    Attributes:
+      source, params_only: as of `make_tree`.
+      weights: the keys of the weights, by MaxText's; empty where nobody knows which arrays they are.
+      kind: what wrote the tree.
+    """
+
+    source: OrbaxCheckpoint
+    params_only: bool
+    weights: Mapping[str, str]
+    kind: str
+
+    @classmethod
+    def of(cls, source: OrbaxCheckpoint, params_only: bool) -> _Old:
+        """The tree of a checkpoint.
+
+        Raises:
+          TreeError: only the weights are wanted, and nobody knows which arrays they are.
+        """
+        try:
+            return cls(source, params_only, source.tree.weights, source.tree.kind)
+        except TreeError:
+            if params_only:
+                raise
+            return cls(source, params_only, {}, "a tree of its own")
+
+    @functools.cached_property
+    def paths(self) -> dict[str, Path]:
+        """The path of every array, by its key."""
+        return {".".join(path): path for path in leaves(self.source.metadata)}
+
+    @functools.cached_property
+    def is_weight(self) -> Container[str]:
+        """The keys of the weights; where nobody knows them, of all that doesn't seem to be anything else."""
+        others = (*OPTIMIZERS, "nnx_aux", "step")
+        return set(self.weights.values()) or {key for key, path in self.paths.items() if path[0] not in others}
+
+    @property
+    def arrays(self) -> dict[Path, Held]:
+        """The arrays that are taken."""
+        held = {key: Held(key, array.shape) for key, array in self.source.arrays.items()}
+        if self.params_only:
+            return {tuple(name.split(".")): held[key] for name, key in self.weights.items()}
+        return {path: held[key] for key, path in self.paths.items()}
+
+    @property
+    def empty(self) -> list[Path]:
+        """The leaves without an array that are taken: None, empty dicts, texts."""
+        found = []
+        for entry in () if self.params_only else self.source.metadata["tree_metadata"].values():
+            about = entry["value_metadata"]
+            if about.get("skip_deserialize") or about.get("value_type") == TEXT:
+                found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+        return found
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The keys of the arrays that aren't taken, with the reason."""
+        if not self.params_only:
+            return {}
+        return {key: "not a weight (--state params)" for key in self.paths if key not in self.is_weight}
+
+    def role(self, key: str, shape: tuple[int, ...]) -> str:
+        """What a new array of this shape, made of the array `key`, is to a training state."""
+        if key in self.is_weight:
+            return "weight"
+        is_moment = self.paths[key][0] in OPTIMIZERS and shape != () and is_float(self.source.arrays[key].dtype)
+        return "moment" if is_moment else "other"
+
+
+def _stay(old: _Old) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
+    """Every array as it is, the paths of the leaves without one, and no problems."""
+    moved = [Moved(path, path, same(*held)) for path, held in old.arrays.items()]
+    return moved, {path: path for path in old.empty}, []
+
+
+def _move(
+    old: _Old, layouts: _Layouts, wanted: tuple[bool | None, int | None]
+) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
+    """The arrays in the layout that is wanted, the new paths of the leaves without one, each with its old path, and
+    the arrays of which no rule says what becomes of them.
+
+    Raises:
+      RestackError: arrays aren't stacked as the layout says.
+    """
+    arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(*wanted)
+    moved = restack(arrays, before, after)
+    lost = [_unused(path, "no rule says what becomes of it in the other layout") for path in unused(arrays, moved)]
+    loose = _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
+    empty = {path: Held("", _empty_shape(path, before)) for path in old.empty}
+    return moved, {one.path: one.like for one in restack(empty, before, after)}, [*lost, *loose]
+
+
+def _keep(old: _Old, one: Moved, names: Mapping[Path, tuple[str | None, ...]]) -> Kept:
+    """An array of the new tree, with its role and the names of its axes."""
+    shape = one.part.shape
+    found = _named(one.path, names)
+    named = found if len(found) == len(shape) else (None,) * len(shape)
+    return Kept(".".join(one.path), old.role(one.part.tensors[0], shape), named, one.part)
+
+
+def _unused(path: Path, message: str) -> Problem:
+    return Problem("unused", ".".join(path), message, is_array=True)
+
+
+def find_parts(
+    source: OrbaxCheckpoint, model: Model, family_name: str | None, model_name: str | None
+) -> tuple[dict[str, list[Part]], str]:
+    """What the model's table makes each weight of, by MaxText's keys, in the layout that a checkpoint is in; or why
+    nobody knows.
+    """
+    try:
+        layouts = _Layouts(source, model, source.tree.weights, family_name, model_name)
+    except TreeError as e:
+        return {}, str(e)
+    if layouts.family is None:
+        return {}, layouts.reason
+    if why := layouts.unsettled:
+        return {}, layouts.reason or why
+    parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
+    return {key_of(path): made for path, made in parts.items()}, ""
+
+
+class _Layouts:
+    """The layout that a checkpoint has, and what its family's table says of others."""
+
+    def __init__(
+        self,
+        source: OrbaxCheckpoint,
+        model: Model,
+        weights: Mapping[str, str],
+        family_name: str | None,
+        model_name: str | None,
+    ):
+        self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
+        self.family: Family | None = None
+        self.reason, self.note = "", ""
+        self.of = model.of
+        self.scan = scan_of(source, weights)
+        self.axis = scan_axis_of(source)
+        self.ambiguous: Sequence[int] = ()
+        if not model.config:
+            self.reason = (
+                "nothing says which model it is; --like names a release of it, --maxtext_config a run's configuration, "
+                "--maxtext_model one of MaxText's models"
+            )
+            return
+        self.config = Config(model.config)
+        try:
+            family = family_of(self.config, model_name or model.name, family_name)
+            self.naming = name_model(family, self.config, model_name or model.name)
+            self.layout = layout_of(self.weights, self.scan, self.naming.model, model.shapes)
+            if self.scan and self.axis is None:
+                fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
+                self.axis = fitting[0] if fitting else None
+                self.ambiguous = fitting if len(fitting) > 1 else ()
+            self.family, self.note = family, family.note(self.config, self.layout)
+        except (ConfigError, UnknownFamilyError, ModelNameError) as e:
+            self.reason = str(e)
+
+    def is_other(self, scan: bool | None, axis: int | None) -> bool:
+        """Whether layers are stacked otherwise in a layout."""
+        return scan != self.scan or (bool(scan) and axis != self.axis)
+
+    def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
+        """What stands against the layout that is wanted."""
+        option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
+        if is_moving and self.family is None:
+            return [
+                Problem(
+                    "option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}"
+                )
+            ]
+        if is_moving and self.unsettled:
+            return [Problem("option", option, self.unsettled)]
+        wanted = "scanned" if scan else "unscanned"
+        if is_moving and scan is not None and self.family and wanted not in self.family.layouts:
+            return [
+                Problem(
+                    "option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only"
+                )
+            ]
+        return []
+
+    @property
+    def unsettled(self) -> str:
+        """Why it isn't known where the layers are stacked; empty if it is."""
+        if self.scan and self.axis is None:
+            return f"the checkpoint's shapes aren't those of {self.of}, wherever the layers are stacked"
+        if self.ambiguous:
+            choices = " or ".join(map(str, self.ambiguous))
+            return f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say"
+        return ""
+
+    def at(self, scan: bool | None, axis: int | None) -> Layout:
+        """The layout with layers stacked so."""
+        return dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
+
+    def stacks(self, scan: bool | None, axis: int | None) -> Stacks:
+        """The stacks of a layout."""
+        assert self.family is not None
+        layout = self.at(scan, axis)
+        return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
+
+    def misfit(self) -> str:
+        """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
+        table.
+        """
+        if self.family is None:
+            return ""
+        parts = expand(self.family, self.config, self.at(self.scan, self.axis))
+        wanted = {key_of(path): same[0].shape for path, same in parts.items()}
+        held = {key: stored.shape for key, stored in self.weights.items()}
+        for key in sorted(held.keys() | wanted.keys()):
+            if held.get(key) != wanted.get(key):
+                name = key.removeprefix(PARAMETERS)
+                if key not in held:
+                    return f"{name} {wanted[key]} isn't among the weights"
+                return f"{name} is {held[key]} here, and " + (
+                    f"{wanted[key]} there" if key in wanted else "isn't there"
+                )
+        return ""
+
+    def maxtext(self, scan: bool | None, axis: int | None) -> MaxTextConfig | None:
+        """What MaxText must be told of a layout; None where `config.json` doesn't say it all."""
+        assert self.family is not None
+        return maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)[0]
+
+    def describe(self, tree: NewTree) -> NewTree:
+        """A tree with what is known of its model."""
+        roots = f"{PARAMETERS}decoder.", f"{PARAMETERS}token_embedder."
+        tree = dataclasses.replace(tree, is_maxtext=any(key.startswith(roots) for key in self.weights))
+        if self.family is None:
+            return tree
+        tree = dataclasses.replace(tree, family=self.family.name, note=self.note, misfit=self.misfit())
+        if tree.misfit:
+            return tree
+        maxtext = self.maxtext(tree.scan, tree.scan_axis)
+        return dataclasses.replace(tree, maxtext=maxtext, model=self.naming.model)
+
+    def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
+        """The logical names of arrays in a layout, by their paths below `params.params`."""
+        if self.family is not None:
+            return {
+                tuple(path.split("/")[1:]): parts[0].logical_axes
+                for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()
+            }
+        axes = self.source.record.get("axes")
+        if not isinstance(axes, dict):
+            return {}
+        return {tuple(key.split(".")[2:]): tuple(names) for key, names in axes.items() if isinstance(names, list)}
+
+
+def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
+    """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only
+    the first.
+    """
+    seen = []
+    for axis in SCAN_AXES:
+        parts = {
+            key_of(path): same[0]
+            for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()
+        }
+        places = {key: part.target_axes for key, part in parts.items()}
+        if (
+            all(key in parts and parts[key].shape == stored.shape for key, stored in weights.items())
+            and places not in seen
+        ):
+            seen.append(places)
+            yield axis
+
+
+def _named(path: Path, names: Mapping[Path, tuple[str | None, ...]]) -> tuple[str | None, ...]:
+    """The logical names of the weight that a path ends with."""
+    path = path[:-1] if path[-1:] == (VALUE,) else path
+    return next((names[path[start:]] for start in range(len(path)) if path[start:] in names), ())
+
+
+def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
+    """Arrays that seem to belong to a layer, though the table knows no layers there."""
+    problems = []
+    for path in paths:
+        if any(component.rpartition("_")[0].endswith("layers") or component.endswith("layers") for component in path):
+            message = (
+                "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
+            )
+            problems.append(_unused(path, message))
+    return problems
+
+
+def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
+    found = stacks.find(path)
+    return stacks.by_target[found[1]].layers.shape if found else ()
+
+
+def _metadata(source: OrbaxCheckpoint, arrays: Mapping[Path, Path], bare: Mapping[Path, Path]) -> dict[str, Any]:
+    """`tree_metadata`: every leaf as it was, by its new path; arrays without the mesh that they lay on."""
+    before = {
+        tuple(str(key["key"]) for key in entry["key_metadata"]): entry
+        for entry in source.metadata["tree_metadata"].values()
+    }
+    found = {}
+    for path, like in {**arrays, **bare}.items():
+        entry = before[like]
+        kinds = [key["key_type"] for key in entry["key_metadata"]]
+        keys = [
+            {"key": name, "key_type": kinds[at] if path[: at + 1] == like[: at + 1] else DICT}
+            for at, name in enumerate(path)
+        ]
+        value = dict(entry["value_metadata"])
+        if path in arrays:
+            value = {
+                "value_type": "scalar" if value.get("value_type") == "scalar" else "np.ndarray",
+                "skip_deserialize": False,
+            }
+        found[str(path)] = {"key_metadata": keys, "value_metadata": value}
+    return found

@@ -1,0 +1,44 @@
+"""The beginning of what a pipeline carries out, without Beam: the plan is staged, and its place prepared."""
+
+from __future__ import annotations
+
+import logging
+
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.transforms.planning.options import Delivery
+from weightbeam.transforms.planning.transfer import Transfer
+
+LOG = logging.getLogger("weightbeam")
+
+
+def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
+    """Stages a plan, and prepares its place.
+
+    Args:
+      plan: what to do; it has no problems.
+      staging: where.
+      how: whether to go on with what is staged there, and how the source's files get there, with `--virtual`.
+
+    Returns:
+      Whether anything is left to do but publishing.
+
+    Raises:
+      LinkError: the source's files can't be put there so; what was staged only now is removed.
+    """
+    if how.resume and plan.target.made_by(staging.checkpoint) == plan.hash:
+        return False
+    resumed = how.resume and staging.is_staged()
+    if resumed:
+        staging.write_plan(plan.stage())
+        staging.drop_unreadable()
+    else:
+        staging.create(plan.stage())
+    LOG.debug("%s in %s", "goes on" if resumed else "staged", staging.plan_folder)
+    try:
+        plan.prepare(staging, how)
+    except StorageError:
+        if not resumed:
+            staging.discard()
+        raise
+    return True

@@ -1,0 +1,397 @@
+"""The stages of a conversion as PTransforms, one linear chain:
+
+    ExpandUnits ▸ (Reshuffle) ▸ ReadBoxes ▸ Dequantize ▸ Reshape ▸ Stack ▸ WriteChunks ▸ AssembleCheckpoint
+
+Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan
+what a number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its
+milliseconds, under its own name. On an engine whose workers are elsewhere a handshake comes before all of it
+(`handshake.py`). A release that is compared with others on the way has CompareRows before WriteChunks.
+"""
+
+# pyright: reportReturnType=false
+# Beam says of `pcoll | transform` only that it is a PValue.
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
+
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.targets import made_by
+from weightbeam.transforms.comparing import baselines
+from weightbeam.transforms.cutting.units import Unit
+from weightbeam.transforms.execution import boxes as execution
+from weightbeam.transforms.execution.arena import give_back, hand_over, let_go, release_free, take, take_now
+from weightbeam.transforms.execution.overlap import AHEAD, BEHIND, READERS, Background
+from weightbeam.transforms.stages.head_start import claim
+from weightbeam.transforms.stages.staged import load_staged
+from weightbeam.transforms.stages.work import Tally, Work, total_bytes
+
+LOG = logging.getLogger("weightbeam")
+WRITTEN = Tally()  # bytes
+Done = tuple[Work, int, int]  # what a stage has done its part of, the bytes it handled, and the milliseconds that took
+
+
+class StageFn(beam.DoFn):
+    """A stage of the fused chain: does its part of the work and counts it."""
+
+    def __init__(self) -> None:
+        self.bytes = Metrics.counter(type(self).stage(), "bytes")
+        self.milliseconds = Metrics.counter(type(self).stage(), "milliseconds")
+
+    @classmethod
+    def stage(cls) -> str:
+        """The stage's name, as its PTransform has it."""
+        return cls.__name__.removesuffix("Fn").lstrip("_")
+
+    def run(self, work: Work) -> int:
+        """Does the stage's part; returns the bytes it handled."""
+        raise NotImplementedError
+
+    def measured(self, work: Work) -> Done:
+        """Runs the stage's part; counts nothing yet: Beam's counters are the thread's whose bundle it is."""
+        start = time.perf_counter_ns()
+        try:
+            nbytes = self.run(work)
+        except BaseException:
+            let_go(work.arena)
+            raise
+        return work, nbytes, -(-(time.perf_counter_ns() - start) // 1_000_000)
+
+    def counted(self, done: Done) -> Work:
+        """Counts bytes and milliseconds of a part that was run."""
+        work, nbytes, milliseconds = done
+        self.bytes.inc(nbytes)
+        self.milliseconds.inc(milliseconds)
+        return work
+
+    def process(self, work: Work) -> Iterator:
+        yield self.counted(self.measured(work))
+
+
+class _ReadBoxesFn(StageFn):
+    def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None, overlapping: bool):
+        super().__init__()
+        self.staging, self.plan_hash, self.budget, self.secret, self.ahead = (
+            staging,
+            plan_hash,
+            budget,
+            secret,
+            AHEAD * overlapping,
+        )
+
+    def setup(self) -> None:
+        name_secret(self.secret)
+        self.reading = Background[Done](self.ahead, READERS)
+
+    def teardown(self) -> None:
+        # after an error there may be some, which other threads mustn't wait for
+        self.reading.forget(lambda done: let_go(done[0].arena))
+
+    def run(self, work: Work) -> int:
+        if work.begun:
+            work.raw, nbytes = work.begun.result()
+        else:
+            work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
+        if not work.unit.is_done:
+            work.notes = load_staged(self.staging, self.plan_hash).note_reads(work.unit, work.raw)
+        return nbytes
+
+    def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
+        number, is_done = todo
+        if not is_done:
+            self.staging.check()
+        if begun := claim(self.plan_hash, number):
+            work = Work(begun.unit, begun.arena, begun.stored)
+            yield from map(self.counted, self.reading.begin(self.measured, work))
+            return
+        unit = (
+            Unit.done(number)
+            if is_done
+            else load_staged(self.staging, self.plan_hash).expand(number, self.staging.plan_folder)
+        )
+        arena = take_now(unit.working_bytes, self.budget)
+        if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
+            yield from map(self.counted, self.reading.end())
+            arena = take(unit.working_bytes, self.budget)  # WriteChunks gives it back
+        yield from map(self.counted, self.reading.begin(self.measured, Work(unit, arena)))
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        yield from map(in_global_window, map(self.counted, self.reading.end()))
+
+
+class _DequantizeFn(StageFn):
+    def run(self, work: Work) -> int:
+        work.values = execution.decode(work.unit.fetches, work.raw, work.arena.empty)
+        work.raw = []
+        return total_bytes(work.values)
+
+
+class _ReshapeFn(StageFn):
+    def run(self, work: Work) -> int:
+        work.views = [execution.arrange(work.unit.fetches, work.values, recipe.pieces) for recipe in work.unit.recipes]
+        return sum(view.nbytes for views in work.views for _, view in views)
+
+
+class _StackFn(StageFn):
+    def run(self, work: Work) -> int:
+        work.shards = [
+            recipe.finish(execution.make(recipe, views, work.arena.empty))
+            for recipe, views in zip(work.unit.recipes, work.views, strict=True)
+        ]
+        work.values, work.views = [], []
+        return total_bytes(work.shards)
+
+
+class _CompareRowsFn(StageFn):
+    def __init__(self, urls: Sequence[str], secret: str | None):
+        super().__init__()
+        self.urls, self.secret, self.of_run = tuple(urls), secret, uuid.uuid4().hex
+
+    def setup(self) -> None:
+        name_secret(self.secret)
+        self.opened = baselines.open_baselines(self.of_run, self.urls)
+
+    def run(self, work: Work) -> int:
+        if work.unit.is_done:
+            return 0
+        rows = [
+            (recipe.tensor, recipe.box, values) for recipe, values in zip(work.unit.recipes, work.shards, strict=True)
+        ]
+        found = baselines.compare_rows(self.opened, rows)
+        work.notes = {**work.notes, **baselines.note(found)}
+        return sum(values.nbytes for *_, values in rows) if any(found.values()) else 0
+
+
+class _WriteChunksFn(StageFn):
+    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool):
+        super().__init__()
+        self.staging, self.plan_hash, self.behind = staging, plan_hash, BEHIND * overlapping
+
+    def setup(self) -> None:
+        self.writing = Background[Done](self.behind)
+
+    def run(self, work: Work) -> int:
+        nbytes = 0
+        if not work.unit.is_done:
+            nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards, work.notes)
+            LOG.debug("unit %s is done: %s bytes written", work.unit.id, f"{nbytes:,}")
+        work.shards = []
+        give_back(work.arena)
+        WRITTEN.add(nbytes)
+        return nbytes
+
+    def process(self, work: Work) -> Iterator[int]:
+        hand_over(work.arena)
+        try:
+            over = self.writing.begin(self.measured, work)
+        except BaseException:
+            let_go(work.arena)
+            raise
+        for done in over:
+            yield self.counted(done).unit.id
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        for done in self.writing.end():
+            yield in_global_window(self.counted(done).unit.id)
+
+
+class ExpandUnits(beam.PTransform):
+    """How many units there are -> the number of each and whether it is done, spread over the workers in their order."""
+
+    def __init__(self, staging: Staging, plan_hash: str):
+        super().__init__()
+        self.staging, self.plan_hash = staging, plan_hash
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return (
+            pcoll
+            | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(tuple[int, bool])
+            | beam.Reshuffle()
+        )
+
+
+class _ExpandFn(beam.DoFn):
+    def __init__(self, staging: Staging, plan_hash: str):
+        self.staging, self.plan_hash = staging, plan_hash
+
+    def setup(self) -> None:
+        self.done = self.staging.done()  # once: asking for each unit would take a bucket longer than all of the rest
+
+    def process(self, units: int) -> Iterator[tuple[int, bool]]:
+        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
+            LOG.debug("%s units, %s of them done already", f"{units:,}", f"{len(self.done):,}")
+            for number in range(units):
+                # those too: so the assembly happens even if nothing else is left to do
+                yield number, number in self.done
+
+
+class SayInstead(beam.PTransform):
+    """Anything -> a number that was known before: what follows waits, and begins with it."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.Map(lambda _, number: number, self.number).with_output_types(int)
+
+
+class UnpackChunks(beam.PTransform):
+    """How many large chunks there are -> how many units, once all chunks lie unpacked beside the plan; see
+    `formats/orbax/unpacking.py`.
+    """
+
+    def __init__(self, staging: Staging, plan_hash: str, units: int):
+        super().__init__()
+        self.staging, self.plan_hash, self.units = staging, plan_hash, units
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return (
+            pcoll
+            | "Chunks" >> beam.FlatMap(lambda count: range(count)).with_output_types(int)
+            | beam.Reshuffle()
+            | "Unpack" >> beam.ParDo(_UnpackFn(self.staging, self.plan_hash)).with_output_types(int)
+            | "AllChunks" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
+            | "Units" >> SayInstead(self.units)
+        )
+
+
+class _UnpackFn(beam.DoFn):
+    def __init__(self, staging: Staging, plan_hash: str):
+        self.staging, self.plan_hash = staging, plan_hash
+        self.bytes = Metrics.counter("UnpackChunks", "bytes")
+
+    def process(self, number: int) -> Iterator[int]:
+        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
+            self.bytes.inc(load_staged(self.staging, self.plan_hash).unpack(number, self.staging.plan_folder))
+        yield number
+
+
+class ReadBoxes(beam.PTransform):
+    """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
+
+    Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the
+    hub's token. Where the plan is `overlapping`, the next unit is read while the thread does the rest of the one
+    before.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        plan_hash: str,
+        budget: int | None = None,
+        secret: str | None = None,
+        overlapping: bool = False,
+    ):
+        super().__init__()
+        self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret, overlapping)
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
+
+
+class Dequantize(beam.PTransform):
+    """Stored boxes -> values; plain ones pass as they are."""
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(_DequantizeFn()).with_output_types(Work)
+
+
+class Reshape(beam.PTransform):
+    """Values -> views in the arrays' layout. No copy."""
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(_ReshapeFn()).with_output_types(Work)
+
+
+class Stack(beam.PTransform):
+    """Views -> shards: layers and experts side by side, in the stored dtype; of a release rows, adapters merged."""
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(_StackFn()).with_output_types(Work)
+
+
+class CompareRows(beam.PTransform):
+    """Rows of a release -> the same, with a note of how far they are from those of other releases (`baselines.py`).
+
+    `secret` as of ReadBoxes: one of those may be on the hub.
+    """
+
+    def __init__(self, urls: Sequence[str], secret: str | None = None):
+        super().__init__()
+        self.fn = _CompareRowsFn(urls, secret)
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
+
+
+class WriteChunks(beam.PTransform):
+    """Shards -> a database of the unit's own, and its ledger entry; the id of the unit goes on, once both are durable.
+
+    Where the plan is `overlapping`, units are written while the thread goes on; the end of a bundle waits for them.
+    """
+
+    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool = False):
+        super().__init__()
+        self.fn = _WriteChunksFn(staging, plan_hash, overlapping)
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(self.fn).with_output_types(int)
+
+
+class AssembleCheckpoint(beam.PTransform):
+    """All unit ids -> the published checkpoint. `secret` as of ReadBoxes: the source is looked at once more."""
+
+    def __init__(self, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None = None):
+        super().__init__()
+        self.staging, self.plan_hash, self.overwrite, self.secret = staging, plan_hash, overwrite, secret
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return (
+            pcoll
+            | "AllUnits" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
+            | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite, self.secret)
+        )
+
+
+def in_global_window(value: Any) -> WindowedValue:
+    """What the end of a bundle gives."""
+    window = GlobalWindow()
+    windows: Any = [window]
+    return WindowedValue(value, window.max_timestamp(), windows)
+
+
+def is_published(staging: Staging, plan_hash: str) -> bool:
+    """Whether this conversion has been carried out to its end.
+
+    Raises:
+      StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it; or it is
+        another's by now, or was stopped.
+    """
+    if staging.is_staged():
+        staging.check()
+        return False
+    if plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
+        raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
+    return True
+
+
+def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None) -> int:
+    name_secret(secret)
+    if not is_published(staging, plan_hash):
+        release_free()
+        LOG.debug("all units are done; what they made is put together")
+        load_staged(staging, plan_hash).assemble(staging, overwrite)
+        LOG.debug("published as %s", staging.final)
+    return written
