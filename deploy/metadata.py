@@ -13,7 +13,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from deploy.launch import conversion_options, may_repeat
 from weightbeam.pipelines.terminal.arguments.texts import CONVERT
-from weightbeam.transforms.planning.values import boolean, natural, positive, secret, size
+from weightbeam.transforms.planning.values import boolean, natural, positive, ranges, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
 NAME = "Weightbeam"
@@ -34,6 +34,7 @@ TYPES: dict[Any, dict[str, Any]] = {  # argparse's types as the API's; the comma
     natural: WHOLE,
     positive: {"paramType": "NUMBER", "regexes": ["^[1-9][0-9]*$"]},
     int: WHOLE,
+    ranges: {"paramType": "TEXT", "regexes": ["^[0-9]+(:[0-9]+)?(,[0-9]+(:[0-9]+)?)*$"]},
     size: {"paramType": "TEXT", "regexes": ["^[1-9][0-9]* *([KkMmGgTt]?[Ii]?[Bb]|[KkMmGgTt])?$"]},
     secret: {
         "paramType": "TEXT",

@@ -11,6 +11,9 @@ MAX_COUNT = {  # of what has tensors of its own
     **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "depth", "encoder_layers"), 2_000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000),
 }
+# where a text model's sizes may stand
+TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
+NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
 
 
 class ConfigError(ValueError):

@@ -29,6 +29,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "inspect": "commands.inspect",
     "diff": "commands.diff",
     "materialize": "commands.materialize",
+    "cut": "commands.cut",
     "dequantize": "commands.dequantize",
     "merge": "commands.merge",
     "quantize": "commands.quantize",

@@ -24,6 +24,7 @@ __all__ = [
     "Progress",
     "Refused",
     "convert",
+    "cut",
     "dequantize",
     "diff",
     "export",

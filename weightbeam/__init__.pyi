@@ -31,6 +31,7 @@ __all__ = [
     "Progress",
     "Refused",
     "convert",
+    "cut",
     "dequantize",
     "diff",
     "export",
@@ -51,6 +52,9 @@ def convert(
     source: str | Plan,
     output: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
@@ -88,6 +92,9 @@ def convert(
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
       progress: shown on standard error, told to a callback, or False for neither.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once.
@@ -123,10 +130,55 @@ def convert(
       Failed: it failed on the way; what is done is kept for `resume`.
     """
 
+def cut(
+    source: str,
+    output: str,
+    *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = 134217728,
+    full_paths: bool | None = None,
+    family: str | None = None,
+    hf_token_secret: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Writes a part of a release as a release of its own: the tensors that are kept are its own bytes, codes and scales
+    among them, and `config.json` describes them.
+
+    Args:
+      source, output, beam, progress: as for `merge`.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
+      max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
+      unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
+        workers are known).
+      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
+        a folder, names on the hub, names of this machine's folders in gs://).
+      family: the table that says where layers and experts are (default: by config.json).
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      resume: go on with what a stopped command staged.
+      overwrite: replace what is there, or throw away what a stopped command staged.
+      create_pr: on the hub, open a pull request.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+
 def dequantize(
     source: str,
     output: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = 134217728,
     full_paths: bool | None = None,
@@ -143,6 +195,9 @@ def dequantize(
 
     Args:
       source, output, beam, progress: as for `merge`.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
@@ -254,6 +309,9 @@ def export(
 def inspect(
     checkpoint: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     source: str | None = None,
@@ -264,6 +322,9 @@ def inspect(
     Args:
       checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
         (safetensors) `hf://`.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       mesh: what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated.
       sharding_rules: your logical_axis_rules, as for convert (default: those that it was made for).
       source: folder with the model's config.json, for a checkpoint that doesn't tell its logical axes.
@@ -315,6 +376,9 @@ def materialize(
 def maxtext_config(
     source: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
@@ -342,6 +406,9 @@ def maxtext_config(
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once.
@@ -376,6 +443,9 @@ def merge(
     source: str,
     output: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = 134217728,
     full_paths: bool | None = None,
@@ -396,6 +466,9 @@ def merge(
         it becomes one commit.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
@@ -416,6 +489,9 @@ def merge(
 def plan(
     source: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
@@ -449,6 +525,9 @@ def plan(
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
       beam: Beam's options, as on the command line.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once.
@@ -486,6 +565,9 @@ def quantize(
     source: str,
     output: str,
     *,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = 134217728,
     full_paths: bool | None = None,
@@ -510,6 +592,9 @@ def quantize(
     Args:
       source: a release, or an Orbax checkpoint, which is exported in the same pass.
       output, beam, progress: as for `export`.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).

@@ -22,13 +22,14 @@ from typing import Any
 import yaml
 
 from weightbeam.formats.record.naming import ORIGIN, Naming
-from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS
+from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.installing import home_page
+from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS
 
 LOGGER = logging.getLogger("weightbeam")
 CONFIG, CARD = "config.json", "README.md"
@@ -120,6 +121,14 @@ class SmallFiles(Mapping[str, bytes]):
             raise StorageError(f"{name} has as many bytes as when it was hashed, and others; was it changed?")
         return data
 
+    def replaced(self, others: Mapping[str, bytes]) -> SmallFiles:
+        """The same files, some with another content."""
+        sizes = {name: len(others[name]) if name in others else size for name, size in self.sizes.items()}
+        versions = {name: version for name, version in self._versions.items() if name not in others}
+        made = SmallFiles(sizes, lambda name: others[name] if name in others else self[name], None, versions)
+        made.left |= self.left
+        return made
+
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """What tells the content of each; nothing is read whose version tells it.
@@ -164,6 +173,26 @@ def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
 
     versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
     return SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
+
+
+def files_of(checkpoint: HfCheckpoint, files: SmallFiles) -> SmallFiles:
+    """The small files of an opened release as it sees them: of a view with its edits.
+
+    Raises:
+      StorageError: one that is edited can't be read.
+    """
+    edits: dict[str, dict[json_text.Path, Any]] = {}
+    for (name, *path), value in checkpoint.edits.items():
+        edits.setdefault(name, {})[tuple(path)] = value
+    edited = {name: _edited(files[name], edits[name]) for name in edits if name in files}
+    return files.replaced(edited) if edited else files
+
+
+def _edited(text: bytes, edits: Mapping[json_text.Path, Any]) -> bytes:
+    edited = text.decode()
+    for path, value in edits.items():
+        edited = json_text.set_value(edited, path, value)
+    return edited.encode()
 
 
 def _listed(store: Store) -> list[File]:
@@ -322,9 +351,6 @@ def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) ->
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
-# where a text model's sizes may stand
-TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
-NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
 DTYPE_KEYS = ("dtype", "torch_dtype")
 MAX_SECTIONS = 3  # how deep sections lie in each other
 

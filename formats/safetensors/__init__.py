@@ -14,6 +14,7 @@ from weightbeam.formats.safetensors.folder import (
     is_release,
     open_hf,
     open_shard,
+    view,
 )
 from weightbeam.formats.safetensors.header import DTYPE_NAMES, DTYPES, MAX_HEADER, HeaderError, Tensor, read_header
 from weightbeam.formats.safetensors.reading import Allocate, BoxRead, read_boxes
@@ -39,4 +40,5 @@ __all__ = [
     "open_shard",
     "read_boxes",
     "read_header",
+    "view",
 ]  # fmt: skip

@@ -119,6 +119,9 @@ class HfCheckpoint:
       problems: what is wrong with the files.
       sums: the crc32c of files that were read whole and had the hash by which they are known, as buckets write it, by
         name.
+      cut: what is kept of it, in words, where this is a view (`release/cutting.py`); empty for a whole one.
+      edits: how the view's small files differ from the stored ones: `{(file, key, …): value}`.
+      notes: what a person should know of the view.
     """
 
     root: str
@@ -128,6 +131,9 @@ class HfCheckpoint:
     lost: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
     sums: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    cut: str = ""
+    edits: Mapping[tuple[str, ...], Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -167,7 +173,8 @@ class HfCheckpoint:
             vars(shard)
             | {
                 "tensors": [
-                    [tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors
+                    [tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset, tensor.whole]
+                    for tensor in shard.tensors
                 ]
             }
             for shard in self.shards
@@ -178,6 +185,7 @@ class HfCheckpoint:
             "shards": shards,
             "machine": this_machine(),
             **({"sums": self.sums} if self.sums else {}),
+            **({"cut": self.cut, "edits": [*self.edits.items()], "notes": self.notes} if self.cut else {}),
         }
 
     @classmethod
@@ -189,11 +197,13 @@ class HfCheckpoint:
             names = ("name", "size", "version", *(("inode", "changed", "links") if is_here else ()))
             file = File(**{name: shard[name] for name in names})
             tensors = tuple(
-                Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset, file)
-                for name, dtype, shape, offset in shard["tensors"]
+                Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset, file, tuple(*whole))
+                for name, dtype, shape, offset, *whole in shard["tensors"]
             )
             shards.append(Shard(**shard | {"tensors": tensors}))
-        return cls(said["root"], said["config"], tuple(shards), sums=said.get("sums", {}))
+        edits = {tuple(path): value for path, value in said.get("edits", ())}
+        of_view = dict(cut=said.get("cut", ""), edits=edits, notes=tuple(said.get("notes", ())))
+        return cls(said["root"], said["config"], tuple(shards), sums=said.get("sums", {}), **of_view)
 
     def unreadable(self) -> list[Problem]:
         """The files whose last byte can't be read; the first ones were, for their headers."""
@@ -279,6 +289,16 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     lost = frozenset(name for name, file in weight_map.items() if file not in readable)
     ignored = tuple(name for name in on_disk if name not in names)
     return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems))
+
+
+def view(checkpoint: HfCheckpoint, tensors: Mapping[str, Tensor], **changes: Any) -> HfCheckpoint:
+    """A release of which only these tensors are seen, each by its stored name; `changes` are to its other fields."""
+    store, shards = open_store(checkpoint.root), []
+    for shard in checkpoint.shards:
+        if seen := tuple(tensors[tensor.name] for tensor in shard.tensors if tensor.name in tensors):
+            print_ = shard.fingerprint and _fingerprint(store, shard.name, seen)
+            shards.append(dataclasses.replace(shard, tensors=seen, fingerprint=print_))
+    return dataclasses.replace(checkpoint, shards=tuple(shards), **changes)
 
 
 def _other_model(store: Store, entries: Sequence[str], on_disk: Sequence[str]) -> Problem | None:

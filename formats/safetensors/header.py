@@ -25,6 +25,7 @@ from weightbeam.formats.storage import File, Store, store_and_name
 from weightbeam.formats.storage.identity import Seen
 from weightbeam.formats.storage.strict_json import MAX_BYTES as MAX_HEADER
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
+from weightbeam.model_mappings.boxes import Box, extent
 
 MAX_RANK = 32  # more than numpy's dimensions need
 # of a file: the largest releases have 210,000 in all (Kimi K2-Thinking), and a plan takes 50 µs for each
@@ -56,6 +57,7 @@ class Tensor:
       path: its file.
       offset: of its first byte in the file.
       file: the file as it was when the header was read; None where that isn't known.
+      whole: the shape of the stored tensor that this is a box of; empty for a tensor of its own.
     """
 
     name: str
@@ -64,10 +66,24 @@ class Tensor:
     path: str
     offset: int
     file: Seen | None = dataclasses.field(default=None, compare=False, repr=False)
+    whole: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How many bytes of the file are from one index of each axis to the next."""
+        shape = self.whole or self.shape
+        return tuple(math.prod(shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(shape)))
+
+    def window(self, box: Box) -> Tensor:
+        """A box of it, as a tensor."""
+        at = self.offset + sum(start * stride for (start, _), stride in zip(box, self.strides, strict=True))
+        whole = self.whole or self.shape
+        rows = box[1:] == tuple((0, size) for size in whole[1:])  # which lie side by side as they are
+        return dataclasses.replace(self, shape=extent(box), offset=at, whole=() if rows else whole)
 
 
 def check_pointer(start: bytes) -> None:

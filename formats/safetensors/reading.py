@@ -33,7 +33,8 @@ class BoxRead:
     @property
     def cut(self) -> int:
         """The last axis that isn't whole; 0 where all are. The box's bytes are contiguous from there on."""
-        return max((axis for axis, span in enumerate(self.box) if span != (0, self.tensor.shape[axis])), default=0)
+        shape = self.tensor.whole or self.tensor.shape
+        return max((axis for axis, span in enumerate(self.box) if span != (0, shape[axis])), default=0)
 
     @property
     def runs(self) -> int:
@@ -42,10 +43,8 @@ class BoxRead:
 
     def ranges(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The ranges of the file that hold the box, each with its part of `buffer`, which holds the box in C order."""
-        shape, itemsize = self.tensor.shape, self.tensor.dtype.itemsize
-        cut = self.cut
-        run = math.prod(extent(self.box[cut:])) * itemsize
-        strides = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+        cut, strides = self.cut, self.tensor.strides
+        run = math.prod(extent(self.box[cut:])) * self.tensor.dtype.itemsize
         first = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))
         for i, index in enumerate(itertools.product(*(range(n) for n in extent(self.box[:cut])))):
             offset = sum(at * stride for at, stride in zip(index, strides, strict=False))

@@ -52,12 +52,12 @@ def dims(c, layout):
     if t.flag("enable_moe_block") or t.flag("attention_k_eq_v") or first_shared(t) < len(kinds):
         raise ConfigError("config.json: MaxText's Gemma 4 E2B and E4B have no experts (enable_moe_block), no attention_k_eq_v, and a whole cycle of layers before those that share keys and values")
     per_layer = t.size("hidden_size_per_layer_input")
-    return d | dict(wide_mlp=2 * d["mlp"], per_layer=per_layer, all_layers=per_layer * t.size("num_hidden_layers"), layer_vocab=t.size("vocab_size_per_layer_input"))
+    return d | dict(wide_mlp=2 * d["mlp"], per_layer=per_layer, layer=t.size("num_hidden_layers"), layer_vocab=t.size("vocab_size_per_layer_input"))
 
 
 INPUTS = [
-    rule("embed_tokens_per_layer", "embed_tokens_per_layer.weight", "layer_vocab all_layers", "vocab embed_vocab"),
-    rule("per_layer_model_projection/kernel", "per_layer_model_projection.weight", "all_layers embed -> embed all_layers", "embed mlp"),
+    rule("embed_tokens_per_layer", "embed_tokens_per_layer.weight", "layer_vocab (layer per_layer)", "vocab embed_vocab"),
+    rule("per_layer_model_projection/kernel", "per_layer_model_projection.weight", "(layer per_layer) embed -> embed (layer per_layer)", "embed mlp"),
     rule("per_layer_projection_norm/scale", "per_layer_projection_norm.weight", "per_layer", "norm"),
 ]
 GATE = [

@@ -16,13 +16,16 @@ from weightbeam.formats.orbax import check_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.record.provenance import tensors_of
-from weightbeam.formats.release.files import ARCHIVE, NEXTN, packed_files, role_of, small_files, token_ids
+from weightbeam.formats.release.cutting import cut_release
+from weightbeam.formats.release.files import ARCHIVE, packed_files, role_of, small_files, token_ids
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.config import NEXTN
 from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.commands.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.commands.releases import (
@@ -303,7 +306,8 @@ def _find_form(
 def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
     """The release that a checkpoint was made of; None where it isn't there any more."""
     try:
-        return None if is_name(url := record.get("source")) else _open_like(str(url))[2]
+        cut = Cut.of(record.get("options"))
+        return None if is_name(url := record.get("source")) else cut_release(_open_like(str(url))[2], cut)
     except OSError:
         return None
 

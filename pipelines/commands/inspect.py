@@ -20,6 +20,7 @@ from weightbeam.formats.orbax import (
     record_of,
 )
 from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
@@ -145,7 +146,9 @@ class SafetensorsInspection(Inspection):
         yield rows
         nbytes, kind = sum(tensor.nbytes for tensor in checkpoint.tensors.values()), checkpoint.config.get("model_type")
         held = f"{count(len(checkpoint.tensors), 'tensor')} in {count(len(checkpoint.shards), 'file')}"
-        yield from ("", f"{self.path}: model_type {printable(str(kind), CELL)}, {held}, {human(nbytes)}")
+        taken = f" of it {checkpoint.cut}:" if checkpoint.cut else ""
+        yield from ("", f"{self.path}:{taken} model_type {printable(str(kind), CELL)}, {held}, {human(nbytes)}")
+        yield from (f"warning: {note}" for note in checkpoint.notes)
 
     def to_dict(self) -> dict[str, Any]:
         checkpoint = self.checkpoint
@@ -255,10 +258,12 @@ def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
             if asked.mesh:
                 raise Refused(f"{store}: --mesh is for Orbax checkpoints")
-            found = SafetensorsInspection(str(store), open_hf(store))
+            found = SafetensorsInspection(str(store), cut_release(open_hf(store), asked.cut))
             if not found.checkpoint.tensors and not found.checkpoint.config:
                 found.check()  # there is nothing to show
             return found
+        if asked.cut:
+            raise Refused(f"{asked.cut}: is taken of a release, and {store} is an Orbax checkpoint")
         items = find_items(store)
         if asked.mesh:
             return _load(items, asked)
@@ -336,7 +341,8 @@ def _axes(
                 f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)"
             )
         return rules, record["axes"]
-    conversion = prepare(options_of(items, open_arrays(items), {"maxtext_model": model}), open_source(source))
+    options = options_of(items, open_arrays(items), {"maxtext_model": model})
+    conversion = prepare(options, open_source(source, cut=options.cut))
     if not conversion.plan.arrays:
         refuse(conversion.plan.problems, conversion.source)
     return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}

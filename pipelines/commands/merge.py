@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.release.files import small_files
+from weightbeam.formats.release.files import files_of, small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
@@ -141,7 +141,7 @@ def plan_with(
     """
     if not source:
         raise Refused(no_source("merge"))
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, cut=asked.cut)
     options = going_to(output, asked)
     try:
         planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)
@@ -150,7 +150,9 @@ def plan_with(
     if planned.plan.problems:
         return planned
     try:
-        return dataclasses.replace(planned, small=make_small(planned, small_files(open_store(checkpoint.root)), output))
+        return dataclasses.replace(
+            planned, small=make_small(planned, files_of(checkpoint, small_files(open_store(checkpoint.root))), output)
+        )
     except StorageError as e:
         raise Refused(str(e)) from e
 
@@ -166,7 +168,7 @@ def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = 
     )
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
-    facts = {"base": planned.source.root}
+    facts = {"base": planned.source.root, "of it": planned.source.cut}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
     facts |= {
         f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"

@@ -72,6 +72,10 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         released = is_release(open_store(source))
     except OSError as e:
         raise Refused(reason(e)) from e
+    if not released and asked.cut:
+        raise Refused(
+            f"{asked.cut}: is taken of a release, and {source} is none; `weightbeam reshard --layers` takes layers of an Orbax checkpoint"
+        )
     if not released:
         return export.plan(source, asked=taken(ExportOptions, asked, quantize=asked.format), output=output, slots=slots)
     of_checkpoints = {each.name for each in options_of(QuantizeOptions) if each.help.startswith(OF_CHECKPOINTS)}

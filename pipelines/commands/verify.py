@@ -29,6 +29,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.model_mappings.registry import family_of
@@ -435,11 +436,8 @@ def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, An
         if is_name(source):
             raise Refused(_only_named(str(items), source, checkpoint))
         LOG.info(f"compared with {source}, which it was made of")
-    opened = (
-        open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
-        if source
-        else open_own_source(items)
-    )
+    made = record_of(items).get("options", {})
+    opened = open_source(source, bool(made.get("allow_links")), Cut.of(made)) if source else open_own_source(items)
     return _Checkpoint(items, stores, weights, files, opened, not source)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from weightbeam.formats.adapters import merge
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
@@ -39,6 +40,9 @@ CHOICES = frozenset(
         "lora",
         "family",
         "allow_links",
+        "layers",
+        "experts",
+        "vocab_rows",
     }
 )  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
 
@@ -100,11 +104,15 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
                 raise Refused(
                     f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
                 )
+            if options.cut:
+                raise Refused(
+                    f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard --layers` takes layers of an Orbax checkpoint"
+                )
             found = Orbax(items := find_items(store), as_is)
             if release:
                 found.name_axes(_find_axes(items, found, release, options))
             return found
-        checkpoint = open_hf(store, options.allow_links)
+        checkpoint = cut_release(open_hf(store, options.allow_links), options.cut)
     if release:
         raise Refused(f"release={release}: is for an Orbax checkpoint, and {where} is a release itself; leave it out")
     if as_is:

@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
+from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.identity import ChangedError, Files, Watched
@@ -23,6 +24,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.terminal.errors import Failed, Refused
@@ -51,7 +53,7 @@ def prepare_conversion(
     if not source:
         raise Refused(NO_SOURCE)
     name_secret(hf_token_secret)
-    return plan_with(options, open_source(source, options.allow_links), slots)
+    return plan_with(options, open_source(source, options.allow_links, options.cut), slots)
 
 
 def check_read(sources: Iterable[Watched | Files]) -> None:
@@ -120,14 +122,14 @@ def reading(checkpoint: str) -> Iterator[None]:
         ) from e
 
 
-def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
-    """The weights that `--source` names.
+def open_source(source: str, allow_links: bool = False, cut: Cut | None = None) -> HfCheckpoint:
+    """The weights that `--source` names, or what is taken of them.
 
     Raises:
       Refused: there are none, or they can't be looked at.
     """
     try:
-        return open_hf(source, allow_links)
+        return cut_release(open_hf(source, allow_links), cut or Cut())
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:  # of a folder that can't be looked at

@@ -18,7 +18,7 @@ from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.extremes import Extremes
-from weightbeam.formats.release.files import SmallFiles, keep_files, kept_files
+from weightbeam.formats.release.files import SmallFiles, files_of, keep_files, kept_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import SOURCE, identify, put_source
@@ -188,7 +188,7 @@ class Conversion(Transfer):
     @functools.cached_property
     def _small_files(self) -> SmallFiles:
         """Those that are kept with the checkpoint."""
-        return kept_files(open_store(self.source.root), self.options.allow_links)
+        return files_of(self.source, kept_files(open_store(self.source.root), self.options.allow_links))
 
     @property
     def small_hashes(self) -> Mapping[str, str]:
@@ -227,7 +227,7 @@ class Conversion(Transfer):
     @functools.cached_property
     def _summed(self) -> dict[str, str]:
         """The names of the files whose bytes are checked on their way, by path: those whose crc32c is known."""
-        if self.options.check_source == "false":
+        if self.options.check_source == "false" or self.source.cut:  # of a part no hash is known
             return {}
         return {
             shard.path: shard.name for shard in self.source.shards if shard.crc32c or shard.name in self.source.sums

@@ -104,7 +104,7 @@ def prepare(
     folding: Folding | None = None
     try:
         family = family_of(config, options.maxtext_model, options.family)
-        asked += _check_options(options, family)
+        asked += _check_options(options, family, checkpoint)
         source = source.renamed(family.aliases)
         naming, layout = _lay_out(options, config, family, source)
         model_type = config.get("model_type", "")
@@ -149,7 +149,7 @@ def prepare(
         dict(source.encodings),
         cut.grids,
         cut.units,
-        (*cut.warnings, *table.warnings),
+        (*checkpoint.notes, *cut.warnings, *table.warnings),
         cut.placements,
         tuple(adapters),
         merging,
@@ -287,8 +287,11 @@ def _adapter_family(family: Family, folding: Folding) -> Family:
     )
 
 
-def _check_options(options: Options, family: Family) -> Iterator[Problem]:
-    """What was asked for and MaxText doesn't have."""
+def _check_options(options: Options, family: Family, checkpoint: HfCheckpoint) -> Iterator[Problem]:
+    """What was asked for and MaxText doesn't have, or a cut can't be."""
+    if options.virtual and checkpoint.cut:
+        message = f"a virtual checkpoint holds the whole files of its source, and this is {checkpoint.cut} of it; cut it first, with weightbeam cut"
+        yield Problem("virtual", "--virtual", message)
     if options.mtp and not family.mtp:
         yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
     if options.multimodal and not family.towers:

@@ -30,11 +30,10 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, merge
 from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
-from weightbeam.formats.release.files import NEXTN
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit, drop_reason
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config import NEXTN, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable, rename
 from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.ops import inverses

@@ -88,7 +88,7 @@ def plan_merge(
         quantization=quantization,
         quantized=codes,
         given=given,
-        warnings=files.warnings,
+        warnings=(*checkpoint.notes, *files.warnings),
         slots=slots,
     )
 
@@ -151,7 +151,7 @@ def _find_problems(
     does.
     """
     problems = [*checkpoint.problems, *source.problems, *(merging.problems if checkpoint.tensors else ())]
-    if not adapters and not options.dequantize and not options.quantize:
+    if not (adapters or options.dequantize or options.quantize or options.cut):
         problems.append(Problem("option", "--lora", "names no adapter to merge"))
     if options.dequantize and not touched and not problems:
         message = "none of its tensors is quantised; there is nothing to dequantise"

@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.transforms.planning.values import (
     amount,
     boolean,
@@ -28,6 +29,7 @@ from weightbeam.transforms.planning.values import (
     fraction,
     natural,
     positive,
+    ranges,
     secret,
     size,
 )
@@ -104,10 +106,12 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "compression": dict(choices=("none", "zstd")),
     "create_pr": TRUTH,
     "fail_over": dict(read=distance, metavar="X"),
+    "experts": dict(read=ranges, metavar="A:B"),
     "family": dict(metavar="NAME|FILE.py"),
     "format": dict(choices=("fp8",)),
     "full_paths": TRUTH,
     "hf_token_secret": dict(read=secret, metavar="NAME"),
+    "layers": dict(read=ranges, metavar="A:B,…"),
     "like": dict(metavar="URL"),
     "link": dict(choices=("hard", "symlink", "copy")),
     "lora": dict(several=True, metavar="PATH[,WEIGHT]"),
@@ -137,6 +141,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "use_ocdbt": TRUTH,
     "use_zarr3": TRUTH,
     "virtual": TRUTH,
+    "vocab_rows": dict(read=positive, metavar="N"),
     "vocab_size": dict(read=positive, metavar="N"),
     "worker_gbps": dict(read=amount, metavar="GBPS"),
     "worker_hour_price": dict(read=amount, metavar="PRICE"),
@@ -222,6 +227,20 @@ class Token:
     hf_token_secret: str | None = option("the version of a secret in Secret Manager that holds the hub's token, for all workers")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """What is taken of a release, as if it held nothing else; None for all of it."""
+
+    layers: str | None = _what("of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew")
+    experts: str | None = _what("of each layer take these experts alone, such as 0:8, and their rows of the router")
+    vocab_rows: int | None = _what("of the vocabulary take the first rows alone")
+
+    @property
+    def cut(self) -> Cut:
+        """The same, as a source is opened with."""
+        return Cut(self.layers, self.experts, self.vocab_rows, getattr(self, "family", None))
+
+
 @dataclasses.dataclass(frozen=True)
 class Delivery:
     """How a result gets to its place: what changes no byte of it.
@@ -268,7 +287,7 @@ class Linking(FromHub):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Excerpt):
     """Of a conversion, as far as they change a byte or a chunk's key."""
 
     scan_layers: bool = _layout("stack the layers of a kind in one array, as in MaxText", True)
@@ -370,7 +389,7 @@ class ExportOptions(ReleaseOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeOptions(ReleaseOptions):
+class MergeOptions(ReleaseOptions, Excerpt):
     """Of a merge; and what the other commands are that make a release of a release.
 
     Attributes:
@@ -387,14 +406,21 @@ class MergeOptions(ReleaseOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class DequantizeOptions(ReleaseOptions):
+class CutOptions(ReleaseOptions, Excerpt):
+    """Of a part of a release."""
+
+    family: str | None = option("the table that says where layers and experts are (default: by config.json)")
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeOptions(ReleaseOptions, Excerpt):
     """Of a dequantisation."""
 
     save_dtype: str | None = option("dtype of the values (default: what config.json says)", choices=RELEASED)
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizeOptions(ReleaseOptions):
+class QuantizeOptions(ReleaseOptions, Excerpt):
     """Of a quantisation; the source is a release or an Orbax checkpoint."""
 
     format: str = option("what the weights of linear layers become", "fp8")
@@ -443,7 +469,7 @@ class DiffOptions(Token):
 
 
 @dataclasses.dataclass(frozen=True)
-class InspectOptions:
+class InspectOptions(Excerpt):
     """Of a look at a checkpoint; None for what it says."""
 
     mesh: tuple[str, ...] = option("what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated", ())

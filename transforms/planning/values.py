@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterable
 
+from weightbeam.model_mappings import cut
+
 BOOLEANS = {"true": True, "false": False}  # as MaxText writes them
 OTHER_BOOLEANS = {"1": True, "yes": True, "0": False, "no": False}  # behind a `=`: by itself it may be a folder's name
 DTYPES = {  # what vLLM, MLX and llama.cpp call them, too
@@ -54,6 +56,14 @@ def positive(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """Integers from 1 on, with commas between them."""
     return tuple(positive(number.strip()) for number in text.split(","))
+
+
+def ranges(text: str) -> str:
+    """Ranges of numbers, `0:4` or `0:2,58:61`, each as it is spelled at its shortest."""
+    try:
+        return cut.spelled(cut.spans(text))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def amount(text: str) -> float:

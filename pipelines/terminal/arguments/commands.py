@@ -13,6 +13,7 @@ from weightbeam.transforms.planning.options import (
     PATHS_HELP,
     SOURCE_HELP,
     TRUTH,
+    CutOptions,
     Delivery,
     DequantizeOptions,
     DiffOptions,
@@ -226,6 +227,10 @@ COMMANDS = {
             "reshard", "write a checkpoint anew, for another mesh or layout", texts.RESHARD, "CHECKPOINT OUTPUT [options]",
             _place("source", _ORBAX.replace("checkpoint:", "checkpoint, anyone's:"), "what is written") | _to(_ANEW),
             (ReshardOptions, FromHub), progress=True,
+        ),
+        Command(
+            "cut", "write some layers, experts and rows of a release", texts.CUT, "SOURCE OUTPUT --layers A:B [options]",
+            _place("source", _ANY) | _to(_RELEASE), (CutOptions, ToHub), progress=True,
         ),
         Command(
             "dequantize", "write a quantised release as an ordinary one", texts.DEQUANTIZE, "SOURCE OUTPUT [options]",

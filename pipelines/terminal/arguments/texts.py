@@ -142,6 +142,22 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
+CUT = """\
+Writes a small model with real weights: some layers of a release, some experts of each layer, some rows of the
+vocabulary, as a release of their own that transformers loads and convert takes. Tensors are carried over byte for
+byte under their new numbers, codes and scales among them; config.json, its lists by layer and its quantisation's names
+are cut alike. From the hub only what is kept is read.
+
+  weightbeam cut hf://deepseek-ai/DeepSeek-V3 mini --layers 0:2,58:61 --experts 0:16
+  weightbeam cut ~/models/Qwen3-8B tiny --layers 0:4 --vocab_rows 1000
+
+plan, inspect, convert, quantize, dequantize and merge take --layers, --experts and --vocab_rows themselves.
+`weightbeam help cutting` says what is kept, and what is refused.
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
 DEQUANTIZE = """\
 Writes a quantised release with the values of its weights: computed in float32, cast once. What isn't quantised is
 carried over byte for byte, config.json loses its quantization_config, and the other small files stay as they are.

@@ -1,0 +1,334 @@
+"""A cut as a source: a view over an opened release that has fewer layers, experts and rows of the vocabulary.
+
+    raw tensors ── kept, renumbered, whole rows of them ──▸ the release as everything else opens it
+    config.json ── edited alike ──▸
+
+What is kept stays where it lies: a tensor of the view is a stored one under another name, or a range of its rows, codes
+and scales alike. So whatever reads a release reads a cut, and nothing else of the files is touched. Which tensors belong
+to which layer, and whose rows are experts or tokens, tells the family's table (`model_mappings/anatomy.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.release.source import ReleaseTensors, open_source
+from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint, Tensor, view
+from weightbeam.model_mappings import cut_config
+from weightbeam.model_mappings.anatomy import (
+    EXPERT,
+    LAYER,
+    VOCAB,
+    Anatomy,
+    Blocks,
+    Shapes,
+    blocks_of,
+    by_names,
+    by_table,
+    layer_count,
+)
+from weightbeam.model_mappings.boxes import Box, Range, whole
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.cut import Cut, spans
+from weightbeam.model_mappings.cut_config import Renumbered
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
+
+KIND = "cut"  # of its problems
+LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
+
+
+class CutError(ValueError):
+    """A release can't be cut so.
+
+    Attributes:
+      problems: all that stands against it.
+    """
+
+    def __init__(self, *problems: tuple[str, str]):
+        super().__init__("; ".join(f"{option} {message}" for option, message in problems))
+        self.problems = [Problem(KIND, option, message) for option, message in problems]
+
+
+def cut_release(checkpoint: HfCheckpoint, cut: Cut) -> HfCheckpoint:
+    """The release with nothing in it but what a cut keeps. What stands against the cut is among its problems, and then
+    it is whole.
+    """
+    if not cut or not checkpoint.config or not checkpoint.tensors:  # that they are missing is a problem already
+        return checkpoint
+    try:
+        return _Cutting(checkpoint, cut).made()
+    except CutError as e:
+        return dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *e.problems))
+
+
+class _Cutting:
+    """A cut at work.
+
+    Raises:
+      CutError: it names what isn't there.
+    """
+
+    def __init__(self, checkpoint: HfCheckpoint, cut: Cut):
+        self.checkpoint, self.cut = checkpoint, cut
+        self.config = Config(checkpoint.config)
+        self.source = open_source(checkpoint)
+        self.anatomy = self._find_anatomy()
+        self.layer_of = {name: self.anatomy.layer_of(name) for name in checkpoint.tensors}
+        self.kept = self._number()
+
+    def made(self) -> HfCheckpoint:
+        """The view.
+
+        Raises:
+          CutError: what is left isn't a model, or can't be told apart in the files.
+        """
+        windows = self._windows()
+        tensors = {
+            name: dataclasses.replace(windows.get(name, tensor), name=new)
+            for name, tensor in self.checkpoint.tensors.items()
+            if (new := self._new_name(name)) is not None
+        }
+        edits = cut_config.edit(self.config, self.kept, [name for name in QUANT_CONFIGS if name in self.config])
+        if edits.problems:
+            raise CutError(*dict.fromkeys(edits.problems))
+        config = cut_config.applied(self.config, edits.made)
+        made = view(
+            self.checkpoint, tensors, config=config, edits=edits.made, cut=str(self.cut), notes=tuple(edits.notes)
+        )
+        if problems := [*self._compare_blocks(made), *self._check_weights(made)]:
+            raise CutError(*problems)
+        return made
+
+    def _find_anatomy(self) -> Anatomy:
+        """Where everything is.
+
+        Raises:
+          CutError: that can't be told.
+        """
+        try:
+            try:
+                family = load_family(self.cut.family) if self.cut.family else family_by_config(self.config)
+                found = by_table(family, self.config, _shapes(self.source, family.aliases))
+            except UnknownFamilyError:
+                found = None
+            return found or by_names(self.checkpoint.tensors, layer_count(self.config))
+        except (ConfigError, KeyError, TypeError) as e:
+            raise CutError((self._option, str(e))) from e
+
+    @property
+    def _option(self) -> str:
+        """The option that a problem of all of them is told of."""
+        return LAYERS if self.cut.layers else EXPERTS if self.cut.experts else ROWS
+
+    def _number(self) -> Renumbered:
+        """What is kept, by its numbers.
+
+        Raises:
+          CutError: what was named isn't there, or not so; all of it.
+        """
+        problems: list[tuple[str, str]] = []
+        count = layer_count(self.config)
+        there = sorted({layer for layer in self.layer_of.values() if layer is not None} | {*range(count)})
+        layers = there
+        if self.cut.layers:
+            layers = self.cut.numbers(self.cut.layers, there[-1] + 1)
+            problems += [(LAYERS, why) for why in _against_layers(self.cut.layers, layers, there, count)]
+        experts, rows = None, None
+        if self.cut.experts:
+            why = [*self._against_experts(self.cut.experts)]
+            problems += [(EXPERTS, each) for each in why]
+            experts = None if why else range(*spans(self.cut.experts)[0])
+        if self.cut.vocab_rows:
+            problems += [(ROWS, why) for why in self._against_rows(self.cut.vocab_rows)]
+            rows = self.cut.vocab_rows
+        if problems:
+            raise CutError(*problems)
+        mtp = [layer for layer in layers if layer >= count]
+        new = {layer: number for number, layer in enumerate(sorted(set(layers)))}
+        stems = {
+            re.sub(r"\d+$", "", self._to_number(name)) for name, layer in self.layer_of.items() if layer is not None
+        }
+        return Renumbered(
+            count, new, bool(mtp) or len(there) > count, experts, rows, frozenset(stems), self.anatomy.aliases
+        )
+
+    def _to_number(self, name: str) -> str:
+        """A layer's tensor's name up to the layer's number."""
+        found = re.match(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.)", name)
+        return found[0] if found else name
+
+    def _sizes(self, word: str) -> dict[str, int]:
+        """How many experts, tokens or layers each tensor holds that has several side by side."""
+        return {
+            name: encoding.shape[found.number] // found.size
+            for name, encoding in self.source.encodings.items()
+            if (found := self.anatomy.axis_of(word, name)) is not None
+        }
+
+    def _against_experts(self, asked: str) -> Iterator[str]:
+        alone = {expert for name in self.checkpoint.tensors if (expert := self.anatomy.expert_of(name)) is not None}
+        there = max([len(alone), *self._sizes(EXPERT).values()], default=0)
+        if self.anatomy.family is None:
+            yield f"{asked}: there is no table for this model that says which tensors hold experts; --family names one"
+        elif not there:
+            yield f"{asked}: the model has no experts"
+        elif len(spans(asked)) > 1:
+            yield f"{asked}: experts that are kept lie side by side, such as 0:8"
+        elif spans(asked)[0][1] > there:
+            yield f"{asked}: each layer has experts 0 to {there - 1}"
+        else:
+            start, stop = spans(asked)[0]
+            yield from (f"{asked}: {why}" for why in cut_config.check_experts(self.config, stop - start))
+            kept = {*self.cut.numbers(self.cut.layers, 1 << 20)} if self.cut.layers else None
+            names = (
+                name for name in self.source.encodings if kept is None or self.anatomy.layer_of(name) in {None, *kept}
+            )
+            yield from (f"{asked}: {name} {why}" for name, why in [*self.anatomy.why_not(EXPERT, names)][:1])
+
+    def _against_rows(self, asked: int) -> Iterator[str]:
+        sizes = self._sizes(VOCAB)
+        if not sizes:
+            yield f"{asked}: there is no table for this model that says which tensors hold the vocabulary; --family names one"
+        elif asked > min(sizes.values()):
+            name, rows = min(sizes.items(), key=lambda each: each[1])
+            yield f"{asked}: {name} has {rows} rows"
+        yield from (f"{asked}: {name} {why}" for name, why in [*self.anatomy.why_not(VOCAB, self.source.encodings)][:1])
+
+    def _new_name(self, name: str) -> str | None:
+        """A stored tensor's name in the cut; None where it isn't kept.
+
+        Raises:
+          CutError: its number stands where nobody looks for it.
+        """
+        layer, expert = self.layer_of[name], self.anatomy.expert_of(name) if self.kept.experts is not None else None
+        if layer is not None and layer not in self.kept.layers:
+            return None
+        if expert is not None and self.kept.experts is not None and expert not in self.kept.experts:
+            return None
+        parts = name.split(".")
+        numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+        if layer is not None:
+            parts[numbers[0]] = str(self.kept.layers[layer])
+        if expert is not None and self.kept.experts is not None:
+            parts[numbers[1]] = str(expert - self.kept.experts.start)
+        new = ".".join(parts)
+        if layer is not None and self.anatomy.layer_of(new) != self.kept.layers[layer]:
+            raise CutError((LAYERS, f"{name}: its layer is {layer}, but that isn't the first number in its name"))
+        return new
+
+    def _windows(self) -> dict[str, Tensor]:
+        """The stored tensors of which a part is kept, by their names.
+
+        Raises:
+          CutError: that part doesn't lie side by side.
+        """
+        experts, rows, layers = self.kept.experts, self.kept.vocab_rows, self.kept.kept
+        wanted: dict[str, tuple[Range, str]] = {}
+        if experts is not None:
+            wanted[EXPERT] = (experts.start, experts.stop), EXPERTS
+        if rows is not None:
+            wanted[VOCAB] = (0, rows), ROWS
+        if self.kept.cuts_layers:
+            wanted[LAYER] = (layers[0], layers[-1] + 1), LAYERS
+        found: dict[str, Tensor] = {}
+        for name, encoding in self.source.encodings.items() if wanted else ():
+            box, option = list(whole(encoding.shape)), ""
+            for word, ((start, stop), of) in wanted.items():
+                if axis := self.anatomy.axis_of(word, name):
+                    box[axis.number], option = (start * axis.size, stop * axis.size), of
+                    if word == LAYER and stop - start > len(layers):
+                        raise CutError(
+                            (
+                                of,
+                                f"{self.cut.layers}: {name} has something of each layer side by side; keep layers that follow each other",
+                            )
+                        )
+            if option:
+                found |= _part_of(name, encoding, tuple(box), option)
+        return found
+
+    def _compare_blocks(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
+        """The layers that MaxText would take for others: blocks that are cut in half."""
+        family = self.anatomy.family
+        if family is None or not self.cut.layers:
+            return
+        aliases = family.aliases
+        before, after = (
+            _shapes(self.source, aliases),
+            {rename(name, aliases): t.shape for name, t in made.tensors.items()},
+        )
+        try:
+            scan, blocks = True, Blocks({}, 1)
+            for scan in (True, False):
+                try:
+                    blocks = blocks_of(family, self.config, before, scan)
+                    break
+                except ConfigError:
+                    if not scan:
+                        return  # the whole model isn't one of MaxText's either
+            found = blocks_of(family, Config(made.config), after, scan)
+        except ConfigError as e:
+            yield LAYERS, f"{self.cut.layers}: what is left isn't a model that MaxText has: {e}"
+            return
+        moved = [
+            old
+            for old, new in self.kept.layers.items()
+            if old in blocks.places and blocks.places[old] != found.places.get(new)
+        ]
+        if moved:
+            size = f"of {blocks.length} " if blocks.length > 1 else ""
+            yield (
+                LAYERS,
+                f"{self.cut.layers}: MaxText stacks this model's layers in blocks {size}and layer {moved[0]} would change its place; keep whole blocks",
+            )
+
+    def _check_weights(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
+        """Weights whose codes and scales don't fit together any more."""
+        if not self.source.problems:
+            yield from (
+                (self._option, f"{problem.subject}: {problem.message}") for problem in open_source(made).problems
+            )
+
+
+def _against_layers(asked: str, layers: list[int], there: list[int], count: int) -> Iterator[str]:
+    """What is wrong with the layers that were asked for, of those that are there."""
+    behind = [layer for layer in there if layer >= count]
+    has = f"the model has layers 0 to {count - 1}" + (
+        f", and for multi-token prediction {', '.join(map(str, behind))}" if behind else ""
+    )
+    if any(stop > there[-1] + 1 for _, stop in spans(asked)) or not {*layers} <= {*there}:
+        yield f"{asked}: {has}"
+    if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
+        yield f"{asked}: {', '.join(map(str, twice[:5]))} {'is' if len(twice) == 1 else 'are'} named twice"
+    elif layers != sorted(layers):
+        yield f"{asked}: layers stay in their order; name them from the first to the last"
+    if not any(layer < count for layer in layers):
+        yield f"{asked}: names no layer of the model itself; {has}"
+
+
+def _shapes(source: ReleaseTensors, aliases: Mapping[str, str]) -> Shapes:
+    """The shapes of a release's values, by the names of the table."""
+    return {rename(name, aliases): encoding.shape for name, encoding in source.encodings.items()}
+
+
+def _part_of(name: str, encoding: Encoding, box: Box, option: str) -> dict[str, Tensor]:
+    """The stored tensors that hold a box of a weight, codes and scales alike, by their names.
+
+    Raises:
+      CutError: what is stored can't be cut there.
+    """
+    found: dict[str, Tensor] = {}
+    for read in encoding.reads(box):
+        if read.box == whole(read.tensor.shape):
+            continue
+        if read.tensor.name in found:
+            raise CutError(
+                (option, f"{name}: what is kept lies apart in {read.tensor.name}, as {encoding.label} has it")
+            )
+        found[read.tensor.name] = read.tensor.window(read.box)
+    return found

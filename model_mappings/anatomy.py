@@ -1,0 +1,215 @@
+"""Where a release's layers, experts and rows of the vocabulary are, by the names of its tensors.
+
+A family's table says it: the stack's prefix is where a layer's number stands, `{expert}` where an expert's does, and the
+axis words `expert`, `vocab` and `layer` which tensors hold several on an axis. Without a table names tell layers, where only one kind
+of them is numbered; experts and rows aren't guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weightbeam.model_mappings.config import TEXT_SECTIONS, Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family, Prediction, rename
+from weightbeam.model_mappings.rules import Rule, Stack
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what `config.json` calls their number; GPT-2's, GPT-Neo's
+EXPERT, VOCAB, LAYER = "expert", "vocab", "layer"  # the axis words
+NEVER = r"(?!)"
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """How many layers the text model has, without those for multi-token prediction.
+
+    Raises:
+      ConfigError: `config.json` doesn't say.
+    """
+    for section in reversed(TEXT_SECTIONS):
+        part: Any = config
+        for key in section:
+            part = part.get(key) if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and (key := next((key for key in LAYERS if part.get(key) is not None), None)):
+            return Config(part).size(key)
+    raise ConfigError(f"config.json has no {LAYERS[0]!r}")
+
+
+class Axis(NamedTuple):
+    """An axis of a tensor that is cut.
+
+    Attributes:
+      number: which axis it is.
+      size: how many elements of it each expert, token or layer has.
+    """
+
+    number: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """Where they are; names are the table's (`Family.aliases`), patterns fit their beginning.
+
+    Attributes:
+      layer: the tensors of a layer, whose number is the first group; of prediction layers too that stand among them.
+      expert: the tensors of one expert, whose number is the first group.
+      axes: by axis word, the tensors that hold several of them side by side, and on which axis.
+      opposed: by axis word, what can't be cut, and why.
+      aliases: other spellings.
+      family: the table; None without one.
+    """
+
+    layer: str
+    expert: str = NEVER
+    axes: Mapping[str, Mapping[str, Axis]] = dataclasses.field(default_factory=dict)
+    opposed: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    family: Family | None = None
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer that a tensor belongs to; None of one beside the layers."""
+        return _number(self.layer, rename(name, self.aliases))
+
+    def expert_of(self, name: str) -> int | None:
+        """The expert that a tensor belongs to alone."""
+        return _number(self.expert, rename(name, self.aliases))
+
+    def axis_of(self, word: str, name: str) -> Axis | None:
+        """The axis of a tensor's values that has experts, tokens or layers side by side; None where none has."""
+        spelled = rename(name, self.aliases)
+        return next((axis for pattern, axis in self.axes.get(word, {}).items() if re.fullmatch(pattern, spelled)), None)
+
+    def why_not(self, word: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """The tensors that oppose a cut of experts, or of the vocabulary, each with the reason."""
+        for name in names:
+            for pattern, reason in self.opposed.get(word, {}).items():
+                if re.fullmatch(pattern, rename(name, self.aliases)):
+                    yield name, reason
+
+
+def _number(pattern: str, name: str) -> int | None:
+    found = re.match(pattern, name)
+    return int(found[1]) if found else None
+
+
+def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
+    """As a family's table says; None where it doesn't know layers, as the identity. `shapes` are by the table's names.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    layout = Layout(scan="unscanned" not in family.layouts, mtp=family.mtp, shapes=shapes)
+    stacks, dims = family.stacks(config, layout), family.dims(config, layout)
+    prefixes = {stack.source for stack in stacks if "{layer}" in stack.source}
+    if len(prefixes) != 1:
+        return None
+    prefix = _escaped(prefixes.pop())
+    drops = family.drops(config, dataclasses.replace(layout, mtp=False))
+    beside = [entry[:-1] for entry, why in drops.items() if isinstance(why, Prediction) and entry.endswith(".*")]
+    heads = [prefix % r"\d+", *(rf"{re.escape(entry)}(?:\w+\.)*?\d+\." for entry in beside)]
+    head = f"(?:{'|'.join(heads)})"
+    rules = [(stack, rule) for stack in stacks for rule in stack.rules if rule.source is not None]
+    single = set[str]()
+    axes, opposed = defaultdict[str, dict[str, Axis]](dict), defaultdict[str, dict[str, str]](dict)
+    for stack, rule in rules:
+        name = (head if "{layer}" in stack.source else re.escape(stack.source)) + re.escape(str(rule.source))
+        if rule.name_axes == (EXPERT,):
+            single.add(name.partition(r"\{expert\}")[0] + r"(\d+)\.")
+            continue
+        for word in (EXPERT, VOCAB, LAYER):
+            for at, axis in enumerate(rule.axes.left[len(rule.name_axes) :]):
+                if word in axis:
+                    sizes = [_size(rule, each, dims) for each in axis]
+                    place = axis.index(word)
+                    axes[word][name] = Axis(at, math.prod(sizes[place + 1 :]))
+                    if math.prod(sizes[:place]) > 1:
+                        opposed[word][name] = f"has no {word} side by side with the next"
+        if rule.integer:
+            opposed[EXPERT][name] = "holds integers for each token, the numbers of its experts"
+    axes[VOCAB] |= dict.fromkeys(map(re.escape, family.copies(config, layout)), Axis(0, 1))
+    return Anatomy(prefix % r"(\d+)", "|".join(sorted(single)) or NEVER, axes, opposed, family.aliases, family)
+
+
+def _escaped(prefix: str) -> str:
+    """A stack's prefix as a pattern, with `%s` for the layer's number."""
+    return re.escape(prefix).replace("%", "%%").replace(r"\{layer\}", "%s")
+
+
+def _size(rule: Rule, word: str, dims: Mapping[str, int]) -> int:
+    return rule.segments[word].size if word in rule.segments else 1 if word == "1" else dims[word]
+
+
+def by_names(names: Iterable[str], count: int) -> Anatomy:
+    """As names tell: where only one kind of thing is numbered, and there are as many as `config.json` has layers.
+
+    Raises:
+      ConfigError: several kinds are, or others.
+    """
+    found: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        before, _, after = re.sub(r"(^|\.)(\d+)(?=\.|$)", r"\1\0\2", name, count=1).partition("\0")
+        if after:
+            found[before].add(int(after.partition(".")[0]))
+    if len(found) != 1:
+        kinds = ", ".join(f"{before}*" for before in sorted(found)[:4]) or "nothing"
+        raise ConfigError(
+            f"there is no table for this model, and which of its tensors are its layers' names leave open: numbered are {kinds}; --family names a table"
+        )
+    ((prefix, numbers),) = found.items()
+    if not numbers.issuperset(range(count)):
+        raise ConfigError(
+            f"there is no table for this model, and {prefix}* has {len(numbers)} numbers where config.json has {count} layers"
+        )
+    return Anatomy(re.escape(prefix) + r"(\d+)\.")
+
+
+# --- the blocks that MaxText stacks layers in -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The place of each layer in MaxText's stacks.
+
+    Attributes:
+      places: by layer, something that is the same for layers at the same place of a block, with the same arrays.
+      length: of the longest block.
+    """
+
+    places: Mapping[int, Collection[object]]
+    length: int
+
+
+def blocks_of(family: Family, config: Config, shapes: Shapes, scan: bool) -> Blocks:
+    """The blocks of a family's stacks.
+
+    Raises:
+      ConfigError: `config.json` isn't of a model that MaxText has.
+    """
+    layout = Layout(scan=scan, mtp=family.mtp, shapes=shapes)
+    family.dims(config, layout)
+    places, length = defaultdict[int, set[object]](set), 1
+    for stack in family.stacks(config, layout):
+        if "{layer}" in stack.source:
+            length = max(length, _step(stack))
+            for index in np.ndindex(stack.layers.shape):
+                places[int(stack.layers[index])].add(_place(stack, index))
+    return Blocks(places, length)
+
+
+def _place(stack: Stack, index: Sequence[int]) -> object:
+    """The place of a layer in its stack; of one that isn't stacked what it holds."""
+    held = frozenset((rule.target, rule.source) for rule in stack.rules)
+    return (stack.target, *index[1:], held) if stack.layers.ndim else held
+
+
+def _step(stack: Stack) -> int:
+    """How far the layers of a stack are apart."""
+    return int(np.diff(stack.layers, axis=0).max()) if stack.layers.ndim and len(stack.layers) > 1 else 1

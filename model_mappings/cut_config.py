@@ -1,0 +1,336 @@
+"""What a cut does to `config.json`: sizes, values by layer, names of layers. Objects in, edits out.
+
+Only fields that are known are edited (transformers v5.23.0, the configuration classes, and what releases of the hub say).
+A list that may be one of a value per layer, and isn't known, is a problem: it is neither cut nor left by a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.model_mappings.anatomy import LAYERS
+from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS
+from weightbeam.model_mappings.family import rename
+
+Path = tuple[str, ...]
+
+VALUES = {  # lists of a value per layer; values behind the last layer's are prediction layers'
+    "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "indexer_types", "compress_ratios", "swiglu_limits",
+    "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size", "attention_layers",
+}  # fmt: skip
+NUMBERS = {  # lists of layers
+    "mlp_only_layers", "moe_layers", "cross_attention_layers", "hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs",
+}  # fmt: skip
+FIRST = {
+    "first_k_dense_replace",
+    "num_hash_layers",
+    "max_window_layers",
+    "num_dense_layers",
+    "moe_layer_start_index",
+}  # how many of the first
+LAST = {"num_kv_shared_layers"}  # how many of the last
+EVERY = {  # every how many
+    "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
+    "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers",
+}  # fmt: skip
+NOT_LAYERS = re.compile(r"architectures|.*_token_ids?|.*_ids|keys_to_ignore.*|mrope_section")
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
+GROUPS, CHOSEN_GROUPS = "n_group", "topk_group"
+QUANTIZATIONS = ("quantization_config", "compression_config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Renumbered:
+    """What a cut keeps of a model, by its numbers.
+
+    Attributes:
+      count: how many layers the model has.
+      layers: the new number of each layer that is kept, prediction layers among them.
+      numbered_mtp: whether prediction layers stand behind the last one.
+      experts: those that are kept; None for all.
+      vocab_rows: how many are kept; None for all.
+      stems: what stands before a layer's number in the names of tensors, such as `model.layers.`
+      aliases: see `Family.aliases`.
+    """
+
+    count: int
+    layers: Mapping[int, int]
+    numbered_mtp: bool = False
+    experts: range | None = None
+    vocab_rows: int | None = None
+    stems: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[int]:
+        """The layers of the model itself, in their order."""
+        return [layer for layer in self.layers if layer < self.count]
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether it has fewer layers."""
+        return len(self.kept) < self.count
+
+    @functools.cached_property
+    def place_of_layer(self) -> re.Pattern[str]:
+        """What stands before a layer's number in the name of a module, a glob or a regular expression: `model.layers.`, in
+        any spelling of it, or an end of that, `layers.`.
+        """
+        ours = {rename(f"{stem}0", self.aliases)[:-1] for stem in self.stems}
+        others = {
+            alias + stem.removeprefix(prefix)
+            for stem in ours
+            for alias, prefix in self.aliases.items()
+            if prefix and stem.startswith(f"{prefix}.")
+        }
+        whole = self.stems | ours | others
+        ends = {".".join(words[at:]) for stem in whole for words in [stem.split(".")] for at in range(len(words) - 1)}
+        stems = (
+            "|".join(re.escape(end).replace(r"\.", r"\\?\.") for end in sorted(ends, key=len, reverse=True)) or "(?!)"
+        )
+        return re.compile(rf"(?:re:)?\^?(?:\.?\*\.?)?(?:{stems})")
+
+
+class Edits:
+    """The edits of a release's JSON files, as they are collected.
+
+    Attributes:
+      made: the new value of each member, `{(file, key, …): value}`.
+      problems: what can't be edited: the option, and why.
+      notes: what a person should know of the rest.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._config = config
+        self.made: dict[Path, Any] = {}
+        self.problems: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+
+    def set(self, path: Path, before: Any, value: Any) -> None:
+        if value != before:
+            self.made[path] = value
+
+
+def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ()) -> Edits:
+    """The edits of `config.json`, and of `others`: files about a quantisation, which `config` has under their names."""
+    edits = Edits(config)
+    sections = [(section, part) for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping)]
+    for section, part in sections:
+        for key, value in part.items():
+            for option, found in _edited(key, value, part, cut):
+                if isinstance(found, _Refused):
+                    edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))
+                else:
+                    edits.set(("config.json", *section, key), value, found)
+        for key in QUANTIZATIONS:
+            if key in part:
+                _edit_names(edits, ("config.json", *section, key), part[key], cut)
+    for name in others:
+        _edit_names(edits, (name,), config.get(name), cut)
+    if cut.vocab_rows is not None and not any("vocab_size" in part for _, part in sections):
+        edits.set(("config.json", *sections[-1][0], "vocab_size"), None, cut.vocab_rows)
+    edits.notes += _notes(sections, edits, cut)
+    return edits
+
+
+def applied(config: Mapping[str, Any], made: Mapping[Path, Any]) -> dict[str, Any]:
+    """`config`, edited."""
+    new = dict(config)
+    for (file, *keys), value in made.items():
+        at = new
+        *way, last = keys if file == "config.json" else (file, *keys)
+        for key in way:
+            at[key] = dict(at[key])
+            at = at[key]
+        at[last] = value
+    return new
+
+
+def _at(config: Mapping[str, Any], path: Path) -> Any:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+class _Refused(str):
+    """Why a field can't be cut."""
+
+
+def _edited(key: str, value: Any, part: Mapping[str, Any], cut: Renumbered) -> Iterator[tuple[str, Any]]:
+    """The new value of a field, with the option that asks for it; nothing where it stays."""
+    if cut.cuts_layers or cut.numbered_mtp:
+        for fits, change in _LAYERS:
+            if fits(key, value, cut):
+                yield "--layers", change(value, part, cut)
+    if cut.experts is not None and key in EXPERTS and type(value) is int:
+        yield "--experts", len(cut.experts)
+    if cut.experts is not None and key in CHOSEN and type(value) is int:
+        yield "--experts", min(value, _reachable(part, len(cut.experts)))
+    if cut.vocab_rows is not None and key == "vocab_size":
+        yield "--vocab_rows", cut.vocab_rows
+    if cut.vocab_rows is not None and key == "pad_token_id" and type(value) is int and value >= cut.vocab_rows:
+        yield "--vocab_rows", None  # torch makes no embedding whose padding lies outside of it
+
+
+def _reachable(part: Mapping[str, Any], experts: int) -> int:
+    """How many experts the router can choose of so many: with groups, those of the groups that it chooses."""
+    groups, chosen = part.get(GROUPS) or 1, part.get(CHOSEN_GROUPS) or 1
+    return experts // groups * min(chosen, groups)
+
+
+def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
+    """Why a router can't do with so many experts."""
+    for section in TEXT_SECTIONS:
+        part = _at(config, section)
+        groups = part.get(GROUPS) if isinstance(part, Mapping) else None
+        if type(groups) is not int or groups < 2:
+            continue
+        # all but DeepSeek V2 tell groups apart by their two best experts (transformers v5.23.0, modeling_deepseek_v3.py)
+        least = 1 if part.get("topk_method") == "group_limited_greedy" else 2
+        if kept % groups or kept // groups < least:
+            yield f"the router has {groups} groups of experts alike, of at least {least} each; keep a multiple of {groups}, {groups * least} or more"
+
+
+def _is_list_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
+    return key in VALUES and isinstance(value, list) and len(value) >= cut.count
+
+
+def _values(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Of the layers that are kept; those of prediction layers that stand elsewhere stay."""
+    beyond = [] if cut.numbered_mtp else value[cut.count :]
+    return [value[layer] for layer in cut.layers if layer < len(value)] + beyond
+
+
+def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    return [cut.layers[layer] for layer in value if layer in cut.layers]
+
+
+def _first(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    return sum(layer < value for layer in cut.kept)
+
+
+def _last(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """How many of those that are kept; each must find what it shares where it was."""
+    first, types = cut.count - value, part.get("layer_types")
+    shared = [layer for layer in cut.kept if layer >= first]
+    own = [layer for layer in range(cut.count) if layer < first]
+    if isinstance(types, list) and len(types) == cut.count:
+        for layer in shared:
+            source = max((other for other in own if types[other] == types[layer]), default=None)
+            if source not in cut.layers:
+                return _Refused(f"is {value}: layer {layer} takes keys and values of layer {source}, which isn't kept")
+    return len(shared)
+
+
+def _every(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    moved = [layer for layer in cut.kept if layer % value != cut.layers[layer] % value]
+    if moved:
+        return _Refused(
+            f"is {value}: layer {moved[0]} would be layer {cut.layers[moved[0]]}, at another place of its block; keep whole blocks of {value}"
+        )
+    return value
+
+
+def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    return {str(cut.layers[int(layer)]): of for layer, of in value.items() if int(layer) in cut.layers}
+
+
+def _unknown(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    return _Refused(
+        f"has {len(value)} values, as many as there are layers, and whether there is one for each isn't known; edit it by hand in a copy, or leave --layers out"
+    )
+
+
+_Fits = Callable[[str, Any, Renumbered], bool]
+_Change = Callable[[Any, Mapping[str, Any], Renumbered], Any]
+_LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns, and how
+    (lambda key, value, cut: key in LAYERS and value == cut.count, lambda value, part, cut: len(cut.kept)),
+    (lambda key, value, cut: key in NEXTN and cut.numbered_mtp, lambda value, part, cut: len(cut.layers) - len(cut.kept)),
+    (_is_list_of_layers, _values),
+    (lambda key, value, cut: key in NUMBERS and isinstance(value, list), _numbers),
+    (lambda key, value, cut: key in FIRST and type(value) is int, _first),
+    (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
+    (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
+    (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),
+    (
+        lambda key, value, cut: isinstance(value, list) and len(value) == cut.count > 1 and key not in VALUES | NUMBERS and not NOT_LAYERS.fullmatch(key),
+        _unknown,
+    ),
+)  # fmt: skip
+
+
+def _notes(sections: Sequence[tuple[Path, Mapping[str, Any]]], edits: Edits, cut: Renumbered) -> Iterator[str]:
+    """What a person should know: the router chooses fewer, tokens have no row."""
+    for section, part in sections:
+        for key, value in part.items():
+            path = ("config.json", *section, key)
+            if key in CHOSEN and path in edits.made:
+                yield f"{'.'.join(path[1:])} is {edits.made[path]}, not {value}: the router has no more experts to choose from"
+        ids = {key: value for key, value in part.items() if key.endswith("_token_id") and type(value) is int}
+        if cut.vocab_rows is not None and (
+            beyond := [f"{key} {value}" for key, value in ids.items() if value >= cut.vocab_rows]
+        ):
+            yield f"tokens from {cut.vocab_rows} on have no row, {', '.join(beyond)} among them; the tokenizer knows them all the same"
+
+
+# --- names in what describes a quantisation ---------------------------------------------------------------------------
+
+# what may stand behind a layer's place for any layer: in a glob, in a regular expression, or nothing
+_ANY = re.compile(r"\.?\*|\.\+|\(?(\\d|\\w|\[0-9\]|\[\^\.\])[+*]|$")
+_EXPERT = re.compile(r"experts\\?\.(\d+)(?=\D|$)")
+
+
+def _edit_names(edits: Edits, path: Path, value: Any, cut: Renumbered) -> None:
+    """Renumbers layers and experts in the lists and tables of a quantisation, and leaves out those that aren't kept."""
+    for key, held in value.items() if isinstance(value, Mapping) else ():
+        edits.set((*path, key), held, _renamed(held, edits, (*path, key), cut))
+
+
+def _renamed(value: Any, edits: Edits, path: Path, cut: Renumbered) -> Any:
+    def name(text: Any) -> Any:
+        try:
+            return renumber(text, cut) if isinstance(text, str) else _renamed(text, edits, path, cut)
+        except ValueError as e:
+            edits.problems.append(("--layers", f"{path[0]}: {'.'.join(path[1:])!r} says {text!r}, {e}"))
+            return text
+
+    if isinstance(value, Mapping):
+        return {new: _renamed(held, edits, path, cut) for key, held in value.items() if (new := name(key)) is not None}
+    if isinstance(value, list):
+        return [new for each in value if (new := name(each)) is not None]
+    return value
+
+
+def renumber(name: str, cut: Renumbered) -> str | None:
+    """The name of a module, a glob or a regular expression as it is in the cut; None where it names what isn't kept.
+
+    Raises:
+      ValueError: which layers it names can't be told.
+    """
+    found = cut.place_of_layer.match(name)
+    if found is None:
+        return name
+    before, behind = found[0], name[found.end() :]
+    number = re.match(r"\d+", behind)
+    if number is None:
+        if _ANY.match(behind):
+            return name
+        raise ValueError("a pattern of layers that can't be renumbered")
+    layer, rest = int(number[0]), behind[number.end() :]
+    if rest.startswith("*") and any(str(each).startswith(number[0]) for each in cut.layers if each != layer):
+        raise ValueError(f"which names more layers than {layer} and can't be renumbered")
+    if layer not in cut.layers:
+        return None
+    name = f"{before}{cut.layers[layer]}{rest}"
+    expert = _EXPERT.search(name)
+    if cut.experts is None or expert is None:
+        return name
+    if int(expert[1]) not in cut.experts:
+        return None
+    return f"{name[: expert.start(1)]}{int(expert[1]) - cut.experts.start}{name[expert.end(1) :]}"

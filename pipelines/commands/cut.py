@@ -1,0 +1,66 @@
+"""`weightbeam cut`: some layers, experts and rows of the vocabulary of a release, as a release of their own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from weightbeam.pipelines.commands.merge import Merged, dry_run, plan_with, rewrite
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.progress import Report
+from weightbeam.pipelines.terminal.shell import say
+from weightbeam.transforms.planning.merging import Merge
+from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToHub, taken
+
+
+@takes(asked=CutOptions, how=ToHub)
+def cut(
+    source: str,
+    output: str,
+    *,
+    asked: CutOptions,
+    how: ToHub,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged:
+    """Writes a part of a release as a release of its own: the tensors that are kept are its own bytes, codes and scales
+    among them, and `config.json` describes them.
+
+    Args:
+      source, output, beam, progress: as for `merge`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    return rewrite("cut", source, output, _as_merge(asked), how, beam, progress)
+
+
+@takes(asked=CutOptions)
+def plan(source: str, *, asked: CutOptions, output: str | None = None, slots: int | None = None) -> Merge:
+    """Plans a cut; problems stay in the plan. See `cut`; `slots` as `plan_merge` has it.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    return plan_with(source, _as_merge(asked), output=output, slots=slots)
+
+
+def _as_merge(asked: CutOptions) -> MergeOptions:
+    """A merge of nothing into what is kept.
+
+    Raises:
+      Refused: nothing was said of that.
+    """
+    if not asked.cut:
+        raise Refused("--layers, --experts and --vocab_rows: none of them says what is kept, such as --layers 0:4")
+    return taken(MergeOptions, asked)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Cuts, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        return dry_run(args, rest, _as_merge(asked_of(args, CutOptions)))
+    say(args, cut(**keywords_of(args, cut), beam=rest))
+    return 0
