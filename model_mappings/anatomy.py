@@ -11,14 +11,14 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from weightbeam.model_mappings.config import TEXT_SECTIONS, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, rename
-from weightbeam.model_mappings.rules import Rule, Stack
+from weightbeam.model_mappings.rules import Rule
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what `config.json` calls their number; GPT-2's, GPT-Neo's
 EXPERT, VOCAB, LAYER = "expert", "vocab", "layer"  # the axis words
@@ -180,7 +180,7 @@ class Blocks:
 
     Attributes:
       places: by layer, something that is the same for layers at the same place of a block, with the same arrays.
-      length: of the longest block.
+      length: of a block.
     """
 
     places: Mapping[int, Collection[object]]
@@ -195,21 +195,11 @@ def blocks_of(family: Family, config: Config, shapes: Shapes, scan: bool) -> Blo
     """
     layout = Layout(scan=scan, mtp=family.mtp, shapes=shapes)
     family.dims(config, layout)
-    places, length = defaultdict[int, set[object]](set), 1
+    places, stacked = defaultdict[int, set[object]](set), set[object]()
     for stack in family.stacks(config, layout):
-        if "{layer}" in stack.source:
-            length = max(length, _step(stack))
-            for index in np.ndindex(stack.layers.shape):
-                places[int(stack.layers[index])].add(_place(stack, index))
-    return Blocks(places, length)
-
-
-def _place(stack: Stack, index: Sequence[int]) -> object:
-    """The place of a layer in its stack; of one that isn't stacked what it holds."""
-    held = frozenset((rule.target, rule.source) for rule in stack.rules)
-    return (stack.target, *index[1:], held) if stack.layers.ndim else held
-
-
-def _step(stack: Stack) -> int:
-    """How far the layers of a stack are apart."""
-    return int(np.diff(stack.layers, axis=0).max()) if stack.layers.ndim and len(stack.layers) > 1 else 1
+        held = frozenset((rule.target, rule.source) for rule in stack.rules)
+        for index in np.ndindex(stack.layers.shape) if "{layer}" in stack.source else ():
+            place = (stack.target, *index[1:], held) if index else held  # one that isn't stacked is what it holds
+            places[int(stack.layers[index])].add(place)
+            stacked |= {place} if index else set()
+    return Blocks(places, len(stacked))

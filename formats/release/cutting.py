@@ -10,6 +10,7 @@ to which layer, and whose rows are experts or tokens, tells the family's table (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ from weightbeam.model_mappings.boxes import Box, Range, whole
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.cut import Cut, spans
 from weightbeam.model_mappings.cut_config import Renumbered
-from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
 
@@ -255,37 +256,30 @@ class _Cutting:
     def _compare_blocks(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
         """The layers that MaxText would take for others: blocks that are cut in half."""
         family = self.anatomy.family
-        if family is None or not self.cut.layers:
+        if family is None or not self.cut.layers or (found := self._blocks(family)) is None:
             return
-        aliases = family.aliases
-        before, after = (
-            _shapes(self.source, aliases),
-            {rename(name, aliases): t.shape for name, t in made.tensors.items()},
+        scan, blocks = found
+        after = {rename(name, family.aliases): tensor.shape for name, tensor in made.tensors.items()}
+        whole_blocks = (
+            f"{self.cut.layers}: MaxText stacks the layers of this model in blocks of {blocks.length}; keep whole ones"
         )
         try:
-            scan, blocks = True, Blocks({}, 1)
-            for scan in (True, False):
-                try:
-                    blocks = blocks_of(family, self.config, before, scan)
-                    break
-                except ConfigError:
-                    if not scan:
-                        return  # the whole model isn't one of MaxText's either
-            found = blocks_of(family, Config(made.config), after, scan)
+            new = blocks_of(family, Config(made.config), after, scan).places
         except ConfigError as e:
-            yield LAYERS, f"{self.cut.layers}: what is left isn't a model that MaxText has: {e}"
+            yield LAYERS, f"{whole_blocks if blocks.length > 1 else self.cut.layers}: {e}"
             return
-        moved = [
-            old
-            for old, new in self.kept.layers.items()
-            if old in blocks.places and blocks.places[old] != found.places.get(new)
-        ]
-        if moved:
-            size = f"of {blocks.length} " if blocks.length > 1 else ""
-            yield (
-                LAYERS,
-                f"{self.cut.layers}: MaxText stacks this model's layers in blocks {size}and layer {moved[0]} would change its place; keep whole blocks",
-            )
+        for layer, number in self.kept.layers.items():
+            if layer in blocks.places and blocks.places[layer] != new.get(number):
+                yield LAYERS, f"{whole_blocks}: layer {layer} would change its place as layer {number}"
+                return
+
+    def _blocks(self, family: Family) -> tuple[bool, Blocks] | None:
+        """Whether MaxText scans the whole model, and its blocks; None where it has no such model."""
+        shapes = _shapes(self.source, family.aliases)
+        for scan in (True, False):
+            with contextlib.suppress(ConfigError):
+                return scan, blocks_of(family, self.config, shapes, scan)
+        return None
 
     def _check_weights(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
         """Weights whose codes and scales don't fit together any more."""

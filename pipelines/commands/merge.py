@@ -70,7 +70,10 @@ class Merged(Shown):
                     f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
                 )
             lines += loading(self.folder, self.merge.source.config)
-            lines.append(f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}")
+            if not self.merge.source.cut:
+                lines.append(
+                    f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}"
+                )
         return lines
 
 
@@ -168,7 +171,7 @@ def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = 
     )
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
-    facts = {"base": planned.source.root, "of it": planned.source.cut}
+    facts = {"base": planned.source.root, "kept": planned.source.cut}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
     facts |= {
         f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"

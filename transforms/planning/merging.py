@@ -77,7 +77,9 @@ class Merge(ToRelease):
 
     @property
     def title(self) -> str:
-        return "Quantisation" if self.options.quantize else "Dequantisation" if self.options.dequantize else "Merge"
+        if self.options.quantize or self.options.dequantize:
+            return "Quantisation" if self.options.quantize else "Dequantisation"
+        return "Merge" if self.adapters else "Cut"
 
     @property
     def config_edits(self) -> Mapping[str, Any]:
@@ -94,16 +96,17 @@ class Merge(ToRelease):
 
     @property
     def changes(self) -> str:
-        """How many tensors are merged, dequantised or quantised, for a person."""
+        """What is kept of the release, and how many tensors are merged, dequantised or quantised, for a person."""
+        kept = f"{self.source.cut}: " if self.source.cut else ""
         if self.options.quantize:
             also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
-            return f"{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
+            return f"{kept}{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
         merged, values = (
             len(self.merging.touched),
             sum(encoding.label is not None for encoding in self.encodings.values()),
         )
         number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
-        return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
+        return f"{kept}{number:,} tensor{'' if number == 1 else 's'} {what}"
 
     @property
     def source_bytes(self) -> int:
