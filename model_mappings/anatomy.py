@@ -164,7 +164,7 @@ def by_names(names: Iterable[str], count: int) -> Anatomy:
             f"there is no table for this model, and which of its tensors are its layers' names leave open: numbered are {kinds}; --family names a table"
         )
     ((prefix, numbers),) = found.items()
-    if not numbers.issuperset(range(count)):
+    if len(numbers) < count or not numbers.issuperset(range(count)):
         raise ConfigError(
             f"there is no table for this model, and {prefix}* has {len(numbers)} numbers where config.json has {count} layers"
         )

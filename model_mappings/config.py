@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_MESSAGE = 1000  # characters: it quotes what it found
 MAX_COUNT = {  # of what has tensors of its own
-    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "depth", "encoder_layers"), 2_000),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "first_k_dense_replace", "depth", "encoder_layers"), 2_000
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000),
 }
 # where a text model's sizes may stand

@@ -93,7 +93,7 @@ class Renumbered:
         stems = (
             "|".join(re.escape(end).replace(r"\.", r"\\?\.") for end in sorted(ends, key=len, reverse=True)) or "(?!)"
         )
-        return re.compile(rf"(?:re:)?\^?(?:\.?\*\.?)?(?:{stems})")
+        return re.compile(rf"(?:re:|[-+]:)?\^?(?:\.?\*\.?)?(?:{stems})")
 
 
 class Edits:
@@ -105,8 +105,7 @@ class Edits:
       notes: what a person should know of the rest.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        self._config = config
+    def __init__(self) -> None:
         self.made: dict[Path, Any] = {}
         self.problems: list[tuple[str, str]] = []
         self.notes: list[str] = []
@@ -118,7 +117,7 @@ class Edits:
 
 def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ()) -> Edits:
     """The edits of `config.json`, and of `others`: files about a quantisation, which `config` has under their names."""
-    edits = Edits(config)
+    edits = Edits()
     sections = [(section, part) for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping)]
     for section, part in sections:
         for key, value in part.items():
@@ -180,7 +179,8 @@ def _edited(key: str, value: Any, part: Mapping[str, Any], cut: Renumbered) -> I
 
 def _reachable(part: Mapping[str, Any], experts: int) -> int:
     """How many experts the router can choose of so many: with groups, those of the groups that it chooses."""
-    groups, chosen = part.get(GROUPS) or 1, part.get(CHOSEN_GROUPS) or 1
+    said = [part.get(key) for key in (GROUPS, CHOSEN_GROUPS)]
+    groups, chosen = (max(1, each) if type(each) is int else 1 for each in said)
     return experts // groups * min(chosen, groups)
 
 
@@ -208,7 +208,7 @@ def _values(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
 
 
 def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
-    return [cut.layers[layer] for layer in value if layer in cut.layers]
+    return [cut.layers[layer] for layer in value if type(layer) is int and layer in cut.layers]
 
 
 def _first(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:

@@ -41,6 +41,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_con
 
 KIND = "cut"  # of its problems
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
+NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # a number in a tensor's name, of a layer or an expert
 
 
 class CutError(ValueError):
@@ -78,7 +79,7 @@ class _Cutting:
         self.checkpoint, self.cut = checkpoint, cut
         self.config = Config(checkpoint.config)
         self.source = open_source(checkpoint)
-        self.anatomy = self._find_anatomy()
+        self.count, self.anatomy = self._find_layers()
         self.layer_of = {name: self.anatomy.layer_of(name) for name in checkpoint.tensors}
         self.kept = self._number()
 
@@ -105,20 +106,19 @@ class _Cutting:
             raise CutError(*problems)
         return made
 
-    def _find_anatomy(self) -> Anatomy:
-        """Where everything is.
+    def _find_layers(self) -> tuple[int, Anatomy]:
+        """How many layers the model has, and where everything is.
 
         Raises:
           CutError: that can't be told.
         """
         try:
-            try:
+            count, found = layer_count(self.config), None
+            with contextlib.suppress(UnknownFamilyError):
                 family = load_family(self.cut.family) if self.cut.family else family_by_config(self.config)
                 found = by_table(family, self.config, _shapes(self.source, family.aliases))
-            except UnknownFamilyError:
-                found = None
-            return found or by_names(self.checkpoint.tensors, layer_count(self.config))
-        except (ConfigError, KeyError, TypeError) as e:
+            return count, found or by_names(self.checkpoint.tensors, count)
+        except ConfigError as e:
             raise CutError((self._option, str(e))) from e
 
     @property
@@ -133,7 +133,7 @@ class _Cutting:
           CutError: what was named isn't there, or not so; all of it.
         """
         problems: list[tuple[str, str]] = []
-        count = layer_count(self.config)
+        count = self.count
         there = sorted({layer for layer in self.layer_of.values() if layer is not None} | {*range(count)})
         layers = there
         if self.cut.layers:
@@ -149,19 +149,13 @@ class _Cutting:
             rows = self.cut.vocab_rows
         if problems:
             raise CutError(*problems)
-        mtp = [layer for layer in layers if layer >= count]
-        new = {layer: number for number, layer in enumerate(sorted(set(layers)))}
-        stems = {
-            re.sub(r"\d+$", "", self._to_number(name)) for name, layer in self.layer_of.items() if layer is not None
-        }
-        return Renumbered(
-            count, new, bool(mtp) or len(there) > count, experts, rows, frozenset(stems), self.anatomy.aliases
+        new = {layer: number for number, layer in enumerate(layers)}
+        stems = frozenset(
+            name[: found.start(1)]
+            for name, layer in self.layer_of.items()
+            if layer is not None and (found := NUMBER.search(name))
         )
-
-    def _to_number(self, name: str) -> str:
-        """A layer's tensor's name up to the layer's number."""
-        found = re.match(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.)", name)
-        return found[0] if found else name
+        return Renumbered(count, new, len(there) > count, experts, rows, stems, self.anatomy.aliases)
 
     def _sizes(self, word: str) -> dict[str, int]:
         """How many experts, tokens or layers each tensor holds that has several side by side."""
@@ -172,8 +166,8 @@ class _Cutting:
         }
 
     def _against_experts(self, asked: str) -> Iterator[str]:
-        alone = {expert for name in self.checkpoint.tensors if (expert := self.anatomy.expert_of(name)) is not None}
-        there = max([len(alone), *self._sizes(EXPERT).values()], default=0)
+        alone = (expert for name in self.checkpoint.tensors if (expert := self.anatomy.expert_of(name)) is not None)
+        there = max(max(alone, default=-1) + 1, *self._sizes(EXPERT).values(), 0)
         if self.anatomy.family is None:
             yield f"{asked}: there is no table for this model that says which tensors hold experts; --family names one"
         elif not there:
@@ -206,20 +200,22 @@ class _Cutting:
         Raises:
           CutError: its number stands where nobody looks for it.
         """
-        layer, expert = self.layer_of[name], self.anatomy.expert_of(name) if self.kept.experts is not None else None
-        if layer is not None and layer not in self.kept.layers:
+        experts = self.kept.experts
+        layer, expert = self.layer_of[name], self.anatomy.expert_of(name) if experts else None
+        if (layer is not None and layer not in self.kept.layers) or (
+            expert is not None and expert not in (experts or ())
+        ):
             return None
-        if expert is not None and self.kept.experts is not None and expert not in self.kept.experts:
-            return None
-        parts = name.split(".")
-        numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-        if layer is not None:
-            parts[numbers[0]] = str(self.kept.layers[layer])
-        if expert is not None and self.kept.experts is not None:
-            parts[numbers[1]] = str(expert - self.kept.experts.start)
-        new = ".".join(parts)
-        if layer is not None and self.anatomy.layer_of(new) != self.kept.layers[layer]:
-            raise CutError((LAYERS, f"{name}: its layer is {layer}, but that isn't the first number in its name"))
+        numbers = (
+            None if layer is None else self.kept.layers[layer],
+            None if expert is None or experts is None else experts.index(expert),
+        )
+        new = name
+        for found, number in reversed([*zip(NUMBER.finditer(name), numbers, strict=False)]):
+            if number is not None:
+                new = f"{new[: found.start(1)]}{number}{new[found.end(1) :]}"
+        if (self.anatomy.layer_of(new), self.anatomy.expert_of(new) if experts else None) != numbers:
+            raise CutError((LAYERS, f"{name}: the first numbers in its name aren't those of its layer and its expert"))
         return new
 
     def _windows(self) -> dict[str, Tensor]:
@@ -250,7 +246,7 @@ class _Cutting:
                             )
                         )
             if option:
-                found |= _part_of(name, encoding, tuple(box), option)
+                found |= _part_of(name, encoding, tuple(box), self.checkpoint.tensors, option)
         return found
 
     def _compare_blocks(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
@@ -310,7 +306,7 @@ def _shapes(source: ReleaseTensors, aliases: Mapping[str, str]) -> Shapes:
     return {rename(name, aliases): encoding.shape for name, encoding in source.encodings.items()}
 
 
-def _part_of(name: str, encoding: Encoding, box: Box, option: str) -> dict[str, Tensor]:
+def _part_of(name: str, encoding: Encoding, box: Box, tensors: Mapping[str, Tensor], option: str) -> dict[str, Tensor]:
     """The stored tensors that hold a box of a weight, codes and scales alike, by their names.
 
     Raises:
@@ -318,11 +314,17 @@ def _part_of(name: str, encoding: Encoding, box: Box, option: str) -> dict[str, 
     """
     found: dict[str, Tensor] = {}
     for read in encoding.reads(box):
-        if read.box == whole(read.tensor.shape):
+        seen, stored = read.tensor, tensors[read.tensor.name]  # which a format may see in another shape
+        if read.box == whole(seen.shape):
             continue
-        if read.tensor.name in found:
+        rows = (read.box[0], *whole(seen.shape)[1:])
+        if stored.name in found or (
+            stored.shape != seen.shape and (read.box, stored.shape[:1]) != (rows, seen.shape[:1])
+        ):
             raise CutError(
-                (option, f"{name}: what is kept lies apart in {read.tensor.name}, as {encoding.label} has it")
+                (option, f"{name}: what is kept of it isn't kept in rows of {stored.name}, as {encoding.label} has it")
             )
-        found[read.tensor.name] = read.tensor.window(read.box)
+        found[stored.name] = stored.window(
+            read.box if stored.shape == seen.shape else (read.box[0], *whole(stored.shape)[1:])
+        )
     return found

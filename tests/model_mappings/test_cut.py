@@ -1,0 +1,166 @@
+"""What a cut keeps, and what becomes of `config.json`: numbers and objects alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightbeam.model_mappings.cut import Cut, spans, spelled
+from weightbeam.model_mappings.cut_config import Renumbered, applied, check_experts, edit, renumber
+
+STEMS = frozenset({"model.layers."})
+
+
+def renumbered(layers: list[int], count: int, **more: Any) -> Renumbered:
+    return Renumbered(count, {layer: number for number, layer in enumerate(layers)}, stems=STEMS, **more)
+
+
+def cut(config: dict[str, Any], layers: list[int], count: int, **more: Any) -> dict[str, Any]:
+    """`config` as it is in a cut that nothing stands against."""
+    edits = edit(config, renumbered(layers, count, **more))
+    assert not edits.problems
+    return applied(config, edits.made)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranges"),
+    [("0:4", [(0, 4)]), ("0:2,58:61", [(0, 2), (58, 61)]), ("0,1,2,7", [(0, 3), (7, 8)]), (" 3 : 5 ", [(3, 5)])],
+)
+def test_ranges(text: str, ranges: list[tuple[int, int]]) -> None:
+    assert spans(text) == tuple(ranges) == spans(spelled(spans(text)))
+
+
+@pytest.mark.parametrize("text", ["", "a", "4:2", "3:3", "-1:2", "0:2,", "1:2:3", "0:99999999999"])
+def test_no_ranges(text: str) -> None:
+    with pytest.raises(ValueError, match="should be ranges"):
+        spans(text)
+
+
+def test_what_a_record_says() -> None:
+    """Options of a record that anyone may have written; what isn't of the right kind is as if it weren't there."""
+    assert Cut.of({"layers": "0:4", "experts": None, "vocab_rows": "x", "mesh": []}) == Cut("0:4")
+    assert not Cut.of(None)
+    assert str(Cut("0:4", "0:8", 100)) == "layers 0:4, experts 0:8, rows of the vocabulary 0:100"
+
+
+def test_values_by_layer() -> None:
+    """Lists of values, lists of layers, tables by layer, how many of the first and of the last there are."""
+    config = dict(
+        num_hidden_layers=6, layer_types=list("aabbcc"), mlp_only_layers=[0, 4, 5], per_layer_config={"1": 1, "4": 4}, first_k_dense_replace=2,
+        num_kv_shared_layers=1, max_window_layers=6, hidden_size=6, eos_token_id=[1, 2, 3, 4, 5, 6],
+    )  # fmt: skip
+    assert cut(config, [0, 4, 5], 6) == config | dict(
+        num_hidden_layers=3, layer_types=list("acc"), mlp_only_layers=[0, 1, 2], per_layer_config={"1": 4}, first_k_dense_replace=1,
+        num_kv_shared_layers=1, max_window_layers=3,
+    )  # fmt: skip
+
+
+def test_prediction_layers() -> None:
+    """Behind the last layer they are kept with their values, or dropped with their number; elsewhere they stay."""
+    config = dict(num_hidden_layers=3, num_nextn_predict_layers=1, compress_ratios=[1, 2, 3, 9])
+    kept = cut(config, [0, 2, 3], 3, numbered_mtp=True)
+    assert kept == dict(num_hidden_layers=2, num_nextn_predict_layers=1, compress_ratios=[1, 3, 9])
+    dropped = cut(config, [0, 2], 3, numbered_mtp=True)
+    assert dropped == dict(num_hidden_layers=2, num_nextn_predict_layers=0, compress_ratios=[1, 3])
+    elsewhere = cut(config, [0, 2], 3)
+    assert elsewhere == dict(num_hidden_layers=2, num_nextn_predict_layers=1, compress_ratios=[1, 3, 9])
+
+
+def test_sections() -> None:
+    """A text model's own section is edited, a tower's isn't; a vocabulary that no section names is added there."""
+    tower = dict(num_hidden_layers=2, layer_types=["x", "y"])
+    config = dict(vision_config=tower, text_config=dict(num_hidden_layers=2, layer_types=["a", "b"], num_experts=8))
+    made = cut(config, [1], 2, experts=range(2, 4), vocab_rows=10)
+    assert made == dict(
+        vision_config=tower, text_config=dict(num_hidden_layers=1, layer_types=["b"], num_experts=2, vocab_size=10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "message"),
+    [
+        (dict(full_attention_interval=4), [0, 1, 2, 4], "layer 4 would be layer 3, at another place of its block"),
+        (dict(new_list=[0.1] * 8), [0, 1], "whether there is one for each isn't known"),
+        (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
+        (
+            dict(quantization_config={"ignore": ["re:.*layers\\.[0-3]\\..*"]}),
+            [0],
+            "a pattern of layers that can't be renumbered",
+        ),
+        (dict(quantization_config={"ignore": ["model.layers.1*"]}), [1, 10], "names more layers than 1"),
+    ],
+)
+def test_what_cannot_be_cut(config: dict[str, Any], layers: list[int], message: str) -> None:
+    edits = edit(config, renumbered(layers, 8 if layers != [1, 10] else 11))
+    assert [option for option, _ in edits.problems] == ["--layers"]
+    assert message in edits.problems[0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("lm_head", "lm_head"),
+        ("model.layers.5.self_attn", "model.layers.1.self_attn"),
+        ("model.layers.3.self_attn", None),
+        ("model.layers.5", "model.layers.1"),
+        ("model.layers.5*", "model.layers.1*"),
+        ("layers.5.mlp", "layers.1.mlp"),
+        ("re:.*layers\\.5\\..*", "re:.*layers\\.1\\..*"),
+        (r"-:model\.layers\.5\.mlp", r"-:model\.layers\.1\.mlp"),
+        (r"re:model\.layers\.\d+\.mlp.*", r"re:model\.layers\.\d+\.mlp.*"),
+        ("model.layers.*.mlp", "model.layers.*.mlp"),
+        ("vision_tower.encoder.layers.3.mlp", "vision_tower.encoder.layers.3.mlp"),
+        ("model.layers.5.mlp.experts.2.up_proj", "model.layers.1.mlp.experts.0.up_proj"),
+        ("model.layers.5.mlp.experts.1.up_proj", None),
+        ("model.layers.5.mlp.gate", "model.layers.1.mlp.gate"),
+    ],
+)
+def test_names_in_a_quantisation(name: str, new: str | None) -> None:
+    """Module names, globs and regular expressions: renumbered, gone, or as they were."""
+    assert renumber(name, renumbered([0, 5], 8, experts=range(2, 4))) == new
+
+
+def test_lists_and_tables_of_a_quantisation() -> None:
+    """Wherever they stand in what describes it, in `config.json` and beside it."""
+    described = {
+        "quant_method": "x", "bits": 4, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "model.layers.1.mlp"],
+        "quantized_layers": {"model.layers.1.mlp": {"bits": 8}, "model.layers.0.mlp": {"bits": 2}},
+    }  # fmt: skip
+    config = dict(
+        num_hidden_layers=2, quantization_config=described, **{"hf_quant_config.json": {"quantization": described}}
+    )
+    edits = edit(config, renumbered([1], 2), ["hf_quant_config.json"])
+    new = described | {
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"],
+        "quantized_layers": {"model.layers.0.mlp": {"bits": 8}},
+    }
+    made = applied(config, edits.made)
+    assert made["quantization_config"] == made["hf_quant_config.json"]["quantization"] == new
+    assert config["quantization_config"] is described
+    assert described["modules_to_not_convert"][1:] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+def test_what_the_router_chooses() -> None:
+    """No more experts than are left, of the groups that it chooses; which is said."""
+    grouped = dict(n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4)
+    edits = edit(grouped, renumbered([0], 1, experts=range(16)))
+    assert applied(grouped, edits.made) == grouped | dict(n_routed_experts=16)
+    plain = dict(num_local_experts=8, num_experts_per_tok=4)
+    edits = edit(plain, renumbered([0], 1, experts=range(2)))
+    assert applied(plain, edits.made) == dict(num_local_experts=2, num_experts_per_tok=2)
+    assert edits.notes == ["num_experts_per_tok is 2, not 4: the router has no more experts to choose from"]
+    assert [*check_experts(grouped, 16)] == [*check_experts(plain, 1)] == []
+    assert "8 groups" in next(check_experts(grouped, 8))
+    assert "8 groups" in next(check_experts(grouped, 20))
+    assert not [*check_experts(grouped | dict(topk_method="group_limited_greedy"), 8)]
+
+
+def test_tokens_without_rows() -> None:
+    """They are named, and one that pads is none: torch makes no embedding whose padding lies outside of it."""
+    config = dict(vocab_size=100, bos_token_id=90, eos_token_id=3, pad_token_id=99)
+    edits = edit(config, renumbered([0], 1, vocab_rows=50))
+    assert applied(config, edits.made) == config | dict(vocab_size=50, pad_token_id=None)
+    assert edits.notes == [
+        "tokens from 50 on have no row, bos_token_id 90, pad_token_id 99 among them; the tokenizer knows them all the same"
+    ]
