@@ -129,6 +129,18 @@ def test_merge(release: Path, tmp_path: Path) -> None:
     )
 
 
+def test_cut(release: Path, tmp_path: Path) -> None:
+    """The second layer, as the only one."""
+    assert call("cut", release, tmp_path / "cut", "--layers", "1:2", "--vocab_rows", "16") == 0
+    tensors = random_tensors(CONFIG)
+    wanted = {
+        name.replace("layers.1", "layers.0"): values for name, values in tensors.items() if "layers.0" not in name
+    }
+    wanted |= {name: values[:16] for name, values in tensors.items() if values.shape[0] == CONFIG["vocab_size"]}
+    assert_same_bits(read_tensors(tmp_path / "cut"), wanted)
+    assert (read_config(tmp_path / "cut")["num_hidden_layers"], read_config(tmp_path / "cut")["vocab_size"]) == (1, 16)
+
+
 def test_quantize_and_dequantize(release: Path, tmp_path: Path) -> None:
     """Close to what it was, and bit for bit where nothing is quantised."""
     assert call("quantize", release, tmp_path / "fp8") == 0

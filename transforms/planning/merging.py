@@ -105,7 +105,8 @@ class Merge(ToRelease):
             len(self.merging.touched),
             sum(encoding.label is not None for encoding in self.encodings.values()),
         )
-        number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
+        done = "merged" if self.adapters else "changed"
+        number, what = (values, "dequantised") if self.options.dequantize else (merged, done)
         return f"{kept}{number:,} tensor{'' if number == 1 else 's'} {what}"
 
     @property

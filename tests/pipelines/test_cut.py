@@ -1,0 +1,300 @@
+"""A part of a release: as a release of its own that transformers loads, and as a source of every command that takes one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lazily import lazily
+from pairs import each
+from quantised import fp8_llama
+from safetensors import deserialize
+from servers.clients import at_hub
+from support import (
+    BF16,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same_bits,
+    call,
+    converted,
+    make_release,
+    random_tensors,
+    read_config,
+    read_tensors,
+    reference,
+    save,
+    split,
+)
+
+import weightbeam as wb
+from weightbeam.formats.release.model_class import model_class
+from weightbeam.formats.safetensors import INDEX
+
+torch = lazily("torch")
+transformers = lazily("transformers")
+
+# Layers, experts and rows of the vocabulary of a model of each family, and the layers that MaxText keeps in one.
+CUTS: Mapping[str, tuple[str, str | None, int]] = {
+    "cases/llama3.1": ("0:1,2:4", None, 160),
+    "models/mistral": ("1:3", None, 200),
+    "cases/qwen2.5-tied": ("1:3", None, 160),
+    "cases/qwen3-moe": ("0,3", "2:6", 160),
+    "cases/mixtral": ("1:2", "0:2", 160),
+    "cases/deepseek2": ("0:2,4", "0:4", 160),
+    "cases/deepseek3": ("0,3:5", "4:8", 160),
+    "cases/deepseek3.2": ("0:3", "0:4", 160),
+    "models/kimi_k25": ("0:2", "0:4", 160),
+    "cases/deepseek4": ("0:5", None, 160),
+    "cases/olmo3": ("4:8", None, 160),
+    "cases/gpt-oss": ("2:4", "1:3", 160),
+    "models/llama4": ("4:8", "0:2", 160),
+    "models/llama4-dense": ("0:4", "2:4", 160),
+    "cases/gemma2": ("2:4", None, 160),
+    "cases/gemma3": ("0:6", None, 160),
+    "models/gemma3-text": ("6:13", None, 160),
+    "cases/gemma4-moe": ("6:12", "2:4", 160),
+    "models/gemma4-text": ("0:6", None, 160),
+    "cases/gemma4-small": ("0:5", None, 160),
+    "cases/qwen3-next": ("4:8", "4:8", 160),
+    "cases/qwen3.5": ("0:4", "0:4", 160),
+    "models/qwen3_vl_moe": ("1", "1:4", 160),
+    "models/qwen3_omni": ("0", "0:2", 160),
+}
+UNSCANNED = ("cases/gemma4-small", "models/qwen3_vl_moe", "models/qwen3_omni")  # MaxText has them so only
+ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.weight|.*\.tid2eid")
+EXPERTS = re.compile(  # of a text model as transformers has it in memory: all experts in one tensor
+    r".*layers\.\d+\.((mlp|feed_forward)\.)?(experts\.(gate_up_proj|down_proj)(_bias)?|(gate|router)\.(weight|bias|e_score_correction_bias)"
+    r"|router\.(proj\.weight|per_expert_scale))"
+)
+PER_LAYER = {
+    "embed_tokens_per_layer.weight": 1,
+    "per_layer_model_projection.weight": 0,
+}  # where Gemma 4's layers lie side by side
+
+
+def stored(folder: Path) -> dict[str, tuple[list[int], bytes]]:
+    """Every tensor of a release, codes too: its shape and its bytes, by the safetensors library."""
+    held = (tensor for path in folder.glob("*.safetensors") for tensor in deserialize(path.read_bytes()))
+    return {name: (about["shape"], bytes(about["data"])) for name, about in held}
+
+
+def numbers(layers: str) -> list[int]:
+    return [
+        i
+        for part in layers.split(",")
+        for i in range(int(part.split(":")[0]), int(part.split(":")[-1]) + (":" not in part))
+    ]
+
+
+def options(layers: str, experts: str | None, rows: int) -> list[str]:
+    return ["--layers", layers, *(["--experts", experts] if experts else []), "--vocab_rows", str(rows)]
+
+
+def state(folder: Path) -> tuple[dict[str, Any], Any]:
+    """The weights of a model that transformers loads, and its config; nothing is missing, and nothing left over."""
+    model, found = getattr(transformers, str(model_class(read_config(folder)))).from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(found.values()), found
+    return model.state_dict(), model.config
+
+
+def part_of(
+    weights: Mapping[str, Any], layers: list[int], experts: str | None, rows: int, count: int
+) -> dict[str, Any]:
+    """The part of a whole model's weights that a cut should have, in torch alone."""
+    kept = {}
+    for name, values in weights.items():
+        found = re.fullmatch(r"((?:thinker\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.)(\d+)(\..*)", name)
+        if found and int(found[2]) not in layers:
+            continue
+        if experts and EXPERTS.fullmatch(name) and "vis" not in name and "talker" not in name:
+            values = values[slice(*map(int, experts.split(":")))]
+        if ROWS.fullmatch(name) and "talker" not in name:
+            values = values[:rows]
+        for leaf, axis in PER_LAYER.items():
+            if name.endswith(leaf):
+                values = torch.cat([values.chunk(count, axis)[layer] for layer in layers], axis)
+        kept[f"{found[1]}{layers.index(int(found[2]))}{found[3]}" if found else name] = values
+    return kept
+
+
+@pytest.mark.parametrize("model", CUTS)
+def test_transformers_loads_it(generated: Path, tmp_path: Path, model: str) -> None:
+    """What it loads is that part of the whole model, to the bit."""
+    layers, experts, rows = CUTS[model]
+    assert call("cut", generated / model, tmp_path / "cut", *options(layers, experts, rows)) == 0
+    whole, config = state(generated / model)
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    wanted, (made, _) = part_of(whole, numbers(layers), experts, rows, count), state(tmp_path / "cut")
+    assert made.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert made[name].shape == values.shape, name
+        assert torch.equal(made[name], values), name
+
+
+@pytest.mark.parametrize(("model", "scan"), each([*CUTS], ["true", "false"]))
+def test_its_conversion_is_the_same(generated: Path, tmp_path: Path, model: str, scan: str) -> None:
+    """Of the cut as a release, and of the whole with the same options: every bit; it verifies, and an export of it is the
+    cut again.
+    """
+    asked, scan = options(*CUTS[model]), "false" if model in UNSCANNED else scan
+    how = ["--scan_layers", scan, *(["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else [])]
+    assert call("cut", generated / model, tmp_path / "cut", *asked) == 0
+    wanted = converted(tmp_path / "cut", tmp_path / "a", *how)
+    assert_same_bits(converted(generated / model, tmp_path / "b", *how, *asked), wanted)
+    assert call("verify", tmp_path / "b") == 0
+    assert call("export", tmp_path / "b", tmp_path / "exported") == 0
+    made, cut = stored(tmp_path / "exported"), stored(tmp_path / "cut")
+    assert {name: cut[name][0] for name in made} == {name: shape for name, (shape, _) in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "kinds"),
+    [
+        ("cases/llama3.1", [1, 3], {"layers": 4}),
+        ("cases/qwen3-moe", [0, 3], {"layers": 4}),
+        ("cases/deepseek3", [1, 2, 4], {"dense_layers": 2, "moe_layers": 3}),
+        ("cases/gpt-oss", [2, 3], {"layers": 4}),
+        ("cases/olmo3", [0, 1, 2, 3], {"layers": 8}),
+        ("cases/gemma3", [0, 1, 2, 3, 4, 5], {"layers": 8}),
+        ("cases/qwen3-next", [4, 5, 6, 7], {"layers": 8}),
+    ],
+)
+def test_the_cut_of_a_conversion(
+    generated: Path, tmp_path: Path, model: str, layers: list[int], kinds: dict[str, int]
+) -> None:
+    """The arrays of the layers that are kept are those of the whole model's conversion."""
+    how = ["--scan_layers", "false", *(["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else [])]
+    whole = converted(generated / model, tmp_path / "whole", *how)
+    names = [f"{kind}_{number}" for kind, count in kinds.items() for number in range(count)]
+    new = {f"decoder.{names[layer]}.": f"decoder.{kind}_{sum(name.startswith(kind) for name in map(names.__getitem__, layers[:at]))}."
+           for at, layer in enumerate(layers) for kind in [names[layer].rpartition("_")[0]]}  # fmt: skip
+    wanted = {key: values for key, values in whole.items() if not re.match(r"decoder\.\w*layers_\d+\.", key)}
+    for old, kept in new.items():
+        wanted |= {kept + key.removeprefix(old): values for key, values in whole.items() if key.startswith(old)}
+    cut = ["--layers", ",".join(map(str, layers))]
+    assert_same_bits(converted(generated / model, tmp_path / "cut", *how, *cut), wanted)
+
+
+def test_every_command_that_takes_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of five layers: planned, inspected, loaded, opened, quantised, dequantised and merged as the cut itself."""
+    config = LLAMA | dict(num_hidden_layers=5, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    tensors = random_tensors(config)
+    source, cut = save(tmp_path / "hf", config, *split(tensors, 3)), ["--layers", "1,4", "--vocab_rows", "32"]
+    model = ["--maxtext_model", "llama2-7b"]
+    assert call("cut", source, tmp_path / "cut", *cut) == 0
+    small = config | dict(num_hidden_layers=2, vocab_size=32)
+    wanted = {re.sub(r"layers\.[14]", lambda found: "layers.1" if "4" in found[0] else "layers.0", name): values
+              for name, values in tensors.items() if not re.search(r"layers\.[023]\.", name)}  # fmt: skip
+    wanted |= {name: wanted[name][:32] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert_same_bits(read_tensors(tmp_path / "cut"), wanted)
+    assert read_config(tmp_path / "cut") == small
+    index = (
+        json.loads((tmp_path / "cut" / INDEX).read_text())["weight_map"]
+        if (tmp_path / "cut" / INDEX).exists()
+        else wanted
+    )
+    assert index.keys() == wanted.keys()
+    assert "layers 1:2,4:5, rows of the vocabulary 0:32" in (tmp_path / "cut" / "README.md").read_text()
+
+    capsys.readouterr()
+    for command in (["plan", source, *model], ["plan", "cut", source, tmp_path / "new"], ["inspect", source]):
+        assert call(*command, *cut) == 0
+        assert "layers 1:2,4:5" in (said := capsys.readouterr().out) or "--layers 1,4" in said
+    parsed = wb.plan(str(source), layers=[1, 4], vocab_rows=32, maxtext_model="llama2-7b")
+    assert parsed.conversion.options.layers == "1:2,4:5"
+    tree = wb.load(str(source), mesh="fsdp=1", layers="1,4", vocab_rows=32, maxtext_model="llama2-7b")
+    arrays = reference(small, wanted, BF16)
+    kernel = tree["params"]["params"]["decoder"]["layers"]["self_attention"]["query"]["kernel"]
+    np.testing.assert_array_equal(np.asarray(kernel), arrays["decoder.layers.self_attention.query.kernel"])
+    opened = wb.open(str(source), as_is=True, layers="1,4")
+    np.testing.assert_array_equal(
+        opened["model.layers.1.mlp.up_proj.weight"][:], tensors["model.layers.4.mlp.up_proj.weight"]
+    )
+
+    assert call("quantize", source, tmp_path / "fp8", *cut) == 0
+    assert call("quantize", tmp_path / "cut", tmp_path / "fp8-of-cut") == 0
+    assert stored(tmp_path / "fp8") == stored(tmp_path / "fp8-of-cut")
+    assert read_config(tmp_path / "fp8") == read_config(tmp_path / "fp8-of-cut")
+    assert call("dequantize", tmp_path / "fp8", tmp_path / "bf16", "--layers", "1") == 0
+    assert call("dequantize", tmp_path / "fp8", tmp_path / "both") == 0
+    name = "self_attn.o_proj.weight"
+    one, both = read_tensors(tmp_path / "bf16"), read_tensors(tmp_path / "both")
+    assert one[f"model.layers.0.{name}"].tobytes() == both[f"model.layers.1.{name}"].tobytes()
+
+
+def test_codes_and_scales(tmp_path: Path) -> None:
+    """A quantised release keeps them byte for byte, and says the same of them."""
+    source, tensors, _ = fp8_llama(tmp_path / "fp8")
+    assert call("cut", source, tmp_path / "cut", "--layers", "1:2") == 0
+    wanted = {
+        name.replace("layers.1", "layers.0"): values for name, values in tensors.items() if "layers.0" not in name
+    }
+    assert stored(tmp_path / "cut") == {name: ([*values.shape], values.tobytes()) for name, values in wanted.items()}
+    assert read_config(tmp_path / "cut")["quantization_config"] == read_config(source)["quantization_config"]
+
+
+def test_only_what_is_kept_is_read_from_the_hub(tmp_path: Path) -> None:
+    """Of the weights' bytes no others are sent than those that are kept, once, and the last one of each file."""
+    config = QWEN3_MOE | dict(
+        num_hidden_layers=4, hidden_size=256, moe_intermediate_size=128, architectures=["Qwen3MoeForCausalLM"]
+    )
+    tensors = random_tensors(config)
+    source = save(tmp_path / "hf", config, *split(tensors, 2))
+    with at_hub() as hub:
+        hub.add("org/model", source)
+        assert (
+            call("cut", "hf://org/model", tmp_path / "cut", "--layers", "1:3", "--experts", "0:2", "--vocab_rows", "8")
+            == 0
+        )
+        kept = sum(values.nbytes for values in read_tensors(tmp_path / "cut").values())
+        headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in source.glob("*.safetensors"))
+        assert kept < sum(values.nbytes for values in tensors.values()) / 3
+        small = sum(file.stat().st_size for file in source.glob("*.json"))
+        assert hub.cdn.log.sent <= kept + 2 * headers + small + 1000
+    card = (tmp_path / "cut" / "README.md").read_text()
+    assert "base_model: org/model" in card
+    assert "layers 1:3, experts 0:2" in card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cut", "SOURCE", "OUT"], "none of them says what is kept"),
+        (["cut", "SOURCE", "OUT", "--layers", "0:9"], "the model has layers 0 to 1"),
+        (["convert", "SOURCE", "OUT", "--layers", "0:1", "--virtual"], "cut it first, with weightbeam cut"),
+        (["inspect", "CKPT", "--layers", "0:1"], "is an Orbax checkpoint"),
+        (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes layers of an Orbax checkpoint"),
+        (["merge", "SOURCE", "OUT"], "names no adapter to merge"),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    source = make_release(tmp_path / "hf")
+    if "CKPT" in arguments:
+        assert call("convert", source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
+    places = {"SOURCE": source, "CKPT": tmp_path / "ckpt", "OUT": tmp_path / "out"}
+    assert call(*(places.get(each, each) for each in arguments)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_loading_a_checkpoint_takes_none(tmp_path: Path) -> None:
+    source = make_release(tmp_path / "hf")
+    wb.convert(str(source), str(tmp_path / "ckpt"), maxtext_model="llama2-7b", progress=False)
+    with pytest.raises(wb.Refused, match="taken of a release"):
+        wb.load(str(tmp_path / "ckpt"), mesh="fsdp=1", layers="0:1")
+
+
+def test_a_stopped_one_is_resumed_as_it_was(tmp_path: Path) -> None:
+    """What is kept is a part of what identifies it."""
+    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4))
+    plans = [
+        wb.plan(str(source), layers=layers, maxtext_model="llama2-7b").conversion for layers in ("0:2", "0:2", "2:4")
+    ]
+    assert plans[0].hash == plans[1].hash != plans[2].hash
