@@ -208,7 +208,9 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
         if before.has(target, stack) or not layers or len(layers) < stack.layers.size:
             continue
         for root, rest in moving.get(layers[0][0], ()):
-            if stack.layers.ndim:
+            if stack.layers.ndim and before.by_target[layers[0][0]].layers.ndim:
+                add(_select, root, rest, target, layers, stack, before, after, arrays)
+            elif stack.layers.ndim:
                 add(_gather, root, rest, target, layers, stack, arrays, after)
             else:
                 add(_take, root, rest, target, layers[0], before, arrays)
@@ -255,6 +257,41 @@ def _gather(
     keys = np.array([arrays[path].key for path in paths], dtype=object).reshape(stack.layers.shape)
     at = after.at(root, len(shape))
     return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
+
+
+def _select(
+    root: Path,
+    rest: Path,
+    target: Path,
+    layers: Sequence[tuple[Path, tuple[int, ...]]],
+    stack: Stack,
+    before: Stacks,
+    after: Stacks,
+    arrays: Mapping[Path, Held],
+) -> Moved:
+    """Some layers of a stacked array, stacked as they were: those from one on that follow each other."""
+    held, path = layers[0][0], (*root, *layers[0][0], *rest)
+    (key, shape), count = arrays[path], stack.layers.ndim
+    rank = len(shape) - count
+    here, there = before.at(root, rank), after.at(root, rank)
+    _check(path, shape, here, before.by_target[held])
+    first = layers[0][1]
+    wanted = {(held, tuple(map(int, np.add(first, index)))) for index in np.ndindex(stack.layers.shape)}
+    if {*layers} != wanted:
+        raise StackingError(
+            path,
+            "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
+        )
+    sizes, axes = _words(shape)
+    sizes |= {f"d{here + axis}": size for axis, size in enumerate(stack.layers.shape)}
+    window = (
+        *[slice(None)] * here,
+        *(slice(at, at + size) for at, size in zip(first, stack.layers.shape, strict=True)),
+    )
+    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
+    order = [*others[:there], *range(here, here + count), *others[there:]]
+    part = Copy(np.array(key, dtype=object), sizes, axes, tuple(axes[axis] for axis in order), window)
+    return Moved((*root, *target, *rest), path, part, tuple(range(there, there + count)))
 
 
 def _take(

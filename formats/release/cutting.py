@@ -60,7 +60,7 @@ def cut_release(checkpoint: HfCheckpoint, cut: Cut) -> HfCheckpoint:
     """The release with nothing in it but what a cut keeps. What stands against the cut is among its problems, and then
     it is whole.
     """
-    if not cut or not checkpoint.config or not checkpoint.tensors:  # that they are missing is a problem already
+    if not cut or not checkpoint.config:  # that it is missing is a problem already
         return checkpoint
     try:
         return _Cutting(checkpoint, cut).made()

@@ -188,6 +188,14 @@ def files_of(checkpoint: HfCheckpoint, files: SmallFiles) -> SmallFiles:
     return files.replaced(edited) if edited else files
 
 
+def edit_archive(archive: bytes, checkpoint: HfCheckpoint) -> bytes:
+    """The small files that are packed as `keep_files` packs them, as a view of their release sees them."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as packed:
+        sizes = {info.filename: info.file_size for info in packed.infolist()}
+        files = files_of(checkpoint, SmallFiles(sizes, packed.read))
+        return pack({name: files[name] for name in packed.namelist()})
+
+
 def _edited(text: bytes, edits: Mapping[json_text.Path, Any]) -> bytes:
     edited = text.decode()
     for path, value in edits.items():

@@ -293,11 +293,11 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
 
 def view(checkpoint: HfCheckpoint, tensors: Mapping[str, Tensor], **changes: Any) -> HfCheckpoint:
     """A release of which only these tensors are seen, each by its stored name; `changes` are to its other fields."""
-    store, shards = open_store(checkpoint.root), []
+    shards = []
     for shard in checkpoint.shards:
         if seen := tuple(tensors[tensor.name] for tensor in shard.tensors if tensor.name in tensors):
-            print_ = shard.fingerprint and _fingerprint(store, shard.name, seen)
-            shards.append(dataclasses.replace(shard, tensors=seen, fingerprint=print_))
+            sampled = shard.fingerprint and _fingerprint(open_store(checkpoint.root), shard.name, seen)
+            shards.append(dataclasses.replace(shard, tensors=seen, fingerprint=sampled))
     return dataclasses.replace(checkpoint, shards=tuple(shards), **changes)
 
 

@@ -15,12 +15,19 @@ from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_ch
 from weightbeam.formats.orbax.state import Surroundings
 from weightbeam.formats.orbax.unpacking import why_whole
 from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.record.provenance import tensors_of
+from weightbeam.formats.release.cutting import cut_release
+from weightbeam.formats.release.files import ARCHIVE, edit_archive
+from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.config import MAX_COUNT
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
 from weightbeam.transforms.cutting.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.planning.adapting import MaxTextAdapter, adapt, beside
+from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import (
     FULL,
     KEEP,
@@ -29,7 +36,7 @@ from weightbeam.transforms.planning.options import (
     options_from,
 )
 from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
-from weightbeam.transforms.planning.tree import Kept, Model, make_tree
+from weightbeam.transforms.planning.tree import Kept, Model, TakenLayers, make_tree
 
 
 def load(inputs: Mapping[str, Any]) -> Reshard:
@@ -65,6 +72,7 @@ def plan_reshard(
         model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
     )
     meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
+    taken, amiss = take_layers(options, source, model) if options.layers else (None, [])
     tree, problems = make_tree(
         source,
         model,
@@ -73,7 +81,9 @@ def plan_reshard(
         options.param_scan_axis,
         options.family,
         options.maxtext_model,
+        taken,
     )
+    problems = [*amiss, *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
     problems += [*_lossless_only(arrays, source), *adapted.problems]
@@ -114,8 +124,35 @@ def plan_reshard(
         tuple(warnings),
         tuple(adapters),
         adapted,
+        taken,
         slots,
     )
+
+
+def take_layers(
+    options: ReshardOptions, source: OrbaxCheckpoint, model: Model
+) -> tuple[TakenLayers | None, list[Problem]]:
+    """The layers that are wanted, and what stands against them: a cut of the release that the checkpoint remembers, or
+    of its `config.json` alone.
+    """
+    said = model.remembered or source.record
+    tensors = tensors_of(said) if isinstance(said.get("tensors"), Mapping) else {}
+    release = HfCheckpoint("", dict(model.config), (Shard("", "", 0, "", tuple(tensors.values())),))
+    asked = Cut(options.layers, family=options.family)
+    made = cut_release(release, asked)
+    if not made.cut:
+        why = "nothing says which model it is; --like names a release of it"
+        return None, [*made.problems] or [Problem("cut", "--layers", f"{options.layers}: {why}")]
+    named = {
+        name: {"dtype": DTYPE_NAMES[each.dtype], "shape": list(each.shape), "file": each.path}
+        for name, each in made.tensors.items()
+    }
+    new_said = {key: value for key, value in (("config", made.config), ("tensors", named)) if key in said}
+    remembered = {**model.remembered, **new_said}
+    files = {name: edit_archive(data, made) if name == ARCHIVE else data for name, data in model.files.items()}
+    shapes = {name: shape for name, (_, shape, _) in Like.of(made).tensors.items()}
+    new = dataclasses.replace(model, config=made.config, shapes=shapes, remembered=remembered, files=files)
+    return TakenLayers(new, tuple(asked.numbers(str(options.layers), MAX_COUNT["num_hidden_layers"]))), []
 
 
 def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels: Mapping[str, AdaptedKernel]) -> Array:
@@ -274,6 +311,8 @@ def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
             grain[target] = chunk
         if not held and part.window_shape[axis] < stored.shape[axis]:
             layers *= min(chunk, stored.shape[axis])
+        elif held and part.window_shape[axis] < stored.shape[axis]:  # a chunk may hold layers that aren't taken
+            layers *= -(-min(chunk, stored.shape[axis]) // part.window_shape[axis])
     return tuple(grain), layers
 
 

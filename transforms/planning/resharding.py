@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +40,7 @@ from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.targets import Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Plan
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
@@ -54,7 +57,7 @@ from weightbeam.transforms.planning.options import (
     hashed,
 )
 from weightbeam.transforms.planning.transfer import Transfer
-from weightbeam.transforms.planning.tree import Model, NewTree
+from weightbeam.transforms.planning.tree import Model, NewTree, TakenLayers
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
@@ -90,6 +93,7 @@ class Reshard(ComparesSource, Transfer):
       units: the blocks of each unit.
       warnings: what the user should know.
       adapted: the arrays that adapters are merged into.
+      taken: the layers that are taken, if they aren't all.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
@@ -104,9 +108,15 @@ class Reshard(ComparesSource, Transfer):
     warnings: tuple[str, ...] = ()
     adapters: tuple[MaxTextAdapter, ...] = ()
     adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
+    taken: TakenLayers | None = None
     slots: int | None = None
 
     kind, doing, title = "reshard", "resharding", "Reshard"
+
+    @property
+    def new_model(self) -> Model:
+        """What is known of the new checkpoint's model."""
+        return self.taken.model if self.taken else self.model
 
     @property
     def format(self) -> Format:
@@ -186,8 +196,14 @@ class Reshard(ComparesSource, Transfer):
 
     @functools.cached_property
     def summed(self) -> frozenset[OrbaxArray]:
-        """Without those that keep chunks and name: what is written of them has their digests."""
-        return frozenset(array for array in super().summed if array.key not in self._kept)
+        """Without those that keep chunks and name: what is written of them has their digests; and without those of
+        which a part is read.
+        """
+        read = Counter[str]()
+        for part in (part for array in self.plan.arrays for part in array.parts):
+            read.update(dict.fromkeys(part.tensors, math.prod(part.window_shape)))
+        whole = (array for array in super().summed if read[array.key] == math.prod(array.shape))
+        return frozenset(array for array in whole if array.key not in self._kept)
 
     @functools.cached_property
     def _kept(self) -> frozenset[str]:
@@ -281,7 +297,7 @@ class Reshard(ComparesSource, Transfer):
 
     def bring(self, place: Staging, how: Delivery) -> None:
         """Puts the source's small files there, and what MaxText must be told, where they don't say it."""
-        files, naming = dict(self.model.files), self.naming(place.final.url)
+        files, naming = dict(self.new_model.files), self.naming(place.final.url)
         if self.tree.maxtext and (self.tree.is_moved or FILE not in files):
             files[FILE] = self.tree.maxtext.to_yaml().encode()
         for name, data in files.items():
@@ -314,6 +330,8 @@ class Reshard(ComparesSource, Transfer):
             for key, value in hashed(self.options).items()
             if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
         }
+        if self.taken:
+            asked["layers"] = self.taken.of_release(Cut.of(made).layers)
         layout = {
             "scan_layers": self.tree.scan,
             "param_scan_axis": self.tree.scan_axis,
@@ -326,7 +344,7 @@ class Reshard(ComparesSource, Transfer):
         return {
             **named,
             **kept,
-            **self.model.remembered,
+            **self.new_model.remembered,
             "command": self.kind,
             "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),

@@ -5,18 +5,24 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from weightbeam.formats.orbax import TEXT, leaves
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.model_mappings.anatomy import layer_count
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.cut import spans, spelled
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.rules import Stack
 from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
 from weightbeam.transforms.planning.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
@@ -59,6 +65,32 @@ class Model:
                 "shapes": shapes,
                 "files": {name: base64.b64decode(data) for name, data in staged["files"].items()},
             }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenLayers:
+    """Some layers of a model.
+
+    Attributes:
+      model: what is known of the model that they make.
+      layers: those of the whole model, in the order of their new numbers; prediction layers are the last.
+    """
+
+    model: Model
+    layers: tuple[int, ...]
+
+    def of_release(self, before: str | None) -> str:
+        """The same by the numbers of the release of which the checkpoint's layers are these, all of them if None."""
+        whole = [*itertools.chain(*(range(*span) for span in spans(before)))] if before else None
+        return spelled(spans(",".join(str(whole[layer] if whole else layer) for layer in self.layers)))
+
+    def renamed(self, stack: Stack) -> Stack:
+        """A stack of the new model by the whole one's numbers."""
+        return (
+            dataclasses.replace(stack, layers=np.array(self.layers)[stack.layers])
+            if "{layer}" in stack.source
+            else stack
         )
 
 
@@ -120,6 +152,7 @@ def make_tree(
     scan_axis: int | None,
     family_name: str | None,
     model_name: str | None,
+    taken: TakenLayers | None = None,
 ) -> tuple[NewTree, list[Problem]]:
     """The new tree, and what stands against it.
 
@@ -142,12 +175,13 @@ def make_tree(
       params_only: the weights alone, below `params.params`, whatever the old tree calls them.
       scan, scan_axis: the layout that is wanted; None for what the source has.
       family_name, model_name: the table that the user named, and MaxText's model.
+      taken: the layers that are wanted; None for all of them.
     """
     try:
         old = _Old.of(source, params_only)
     except TreeError as e:
         return NewTree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
-    layouts = _Layouts(source, model, old.weights, family_name, model_name)
+    layouts = _Layouts(source, model, old.weights, family_name, model_name, taken)
     wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
     is_moving = layouts.is_other(*wanted)
     if problems := layouts.check(scan, is_moving):
@@ -159,7 +193,8 @@ def make_tree(
         return NewTree(kind=old.kind), [_unused(fault.path, str(fault)) for fault in e.faults]
     arrays = tuple(_keep(old, one, names) for one in moved)
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
-    tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=old.left_out, is_moved=is_moving)
+    left_out = old.left_out | (layouts.left_out(old, moved) if taken else {})
+    tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=left_out, is_moved=is_moving)
     return layouts.describe(tree), problems
 
 
@@ -251,9 +286,14 @@ def _move(
     Raises:
       RestackError: arrays aren't stacked as the layout says.
     """
-    arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(*wanted)
+    arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.new_stacks(*wanted)
     moved = restack(arrays, before, after)
-    lost = [_unused(path, "no rule says what becomes of it in the other layout") for path in unused(arrays, moved)]
+    gone = layouts.left_out(old, moved)
+    lost = [
+        _unused(path, "no rule says what becomes of it in the other layout")
+        for path in unused(arrays, moved)
+        if arrays[path].key not in gone
+    ]
     loose = _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
     empty = {path: Held("", _empty_shape(path, before)) for path in old.empty}
     return moved, {one.path: one.like for one in restack(empty, before, after)}, [*lost, *loose]
@@ -299,7 +339,9 @@ class _Layouts:
         weights: Mapping[str, str],
         family_name: str | None,
         model_name: str | None,
+        taken: TakenLayers | None = None,
     ):
+        self.taken = taken
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
         self.family: Family | None = None
         self.reason, self.note = "", ""
@@ -327,12 +369,13 @@ class _Layouts:
             self.reason = str(e)
 
     def is_other(self, scan: bool | None, axis: int | None) -> bool:
-        """Whether layers are stacked otherwise in a layout."""
-        return scan != self.scan or (bool(scan) and axis != self.axis)
+        """Whether layers are stacked otherwise in a layout, or there are others."""
+        return self.taken is not None or scan != self.scan or (bool(scan) and axis != self.axis)
 
     def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
         """What stands against the layout that is wanted."""
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
+        option = "--layers" if self.taken else option
         if is_moving and self.family is None:
             return [
                 Problem(
@@ -370,6 +413,27 @@ class _Layouts:
         layout = self.at(scan, axis)
         return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
 
+    def new_stacks(self, scan: bool | None, axis: int | None) -> Stacks:
+        """The stacks of a layout of the new model, by the numbers of the old one's layers."""
+        if self.taken is None:
+            return self.stacks(scan, axis)
+        assert self.family is not None
+        config, mtp = Config(self.taken.model.config), max(self.taken.layers) >= layer_count(self.config)
+        layout = dataclasses.replace(self.at(scan, axis), shapes=self.taken.model.shapes, mtp=self.layout.mtp and mtp)
+        return Stacks.of(map(self.taken.renamed, self.family.stacks(config, layout)), layout.scan_axis)
+
+    def left_out(self, old: _Old, moved: Sequence[Moved]) -> dict[str, str]:
+        """The keys of a layer's arrays that nothing is made of, with the reason: only where layers are taken."""
+        if self.taken is None:
+            return {}
+        stacks, arrays = self.stacks(self.scan, self.axis), old.arrays
+        found = ((path, stacks.find(path)) for path in unused(arrays, moved))
+        return {
+            arrays[path].key: "of layers that aren't taken"
+            for path, at in found
+            if at and not {*self.taken.layers} & {*map(int, stacks.by_target[at[1]].layers.flat)}
+        }
+
     def misfit(self) -> str:
         """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
         table.
@@ -392,7 +456,11 @@ class _Layouts:
     def maxtext(self, scan: bool | None, axis: int | None) -> MaxTextConfig | None:
         """What MaxText must be told of a layout; None where `config.json` doesn't say it all."""
         assert self.family is not None
-        return maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)[0]
+        config, naming = self.config, self.naming
+        if self.taken:
+            config = Config(self.taken.model.config)
+            naming = name_model(self.family, config, self.naming.model)
+        return maxtext_of(self.family, config, self.at(scan, axis), naming)[0]
 
     def describe(self, tree: NewTree) -> NewTree:
         """A tree with what is known of its model."""
