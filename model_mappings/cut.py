@@ -42,6 +42,13 @@ def spelled(ranges: tuple[Span, ...]) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in ranges)
 
 
+def _is_ranges(said: object) -> bool:
+    try:
+        return isinstance(said, str) and bool(spans(said))
+    except ValueError:
+        return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """What of a release is kept; None for all.
@@ -59,10 +66,13 @@ class Cut:
 
     @classmethod
     def of(cls, said: Any) -> Cut:
-        """As the options of a record say, whoever wrote it."""
-        known = {"layers": str, "experts": str, "vocab_rows": int, "family": str}
+        """As the options of a record say, whoever wrote it; what makes no sense is as if it weren't there."""
         given = said if isinstance(said, Mapping) else {}
-        return cls(**{name: given[name] for name, kind in known.items() if isinstance(given.get(name), kind)})
+        texts = {name: given[name] for name in ("layers", "experts") if _is_ranges(given.get(name))}
+        rows, family = given.get("vocab_rows"), given.get("family")
+        return cls(
+            **texts, vocab_rows=rows if type(rows) is int else None, family=family if isinstance(family, str) else None
+        )
 
     def __bool__(self) -> bool:
         return (self.layers, self.experts, self.vocab_rows) != (None, None, None)

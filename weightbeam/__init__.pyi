@@ -623,6 +623,7 @@ def reshard(
     source: str,
     output: str,
     *,
+    layers: str | None = None,
     state: str = "full",
     save_dtype: str = "keep",
     moment_dtype: str = "keep",
@@ -655,6 +656,7 @@ def reshard(
       source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam, progress: as for `convert`.
+      layers: take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
       state: params leaves out the optimizer and the rest, and calls the weights params.params.
       save_dtype: dtype of the weights; computed in float32, cast once.
       moment_dtype: dtype of the optimizer's moments.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import Options
 from weightbeam.transforms.planning.tree import Model, find_parts
 
+LOG = logging.getLogger("weightbeam")
 CHOICES = frozenset(
     {
         "scan_layers",
@@ -117,6 +119,8 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
         raise Refused(f"release={release}: is for an Orbax checkpoint, and {where} is a release itself; leave it out")
     if as_is:
         return _as_it_is(checkpoint, options)
+    for note in checkpoint.notes:
+        LOG.warning(note)
     conversion = plan_with(options, checkpoint)
     refuse(conversion.plan.problems, conversion.source)
     return MappedRelease(conversion)

@@ -40,6 +40,7 @@ def test_no_ranges(text: str) -> None:
 def test_what_a_record_says() -> None:
     """Options of a record that anyone may have written; what isn't of the right kind is as if it weren't there."""
     assert Cut.of({"layers": "0:4", "experts": None, "vocab_rows": "x", "mesh": []}) == Cut("0:4")
+    assert Cut.of({"layers": "4:", "experts": ["0:2"], "vocab_rows": True, "family": 1}) == Cut()
     assert not Cut.of(None)
     assert str(Cut("0:4", "0:8", 100)) == "layers 0:4, experts 0:8, rows of the vocabulary 0:100"
 

@@ -115,7 +115,7 @@ compared.
 
 RESHARD = """\
 Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with
-or without the optimizer. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its
+or without the optimizer, or some of its layers alone. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its
 state, of post-training. Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As
 a Beam pipeline.
 
@@ -124,6 +124,7 @@ a Beam pipeline.
   weightbeam reshard run/checkpoints/1000 apart --scan_layers false \\
       --like hf://Qwen/Qwen3-8B
   weightbeam reshard ckpt merged --lora run/checkpoints/500
+  weightbeam reshard ckpt small --layers 0:4
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """

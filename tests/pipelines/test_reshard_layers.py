@@ -1,0 +1,126 @@
+"""`weightbeam reshard --layers`: some layers of an Orbax checkpoint, as the conversion of a cut has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pairs import each
+from support import LLAMA, assert_same_bits, call, converted, make_release, read_config, restore
+from trained import SHARED, trained_like
+
+from weightbeam.formats.orbax import find_items, open_arrays
+
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
+MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, collections, pairs
+    "cases/llama3.1": "1:3",
+    "cases/deepseek3": "1:4",
+    "cases/gemma3": "0:6",
+    "cases/gemma4-moe": "6:12",
+    "cases/deepseek4": "1:5",
+    "cases/gemma2": "2:4",
+}
+
+
+def reshard(source: Path, output: Path, *options: object, status: int = 0) -> Path:
+    """Runs the command; returns the folder of the only step."""
+    assert call("reshard", source, output, *options) == status
+    return find_items(output).folder.parent if status == 0 else output
+
+
+def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, by its key."""
+    return {key: np.asarray(store.read().result()) for key, store in open_arrays(find_items(checkpoint)).items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "storage"),
+    each(
+        [*MODELS],
+        ["true", "false"],
+        ["true", "true", "false"],
+        [[], ["--mesh", "fsdp=2"], ["--use_zarr3", "false"], ["--unit_bytes", "200000"]],
+    ),
+)
+def test_as_the_cut_is_converted(
+    generated: Path, tmp_path: Path, model: str, before: str, after: str, storage: list[str]
+) -> None:
+    """Every bit, whichever way the layers are stacked; it verifies against the release, and exports as the cut."""
+    how, layers = ["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else [], ["--layers", MODELS[model]]
+    assert call("convert", generated / model, tmp_path / "whole", "--scan_layers", before, *how) == 0
+    step = reshard(tmp_path / "whole", tmp_path / "cut", "--scan_layers", after, *layers, *storage)
+    assert_same_bits(
+        restore(step), converted(generated / model, tmp_path / "wanted", "--scan_layers", after, *how, *layers)
+    )
+    assert call("verify", tmp_path / "cut") == 0
+    assert (step / "maxtext.yml").read_text() == (tmp_path / "wanted" / "0" / "maxtext.yml").read_text()
+    for name in ("cut", "wanted"):
+        assert call("export", tmp_path / name, tmp_path / f"{name}-hf") == 0
+    assert read_config(tmp_path / "cut-hf") == read_config(tmp_path / "wanted-hf")
+
+
+@needs_shared
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_of_a_training_state(tmp_path: Path, scan: str) -> None:
+    """Weights, moments and what else has layers: those of the layers that are taken; all else as it was."""
+    source, like = SHARED / "trained" / "llama-fsdp8", trained_like(tmp_path / "like", "llama")
+    options = ("--layers", "1:3", "--scan_layers", scan, "--like", like, "--maxtext_model", "llama3.1-8b")
+    whole, made = arrays(source), arrays(reshard(source, tmp_path / "out", *options))
+    count = read_config(like)["num_hidden_layers"]
+    stacked = {key: values for key, values in whole.items() if re.search(r"\.decoder\.layers\.", key)}
+    assert {key.partition(".")[0] for key in stacked} >= {"params", "opt_state"}
+    wanted = {key: values for key, values in whole.items() if key not in stacked}
+    for key, values in stacked.items():
+        axis = 0 if key.startswith("nnx_aux.") else 1  # the state of modules
+        assert values.shape[axis] == count
+        kept = np.take(values, [1, 2], axis)
+        parts = [(key, kept)] if scan == "true" else [
+            (key.replace(".layers.", f".layers_{layer}."), kept.take(layer, axis)) for layer in range(2)
+        ]  # fmt: skip
+        wanted |= dict(parts)
+    assert_same_bits(made, wanted)
+
+
+def test_of_what_is_cut_already(tmp_path: Path) -> None:
+    """The record counts the release's layers, so that it verifies, and so does an inspection with a release."""
+    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=6))
+    model = ["--maxtext_model", "llama2-7b"]
+    assert call("convert", source, tmp_path / "part", "--layers", "1:5", *model) == 0
+    step = reshard(tmp_path / "part", tmp_path / "again", "--layers", "1,2:4")
+    assert json.loads((step / "conversion.json").read_text())["options"]["layers"] == "2:5"
+    assert call("verify", tmp_path / "again") == 0
+    assert_same_bits(restore(step), converted(source, tmp_path / "wanted", "--layers", "2:5", *model))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("0:9", "the model has layers 0 to 3"),
+        ("0,3", "don't follow each other in it; keep one range of them, or take them apart first"),
+        ("1,1", "1 is named twice"),
+    ],
+)
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: str, message: str) -> None:
+    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4))
+    assert call("convert", source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
+    reshard(tmp_path / "ckpt", tmp_path / "out", "--layers", layers, status=2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@needs_shared
+def test_a_model_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reshard(SHARED / "trained" / "llama-fsdp8", tmp_path / "out", "--layers", "0:2", status=2)
+    assert "--like names a release of it" in capsys.readouterr().err
+
+
+def test_layers_apart_may_be_any(tmp_path: Path) -> None:
+    """Where each lies by itself, none has to follow another."""
+    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4))
+    model = ["--maxtext_model", "llama2-7b", "--scan_layers", "false"]
+    assert call("convert", source, tmp_path / "ckpt", *model) == 0
+    step = reshard(tmp_path / "ckpt", tmp_path / "out", "--layers", "0,3", "--scan_layers", "true")
+    assert_same_bits(restore(step), converted(source, tmp_path / "wanted", "--layers", "0,3", *model[:2]))
