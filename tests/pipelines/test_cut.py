@@ -240,6 +240,20 @@ def test_codes_and_scales(tmp_path: Path) -> None:
     assert read_config(tmp_path / "cut")["quantization_config"] == read_config(source)["quantization_config"]
 
 
+def test_files_of_which_nothing_is_kept(tmp_path: Path) -> None:
+    """They are gone, and the names of the others say how many there are."""
+    config = LLAMA | dict(num_hidden_layers=4)
+    tensors = random_tensors(config)
+    by_layer = [{name: values for name, values in tensors.items() if f"layers.{layer}." in name} for layer in range(4)]
+    source = save(
+        tmp_path / "hf", config, {name: values for name, values in tensors.items() if "layers" not in name}, *by_layer
+    )
+    assert call("cut", source, tmp_path / "cut", "--layers", "2:4") == 0
+    assert sorted(path.name for path in (tmp_path / "cut").glob("*.safetensors")) == [
+        f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
+
+
 def test_only_what_is_kept_is_read_from_the_hub(tmp_path: Path) -> None:
     """Of the weights' bytes no others are sent than those that are kept, once, and the last one of each file."""
     config = QWEN3_MOE | dict(

@@ -163,6 +163,11 @@ COMMANDS = {
     "quantize": Command(
         "quantize {hf} {out} --format fp8", ("hf/model-00001*",), ("hf/generation_config.json", "hf/config.json")
     ),
+    "cut": Command(
+        "cut {hf} {out} --layers 1:2 --vocab_rows 40",
+        ("hf/model-00001*",),
+        ("hf/tokenizer.json", "hf/README.md", "hf/config.json"),
+    ),
     "dequantize": Command("dequantize {fp8} {out}", ("fp8/model*",), ("fp8/tokenizer.json",)),
     "export": Command(
         "export {ckpt} {out} --lora {lora}",

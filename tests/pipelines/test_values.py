@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[str], Any]] = {  # in this order: some take what thos
     "export": lambda at: wb.export(f"{at}/ckpt", f"{at}/exported"),
     "verify, an export": lambda at: wb.verify(f"{at}/exported"),
     "reshard": lambda at: wb.reshard(f"{at}/ckpt", f"{at}/resharded", scan_layers=False),
+    "cut": lambda at: wb.cut(f"{at}/hf", f"{at}/small", layers="0:1"),
     "quantize": lambda at: wb.quantize(f"{at}/hf", f"{at}/fp8"),
     "dequantize": lambda at: wb.dequantize(f"{at}/fp8", f"{at}/bf16"),
     "diff": lambda at: wb.diff(f"{at}/hf", f"{at}/fp8"),

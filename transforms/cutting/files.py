@@ -171,8 +171,8 @@ def _split(group: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
 
 
 def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) -> list[str]:
-    """The files' names: those of `like` where its files are the same and are named as all loaders want them, else as
-    transformers numbers them.
+    """The files' names: those of `like` where its files are the same, as many as they say, and named as all loaders want
+    them, else as transformers numbers them.
 
     llama.cpp takes only files whose names begin with `model`.
     """
@@ -180,7 +180,8 @@ def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) ->
         held = [{like[entry.name] for entry in group if entry.name in like} for group in groups]
         names = [name for names in held for name in names]
         whole = len(names) == len(groups) and sorted(names) == sorted(set(like.values()))
-        if whole and all(re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in names):
+        said = {int(found[1]) for name in names if (found := re.search(r"-of-(\d+)\.safetensors$", name))}
+        if whole and said <= {len(groups)} and all(re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in names):
             return names
     count = len(groups)
     return (
