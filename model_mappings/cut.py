@@ -37,6 +37,11 @@ def spans(text: str) -> tuple[Span, ...]:
     return tuple(found)
 
 
+def numbers(text: str, most: int) -> list[int]:
+    """The numbers of ranges, as far as they are below `most`."""
+    return [*itertools.chain(*(range(min(start, most), min(stop, most)) for start, stop in spans(text)))]
+
+
 def spelled(ranges: tuple[Span, ...]) -> str:
     """Ranges as they are written."""
     return ",".join(f"{start}:{stop}" for start, stop in ranges)
@@ -84,7 +89,3 @@ class Cut:
             "rows of the vocabulary": self.vocab_rows and f"0:{self.vocab_rows}",
         }
         return ", ".join(f"{what} {which}" for what, which in parts.items() if which)
-
-    def numbers(self, ranges: str, most: int) -> list[int]:
-        """The numbers of ranges, as far as they are below `most`."""
-        return [*itertools.chain(*(range(min(start, most), min(stop, most)) for start, stop in spans(ranges)))]

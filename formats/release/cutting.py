@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.release.source import ReleaseTensors, open_source
@@ -33,7 +34,7 @@ from weightbeam.model_mappings.anatomy import (
 )
 from weightbeam.model_mappings.boxes import Box, Range, whole
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.cut import Cut, spans
+from weightbeam.model_mappings.cut import Cut, numbers, spans
 from weightbeam.model_mappings.cut_config import Renumbered
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Problem
@@ -41,6 +42,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_con
 
 KIND = "cut"  # of its problems
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
+OPTIONS = {EXPERT: EXPERTS, VOCAB: ROWS, LAYER: LAYERS}  # that cut an axis
 NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # a number in a tensor's name, of a layer or an expert
 
 
@@ -137,11 +139,11 @@ class _Cutting:
         there = sorted({layer for layer in self.layer_of.values() if layer is not None} | {*range(count)})
         layers = there
         if self.cut.layers:
-            layers = self.cut.numbers(self.cut.layers, there[-1] + 1)
+            layers = numbers(self.cut.layers, there[-1] + 1)
             problems += [(LAYERS, why) for why in _against_layers(self.cut.layers, layers, there, count)]
         experts, rows = None, None
         if self.cut.experts:
-            why = [*self._against_experts(self.cut.experts)]
+            why = [*self._against_experts(self.cut.experts, layers)]
             problems += [(EXPERTS, each) for each in why]
             experts = None if why else range(*spans(self.cut.experts)[0])
         if self.cut.vocab_rows:
@@ -165,7 +167,7 @@ class _Cutting:
             if (found := self.anatomy.axis_of(word, name)) is not None
         }
 
-    def _against_experts(self, asked: str) -> Iterator[str]:
+    def _against_experts(self, asked: str, layers: Collection[int]) -> Iterator[str]:
         alone = (expert for name in self.checkpoint.tensors if (expert := self.anatomy.expert_of(name)) is not None)
         there = max(max(alone, default=-1) + 1, *self._sizes(EXPERT).values(), 0)
         if self.anatomy.family is None:
@@ -179,11 +181,10 @@ class _Cutting:
         else:
             start, stop = spans(asked)[0]
             yield from (f"{asked}: {why}" for why in cut_config.check_experts(self.config, stop - start))
-            kept = {*self.cut.numbers(self.cut.layers, 1 << 20)} if self.cut.layers else None
-            names = (
-                name for name in self.source.encodings if kept is None or self.anatomy.layer_of(name) in {None, *kept}
-            )
-            yield from (f"{asked}: {name} {why}" for name, why in [*self.anatomy.why_not(EXPERT, names)][:1])
+            kept = {None, *layers}
+            names = (name for name in self.source.encodings if self.anatomy.layer_of(name) in kept)
+            for name, why in itertools.islice(self.anatomy.why_not(EXPERT, names), 1):
+                yield f"{asked}: {name} {why}"
 
     def _against_rows(self, asked: int) -> Iterator[str]:
         sizes = self._sizes(VOCAB)
@@ -192,7 +193,8 @@ class _Cutting:
         elif asked > min(sizes.values()):
             name, rows = min(sizes.items(), key=lambda each: each[1])
             yield f"{asked}: {name} has {rows} rows"
-        yield from (f"{asked}: {name} {why}" for name, why in [*self.anatomy.why_not(VOCAB, self.source.encodings)][:1])
+        for name, why in itertools.islice(self.anatomy.why_not(VOCAB, self.source.encodings), 1):
+            yield f"{asked}: {name} {why}"
 
     def _new_name(self, name: str) -> str | None:
         """A stored tensor's name in the cut; None where it isn't kept.
@@ -206,15 +208,15 @@ class _Cutting:
             expert is not None and expert not in (experts or ())
         ):
             return None
-        numbers = (
+        new_numbers = (
             None if layer is None else self.kept.layers[layer],
             None if expert is None or experts is None else experts.index(expert),
         )
         new = name
-        for found, number in reversed([*zip(NUMBER.finditer(name), numbers, strict=False)]):
+        for found, number in reversed([*zip(NUMBER.finditer(name), new_numbers, strict=False)]):
             if number is not None:
                 new = f"{new[: found.start(1)]}{number}{new[found.end(1) :]}"
-        if (self.anatomy.layer_of(new), self.anatomy.expert_of(new) if experts else None) != numbers:
+        if (self.anatomy.layer_of(new), self.anatomy.expert_of(new) if experts else None) != new_numbers:
             raise CutError((LAYERS, f"{name}: the first numbers in its name aren't those of its layer and its expert"))
         return new
 
@@ -225,29 +227,39 @@ class _Cutting:
           CutError: that part doesn't lie side by side.
         """
         experts, rows, layers = self.kept.experts, self.kept.vocab_rows, self.kept.kept
-        wanted: dict[str, tuple[Range, str]] = {}
+        wanted: dict[str, Range] = {}
         if experts is not None:
-            wanted[EXPERT] = (experts.start, experts.stop), EXPERTS
+            wanted[EXPERT] = experts.start, experts.stop
         if rows is not None:
-            wanted[VOCAB] = (0, rows), ROWS
+            wanted[VOCAB] = 0, rows
         if self.kept.cuts_layers:
-            wanted[LAYER] = (layers[0], layers[-1] + 1), LAYERS
+            wanted[LAYER] = layers[0], layers[-1] + 1
         found: dict[str, Tensor] = {}
         for name, encoding in self.source.encodings.items() if wanted else ():
-            box, option = list(whole(encoding.shape)), ""
-            for word, ((start, stop), of) in wanted.items():
-                if axis := self.anatomy.axis_of(word, name):
-                    box[axis.number], option = (start * axis.size, stop * axis.size), of
-                    if word == LAYER and stop - start > len(layers):
-                        raise CutError(
-                            (
-                                of,
-                                f"{self.cut.layers}: {name} has something of each layer side by side; keep layers that follow each other",
-                            )
-                        )
-            if option:
-                found |= _part_of(name, encoding, tuple(box), self.checkpoint.tensors, option)
+            axes = {word: axis for word in wanted if (axis := self.anatomy.axis_of(word, name))}
+            if LAYER in axes:
+                self._check_side_by_side(name, encoding)
+            if axes:
+                box = list(whole(encoding.shape))
+                for word, axis in axes.items():
+                    box[axis.number] = wanted[word][0] * axis.size, wanted[word][1] * axis.size
+                found |= _part_of(name, encoding, tuple(box), self.checkpoint.tensors, OPTIONS[next(iter(axes))])
         return found
+
+    def _check_side_by_side(self, name: str, encoding: Encoding) -> None:
+        """Raises `CutError` where the layers that are kept aren't one range of a weight that holds something of each."""
+        layers = self.kept.kept
+        if layers[-1] + 1 - layers[0] > len(layers):
+            raise CutError(
+                (LAYERS, f"{self.cut.layers}: {name} has something of each layer; keep layers that follow each other")
+            )
+        if encoding.label:  # in blocks, which may hold parts of two layers
+            raise CutError(
+                (
+                    LAYERS,
+                    f"{name} has something of each layer, and is quantised ({encoding.label}); dequantise it first",
+                )
+            )
 
     def _compare_blocks(self, made: HfCheckpoint) -> Iterator[tuple[str, str]]:
         """The layers that MaxText would take for others: blocks that are cut in half."""

@@ -17,6 +17,7 @@ from safetensors import deserialize
 from servers.clients import at_hub
 from support import (
     BF16,
+    DEEPSEEK,
     LLAMA,
     QWEN3_MOE,
     assert_same_bits,
@@ -34,6 +35,8 @@ from support import (
 import weightbeam as wb
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.safetensors import INDEX
+from weightbeam.pipelines.commands import cut, reshard
+from weightbeam.transforms.stages.staged import load
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -240,6 +243,31 @@ def test_codes_and_scales(tmp_path: Path) -> None:
     assert read_config(tmp_path / "cut")["quantization_config"] == read_config(source)["quantization_config"]
 
 
+def test_prediction_layers(tmp_path: Path) -> None:
+    """DeepSeek's layer behind the last is converted with --mtp as from the whole; without it it is gone."""
+    config = DEEPSEEK | dict(num_nextn_predict_layers=1)
+    embed = config["hidden_size"]
+    tensors = random_tensors(config | dict(num_hidden_layers=4))
+    shapes = {
+        "enorm.weight": (embed,),
+        "hnorm.weight": (embed,),
+        "eh_proj.weight": (embed, 2 * embed),
+        "shared_head.norm.weight": (embed,),
+    }
+    tensors |= {
+        f"model.layers.3.{name}": np.full(shape, number, BF16) for number, (name, shape) in enumerate(shapes.items(), 1)
+    }
+    source = save(tmp_path / "hf", config, *split(tensors, 2))
+    whole = converted(source, tmp_path / "whole", "--mtp", "true")
+    part = converted(source, tmp_path / "part", "--mtp", "true", "--layers", "0,2,3")
+    assert part["decoder.moe_layers.self_attention.wq_a.kernel"].shape[1] == 1
+    predicting = {key: values for key, values in whole.items() if key.startswith("mtp_block.")}
+    assert predicting
+    assert_same_bits({key: values for key, values in part.items() if key.startswith("mtp_block.")}, predicting)
+    assert call("cut", source, tmp_path / "cut", "--layers", "0:2") == 0
+    assert read_config(tmp_path / "cut")["num_nextn_predict_layers"] == 0
+
+
 def test_files_of_which_nothing_is_kept(tmp_path: Path) -> None:
     """They are gone, and the names of the others say how many there are."""
     config = LLAMA | dict(num_hidden_layers=4)
@@ -305,10 +333,15 @@ def test_loading_a_checkpoint_takes_none(tmp_path: Path) -> None:
         wb.load(str(tmp_path / "ckpt"), mesh="fsdp=1", layers="0:1")
 
 
-def test_a_stopped_one_is_resumed_as_it_was(tmp_path: Path) -> None:
-    """What is kept is a part of what identifies it."""
-    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4))
-    plans = [
-        wb.plan(str(source), layers=layers, maxtext_model="llama2-7b").conversion for layers in ("0:2", "0:2", "2:4")
-    ]
+def test_what_is_kept_identifies_a_plan(tmp_path: Path) -> None:
+    """Another part is another plan; workers make the same one of what is staged."""
+    source = str(make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4)))
+    kept = dict(vocab_rows=8, maxtext_model="llama2-7b")
+    plans = [wb.plan(source, layers=layers, **kept).conversion for layers in ("0:2", "0:2", "2:4")]
     assert plans[0].hash == plans[1].hash != plans[2].hash
+    cuts = [cut.plan(source, layers=layers, vocab_rows=8) for layers in ("0:2", "2:4")]
+    wb.convert(source, str(tmp_path / "ckpt"), maxtext_model="llama2-7b", progress=False)
+    resharded = [reshard.plan(str(tmp_path / "ckpt"), layers=layers).planned for layers in ("0:2", "2:4")]
+    for planned in (*plans, *cuts, *resharded):
+        assert load(planned.stage()).hash == planned.hash
+    assert len({planned.hash for planned in (*plans, *cuts, *resharded)}) == 6

@@ -21,7 +21,7 @@ from weightbeam.formats.release.files import ARCHIVE, edit_archive
 from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
-from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.cut import Cut, numbers
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
 from weightbeam.transforms.cutting.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
@@ -138,8 +138,7 @@ def take_layers(
     said = model.remembered or source.record
     tensors = tensors_of(said) if isinstance(said.get("tensors"), Mapping) else {}
     release = HfCheckpoint("", dict(model.config), (Shard("", "", 0, "", tuple(tensors.values())),))
-    asked = Cut(options.layers, family=options.family)
-    made = cut_release(release, asked)
+    made = cut_release(release, Cut(options.layers, family=options.family))
     if not made.cut:
         why = "nothing says which model it is; --like names a release of it"
         return None, [*made.problems] or [Problem("cut", "--layers", f"{options.layers}: {why}")]
@@ -152,7 +151,7 @@ def take_layers(
     files = {name: edit_archive(data, made) if name == ARCHIVE else data for name, data in model.files.items()}
     shapes = {name: shape for name, (_, shape, _) in Like.of(made).tensors.items()}
     new = dataclasses.replace(model, config=made.config, shapes=shapes, remembered=remembered, files=files)
-    return TakenLayers(new, tuple(asked.numbers(str(options.layers), MAX_COUNT["num_hidden_layers"]))), []
+    return TakenLayers(new, tuple(numbers(str(options.layers), MAX_COUNT["num_hidden_layers"]))), []
 
 
 def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels: Mapping[str, AdaptedKernel]) -> Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from weightbeam.formats.orbax import TEXT, leaves
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.anatomy import layer_count
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.cut import spans, spelled
+from weightbeam.model_mappings.config import MAX_COUNT, Config, ConfigError, Layout
+from weightbeam.model_mappings.cut import numbers, spans, spelled
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
@@ -82,7 +81,7 @@ class TakenLayers:
 
     def of_release(self, before: str | None) -> str:
         """The same by the numbers of the release of which the checkpoint's layers are these, all of them if None."""
-        whole = [*itertools.chain(*(range(*span) for span in spans(before)))] if before else None
+        whole = numbers(before, MAX_COUNT["num_hidden_layers"]) if before else None
         return spelled(spans(",".join(str(whole[layer] if whole else layer) for layer in self.layers)))
 
     def renamed(self, stack: Stack) -> Stack:
