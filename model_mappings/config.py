@@ -15,6 +15,7 @@ MAX_COUNT = {  # of what has tensors of its own
 }
 # where a text model's sizes may stand
 TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
+QUANTIZATIONS = ("quantization_config", "compression_config")
 NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
 
 

@@ -13,25 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.model_mappings.anatomy import LAYERS
-from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS
+from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
 from weightbeam.model_mappings.family import rename
 
 Path = tuple[str, ...]
 
 VALUES = {  # lists of a value per layer; values behind the last layer's are prediction layers'
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "indexer_types", "compress_ratios", "swiglu_limits",
-    "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size", "attention_layers",
+    "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size",
 }  # fmt: skip
 NUMBERS = {  # lists of layers
     "mlp_only_layers", "moe_layers", "cross_attention_layers", "hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs",
 }  # fmt: skip
-FIRST = {
-    "first_k_dense_replace",
-    "num_hash_layers",
-    "max_window_layers",
-    "num_dense_layers",
-    "moe_layer_start_index",
-}  # how many of the first
+FIRST = {  # how many of the first
+    "first_k_dense_replace", "num_hash_layers", "max_window_layers", "num_dense_layers", "moe_layer_start_index",
+}  # fmt: skip
 LAST = {"num_kv_shared_layers"}  # how many of the last
 EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
@@ -41,7 +37,6 @@ NOT_LAYERS = re.compile(r"architectures|.*_token_ids?|.*_ids|keys_to_ignore.*|mr
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
 GROUPS, CHOSEN_GROUPS = "n_group", "topk_group"
-QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
 @dataclasses.dataclass(frozen=True)

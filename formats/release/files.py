@@ -29,7 +29,7 @@ from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, o
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.installing import home_page
-from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS
+from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
 
 LOGGER = logging.getLogger("weightbeam")
 CONFIG, CARD = "config.json", "README.md"
@@ -358,7 +358,6 @@ def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) ->
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 
-QUANTIZATIONS = ("quantization_config", "compression_config")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 MAX_SECTIONS = 3  # how deep sections lie in each other
 
