@@ -76,7 +76,7 @@ def audit(
         for part in array.parts:
             claim = part.source_box()
             for name in part.tensors:
-                claims[name].append(claim)
+                claims[name] += [] if part.rule.spare else [claim]
                 if len(problems) <= MAX_PROBLEMS:
                     problems += _check_tensor(name, part, array, tensors.get(name), dropped.get(name), family)
     bad = {problem.subject for problem in problems}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.ops import Op
-from weightbeam.model_mappings.rules import Rule, Segment, Stack, rule, stack
+from weightbeam.model_mappings.rules import PARAMS, Rule, Segment, Stack, rule, stack
 
 Table = list[list[Rule]]
 LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors
@@ -44,15 +44,21 @@ def with_defaults(c: Config, **defaults: object) -> Config:
 
 
 def layers(
-    layout: Layout, target: str, ids: Iterable[int], table: Table, source: str = LAYER, name: str = "layers"
+    layout: Layout,
+    target: str,
+    ids: Iterable[int],
+    table: Table,
+    source: str = LAYER,
+    name: str = "layers",
+    collection: str = PARAMS,
 ) -> list[Stack]:
     """Alike layers `ids`: one stack, or `target_0`, `target_1`, … where the layout isn't scanned."""
     ids = list(ids)
     if not ids:
         return []
     if layout.scan:
-        return [stack(target, source, ids, table, name)]
-    return [stack(f"{target}_{i}", source, layer, table) for i, layer in enumerate(ids)]
+        return [stack(target, source, ids, table, name, collection)]
+    return [stack(f"{target}_{i}", source, layer, table, collection=collection) for i, layer in enumerate(ids)]
 
 
 def cycles(
@@ -210,23 +216,26 @@ def attention(*query_ops: Op, paired_rope: bool = False, target: str = "self_att
             f"{target}/query/kernel",
             "self_attn.q_proj.weight",
             f"(heads {split}) embed -> embed heads {joined}",
-            "embed q_heads kv",
+            "embed_attn q_heads kv",
             *query_ops,
         ),
         rule(
             f"{target}/key/kernel",
             "self_attn.k_proj.weight",
             f"(kv {split}) embed -> embed kv {joined}",
-            "embed kv_heads kv_head_dim",
+            "embed_attn kv_heads kv_head_dim",
         ),
         rule(
             f"{target}/value/kernel",
             "self_attn.v_proj.weight",
             "(kv dim) embed -> embed kv dim",
-            "embed kv_heads kv_head_dim",
+            "embed_attn kv_heads kv_head_dim",
         ),
         rule(
-            f"{target}/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> heads dim embed", "heads kv embed"
+            f"{target}/out/kernel",
+            "self_attn.o_proj.weight",
+            "embed (heads dim) -> heads dim embed",
+            "heads kv embed_attn",
         ),
     ]
 

@@ -104,7 +104,7 @@ class Part:
 
         flat = tuple(itertools.chain(*tensor_axes))
         axes = [tuple(_factor(factor, rule, dims, flat) for factor in axis) for axis in rule.axes.right]
-        at = min(scan_axis, len(axes))
+        at = stack.stacked_at(scan_axis, len(axes))
         axes[at:at] = [(Factor("layer", i, n),) for i, n in enumerate(stack.layers.shape)]
         self.target_axes = tuple(axes)
         self.shape = tuple(math.prod(factor.size for factor in axis) for axis in axes)

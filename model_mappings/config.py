@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from weightbeam.model_mappings.versions import NEWEST
+
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_MESSAGE = 1000  # characters: it quotes what it found
 MAX_COUNT = {  # of what has tensors of its own
@@ -89,6 +91,7 @@ class Layout:
       mtp: convert the multi-token-prediction layers too.
       multimodal: convert the vision and audio towers too (MaxText's `use_multimodal`).
       model: the MaxText model, where `config.json` can't settle it.
+      maxtext: the version of MaxText that has the layout.
       shapes: of the checkpoint's tensors, by name; a table may ask where releases spell a model in two ways.
     """
 
@@ -98,6 +101,7 @@ class Layout:
     mtp: bool = False
     multimodal: bool = False
     model: str | None = None
+    maxtext: str = NEWEST
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Self
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.configuration import Line
 from weightbeam.model_mappings.rules import Stack
+from weightbeam.model_mappings.versions import axis_of
 
 
 class Tower(str):
@@ -46,7 +47,8 @@ class Family:
       name: the family's name, and its module's.
       models: patterns of MaxText's model names, with the `model_type`s of `config.json` that each may stand for.
       dims: the axis words of the table and their sizes.
-      stacks: the table itself.
+      stacks: the table itself, for the newest MaxText; see `table`.
+      earlier: the table for versions of MaxText whose arrays are others, by version.
       drops: tensors left out on purpose: `{pattern or window: reason}`; the reason is a `Tower` or a `Prediction` where
         a part of the model stays out, which an export may take from the release.
       copies: tensors left out that hold what another one does, `{tensor: the tensor it is a copy of}`; a release may
@@ -73,6 +75,7 @@ class Family:
     stacks: Callable[[Config, Layout], list[Stack]]
     drops: Callable[[Config, Layout], Mapping[str, str]]
     releases: str
+    earlier: Mapping[str, Callable[[Config, Layout], list[Stack]]] = dataclasses.field(default_factory=dict)
     copies: Callable[[Config, Layout], Mapping[str, str]] = lambda c, layout: {}
     checked: tuple[str, ...] = ()
     missing: str = ""
@@ -85,6 +88,11 @@ class Family:
     is_model: Callable[[Config, str], bool] = lambda c, model: True
     variant: Callable[[str], object] = lambda model: None
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
+
+    def table(self, config: Config, layout: Layout) -> list[Stack]:
+        """The table of a layout, as its version of MaxText has it."""
+        stacks = self.earlier.get(layout.maxtext, self.stacks)(config, layout)
+        return [stack.named_by(functools.partial(axis_of, version=layout.maxtext)) for stack in stacks]
 
     @property
     def model_types(self) -> tuple[str, ...]:

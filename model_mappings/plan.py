@@ -133,7 +133,7 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
     dims = dict(family.dims(config, layout))
     parts: dict[str, list[Part]] = {}
     cells, most = 0, MIN_CELLS + CELLS_PER_TENSOR * len(layout.names)
-    for stack in family.stacks(config, layout):
+    for stack in family.table(config, layout):
         for rule in stack.rules:
             part = Part(stack, rule, dims, layout.scan_axis)
             if (size := max(part.factors, default=0)) > MAX_SIZE:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from weightbeam.model_mappings.axes import Axes
 from weightbeam.model_mappings.ops import Op
+
+PARAMS = "params"  # the collection of the parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Rule:
       segments: by factor, where the array's axis is longer than the tensor's.
       fill: the value of elements that no tensor supplies.
       integer: whether the tensor holds integers that aren't weights; they keep their dtype.
+      spare: whether the array repeats another one, for versions of MaxText that look for it there; what is read back is
+        the other one.
     """
 
     target: str
@@ -85,6 +89,7 @@ class Rule:
     segments: Mapping[str, Segment]
     fill: float | None
     integer: bool = False
+    spare: bool = False
 
 
 _SOURCE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<window>[^\[\]]+)\])?")
@@ -99,6 +104,7 @@ def rule(
     when: object = True,
     fill: float | None = None,
     integer: bool = False,
+    spare: bool = False,
     **segments: Segment,
 ) -> list[Rule]:
     """One line of a table, or none where `when` is false: the rules of a stack are lists that are joined.
@@ -123,7 +129,19 @@ def rule(
     window = _parse_window(match["window"], len(parsed.left) - len(name_axes))
     pad = next((segment.fill for segment in segments.values() if segment.fill is not None), fill)
     return [
-        Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad, integer)
+        Rule(
+            target,
+            source and match["name"],
+            window,
+            parsed,
+            name_axes,
+            logical or None,
+            ops,
+            segments,
+            pad,
+            integer,
+            spare,
+        )
     ]
 
 
@@ -136,7 +154,8 @@ class Stack:
       layers: Hugging Face's layer numbers; the shape of this integer array *is* the stacked axes (0-d: not stacked).
       names: MaxText's logical name of each stacked axis.
       rules: the table.
-      collection: the collection of MaxText's variables that the arrays belong to.
+      collection: the collection of MaxText's variables that the arrays belong to. Only in `params` does the user say on
+        which axis layers are stacked; in the others it is the first.
     """
 
     target: str
@@ -144,7 +163,19 @@ class Stack:
     layers: np.ndarray
     names: tuple[str | None, ...]
     rules: tuple[Rule, ...]
-    collection: str = "params"
+    collection: str = PARAMS
+
+    def stacked_at(self, scan_axis: int, rank: int) -> int:
+        """Where the stacked axes stand in an array that has `rank` axes without them."""
+        return min(scan_axis, rank) if self.collection == PARAMS else 0
+
+    def named_by(self, rename: Callable[[str | None], str | None]) -> Stack:
+        """The same with other logical names of the axes."""
+        rules = tuple(
+            dataclasses.replace(rule, names=tuple(map(rename, rule.names))) if rule.names else rule
+            for rule in self.rules
+        )
+        return dataclasses.replace(self, rules=rules)
 
 
 def stack(
@@ -153,7 +184,7 @@ def stack(
     layers: object,
     table: Sequence[Sequence[Rule]],
     names: str = "",
-    collection: str = "params",
+    collection: str = PARAMS,
 ) -> Stack:
     """See `Stack`; `table` holds what `rule` returns, and `names` MaxText's words for the stacked axes."""
     numbers = np.asarray(layers)

@@ -22,7 +22,7 @@ import numpy as np
 
 from weightbeam.model_mappings.axes import Axes, Side
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.rules import Rule, Stack, Window
+from weightbeam.model_mappings.rules import PARAMS, Rule, Stack, Window
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -35,7 +35,6 @@ class Held(NamedTuple):
     shape: Shape
 
 
-PARAMS = "params"  # the collection of the parameters
 MODULES = "nnx_aux"  # the root of the state of NNX modules, whose layers are stacked on axis 0
 
 

@@ -29,6 +29,10 @@ STATE = (
 )
 # beside them `params`, the global weights, has no axis of replicas (trainers/diloco/diloco.py)
 DILOCO = {"inner_state", "outer_opt_state"}
+# MaxText's NNX variables that are weights and no parameters, by the end of their paths; a training state holds them
+# beside its parameters, below `nnx_aux.model` (src/maxtext/layers/moe.py, common/checkpointing.py, 0.2.5)
+MODULES = ("nnx_aux", "model")
+VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -65,11 +69,19 @@ def recognize(paths: Iterable[Path]) -> Tree:
     state: list[str] = []
     for path in paths:
         key = ".".join(path)
+        if collection := _collection(path):
+            named = ".".join([PREFIX, collection, *_folded(path[len(MODULES) :])])
+            state += [weights[named]] if named in weights else []
+            weights[named] = key
+            continue
         inner = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
         if not inner or (not prefix and path[0] in STATE) or GENERATORS.search(key):
             state.append(key)
             continue
         named = _named(inner, below_params=prefix == (PREFIX,))
+        if path[:1] != MODULES[:1] and weights.get(named, "").startswith(f"{MODULES[0]}."):
+            state.append(key)  # what training began with, not the newest
+            continue
         if named in weights:
             raise TreeError(f"two arrays are {named}: {weights[named]} and {key}")
         weights[named] = key
@@ -110,8 +122,6 @@ def _named(path: Path, below_params: bool) -> str:
     """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` ->
     `params.params.decoder.layers_0.mlp.wi_0.kernel`.
     """
-    if path[-1] == VALUE and len(path) > 1:
-        path = path[:-1]
     is_collection = below_params and next(iter(path), "") not in (
         "decoder",
         "token_embedder",
@@ -119,13 +129,28 @@ def _named(path: Path, below_params: bool) -> str:
         "audio_encoder",
         "mtp_block",
     )
+    return ".".join([PREFIX, *_folded(path)]) if is_collection else PARAMETERS + ".".join(_folded(path))
+
+
+def _collection(path: Path) -> str | None:
+    """The collection of a weight that a training state holds with the state of its modules; None for all else."""
+    if path[: len(MODULES)] != MODULES:
+        return None
+    path = path[:-1] if path[-1] == VALUE else path
+    return next((name for end, name in VARIABLES.items() if path[-len(end) :] == end), None)
+
+
+def _folded(path: Path) -> list[str]:
+    """The components of a weight's key: those of a path without nnx's own, elements of an nnx.List numbered."""
+    if path[-1] == VALUE and len(path) > 1:
+        path = path[:-1]
     folded: list[str] = []
     for component in path:
         if component.isdecimal() and folded:  # an element of an nnx.List
             folded[-1] += f"_{component}"
         else:
             folded.append(component)
-    return ".".join([PREFIX, *folded]) if is_collection else PARAMETERS + ".".join(folded)
+    return folded
 
 
 def _refuse(paths: list[Path]) -> None:

@@ -9,6 +9,9 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
+import dataclasses
+import functools
+
 from weightbeam.model_mappings.blocks import (
     LAYER,
     NORMS,
@@ -43,6 +46,7 @@ from weightbeam.model_mappings.rules import rule, stack
 
 MOE = "DeepSeekMoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"
+BIAS = "MoEBiasVar"  # the collection of the routers' biases (src/maxtext/layers/moe.py, 0.2.5)
 
 
 def dims(c, layout):
@@ -59,14 +63,14 @@ def dims(c, layout):
 def latent_attention(c):
     q_lora, indexer = c.count("q_lora_rank"), c.count("index_n_heads")
     return [
-        rule("self_attention/query/kernel", "self_attn.q_proj.weight", "(heads q_dim) embed -> embed heads q_dim", "embed q_heads kv", when=not q_lora),
-        rule("self_attention/wq_a/kernel", "self_attn.q_a_proj.weight", "q_lora embed -> embed q_lora", "embed q_lora_up_proj", when=q_lora),
+        rule("self_attention/query/kernel", "self_attn.q_proj.weight", "(heads q_dim) embed -> embed heads q_dim", "embed_attn q_heads kv", when=not q_lora),
+        rule("self_attention/wq_a/kernel", "self_attn.q_a_proj.weight", "q_lora embed -> embed q_lora", "embed_attn q_lora_up_proj", when=q_lora),
         rule("self_attention/q_norm/scale", "self_attn.q_a_layernorm.weight", "q_lora", "norm", when=q_lora),
         rule("self_attention/wq_b/kernel", "self_attn.q_b_proj.weight", "(heads q_dim) q_lora -> q_lora heads q_dim", "q_lora q_heads kv", when=q_lora),
-        rule("self_attention/wkv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rope embed -> embed kv_lora_rope", "embed kv_lora_up_proj"),
+        rule("self_attention/wkv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rope embed -> embed kv_lora_rope", "embed_attn kv_lora_up_proj"),
         rule("self_attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "kv_lora", "norm"),
         rule("self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight", "(heads kv_dim) kv_lora -> kv_lora heads kv_dim", "kv_lora kv_heads kv_head_dim"),
-        rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed"),
+        rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed_attn"),
         rule("self_attention/indexer/wq_b/kernel", "self_attn.indexer.wq_b.weight", "(index_heads index_dim) q_lora -> q_lora index_heads index_dim", "q_lora q_heads kv", when=indexer),
         rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed kv", when=indexer),
         rule("self_attention/indexer/k_norm/scale", "self_attn.indexer.k_norm.weight", "index_dim", "", when=indexer),
@@ -75,16 +79,21 @@ def latent_attention(c):
     ]
 
 
-def stacks(c, layout):
+def stacks(c, layout, is_variable=True):
+    """The table; `is_variable` says whether the router's bias is a variable of its own, as in MaxText 0.2.5, which then reads the
+    parameter of that name only where it loads a model for decoding (`from_pretrained`).
+    """
     c = text_part(c)
+    bias = [rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2")]
+    spare = [dataclasses.replace(each, spare=is_variable) for each in bias[0]]
     dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
     fused = is_fused(layout, f"model.layers.{dense}.mlp.experts")
     routed = [
         *NORMS,
         *latent_attention(c),
         *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
-        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_moe -"),
-        rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2"),
+        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_router -"),
+        spare,
         *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), fused),
     ]
     mtp = [
@@ -102,6 +111,9 @@ def stacks(c, layout):
             stack("mtp_block/mtp_layer_1", LAYER, n, mtp),
             stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, routed),
         ]
+    if is_variable and spare:
+        out += layers(layout, "decoder/moe_layers", range(dense, n), bias, name="moe_layers", collection=BIAS)
+        out += [stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, bias, collection=BIAS)] if layout.mtp else []
     return out
 
 
@@ -219,6 +231,7 @@ FAMILY = Family(
     },
     dims=dims,
     stacks=stacks,
+    earlier={"e591f30": functools.partial(stacks, is_variable=False)},
     drops=drops,
     copies=copies,
     configuration={"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": K2, "kimi_k25": inside("text_config", K2)},

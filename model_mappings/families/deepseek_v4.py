@@ -37,7 +37,7 @@ from weightbeam.model_mappings.lines import (
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import rope_of, theta
-from weightbeam.model_mappings.rules import rule, segments, stack
+from weightbeam.model_mappings.rules import rule, stack
 
 LAYER = "layers.{layer}."
 MOE = "mlp/MoeBlock_0"
@@ -92,7 +92,7 @@ def dims(c, layout):
         group=groups, group_dim=heads * dim // groups, o_lora=c.size("o_lora_rank"),
         wide=2 * dim, index_dim=index_dim, index_wide=2 * index_dim, index_heads=index_heads, index_query=index_heads * index_dim,
         **{f"rate_{rate}": rate for rate in compress_ratios(c)},
-        expert=c.size("n_routed_experts"), moe_mlp=moe_mlp, shared_mlp=moe_mlp * c.size("n_shared_experts"), chosen=c.size("num_experts_per_tok"), block=1,
+        expert=c.size("n_routed_experts"), moe_mlp=moe_mlp, shared_mlp=moe_mlp * c.size("n_shared_experts"), chosen=c.size("num_experts_per_tok"),
         stream=hc, mixed=hc, streams=hc * embed,
     )  # fmt: skip
 
@@ -112,8 +112,8 @@ def hyper_connection(target, source, n):
 
 def compressor(target, source, rate, dim, wide):
     return [
-        rule(f"{target}/kv_proj/kernel", f"{source}.wkv.weight", f"{wide} embed -> embed {wide}", "embed kv"),
-        rule(f"{target}/gate_proj/kernel", f"{source}.wgate.weight", f"{wide} embed -> embed {wide}", "embed kv"),
+        rule(f"{target}/kv_proj/kernel", f"{source}.wkv.weight", f"{wide} embed -> embed {wide}", "embed_attn kv"),
+        rule(f"{target}/gate_proj/kernel", f"{source}.wgate.weight", f"{wide} embed -> embed {wide}", "embed_attn kv"),
         rule(f"{target}/position_bias", f"{source}.ape", f"rate_{rate} {wide}", ""),
         rule(f"{target}/kv_norm/scale", f"{source}.norm.weight", dim, "norm"),
     ]
@@ -122,14 +122,14 @@ def compressor(target, source, rate, dim, wide):
 def attention(rate):
     csa = "self_attention/csa_compressor"
     table = [
-        rule("self_attention/wq_a/kernel", "attn.wq_a.weight", "q_lora embed -> embed q_lora", "embed q_lora"),
+        rule("self_attention/wq_a/kernel", "attn.wq_a.weight", "q_lora embed -> embed q_lora", "embed_attn q_lora"),
         rule("self_attention/q_norm/scale", "attn.q_norm.weight", "q_lora", "norm"),
         rule("self_attention/wq_b/kernel", "attn.wq_b.weight", "(heads dim) q_lora -> q_lora heads dim", "q_lora q_heads kv"),
-        rule("self_attention/wkv/kernel", "attn.wkv.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
+        rule("self_attention/wkv/kernel", "attn.wkv.weight", "(kv dim) embed -> embed kv dim", "embed_attn kv_heads kv_head_dim"),
         rule("self_attention/kv_norm/scale", "attn.kv_norm.weight", "dim", "norm"),
         rule("self_attention/sinks", "attn.attn_sink", "heads", "-"),
         rule("self_attention/o_a_proj/kernel", "attn.wo_a.weight", "(group o_lora) group_dim -> group group_dim o_lora", "o_groups q_heads o_lora_up_proj"),
-        rule("self_attention/o_b_proj/kernel", "attn.wo_b.weight", "embed (group o_lora) -> (group o_lora) embed", "o_lora_up_proj embed"),
+        rule("self_attention/o_b_proj/kernel", "attn.wo_b.weight", "embed (group o_lora) -> (group o_lora) embed", "o_lora_up_proj embed_attn"),
     ]
     if rate > 4:
         table += compressor("self_attention/hca_compressor", "attn.compressor", rate, "dim", "dim")
@@ -138,7 +138,7 @@ def attention(rate):
             *compressor(csa, "attn.compressor", rate, "dim", "wide"),
             *compressor(f"{csa}/indexer", "attn.indexer.compressor", rate, "index_dim", "index_wide"),
             rule(f"{csa}/indexer/q_proj/kernel", "attn.indexer.wq_b.weight", "index_query q_lora -> q_lora index_query", "q_lora indexer_q"),
-            rule(f"{csa}/indexer/weights_proj/kernel", "attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed indexer_weights"),
+            rule(f"{csa}/indexer/weights_proj/kernel", "attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed_attn indexer_weights"),
         ]
     return table
 
@@ -151,7 +151,7 @@ def decoder_layer(c, layout, rate):
         *hyper_connection("mhc_attention", "hc_attn", c.size("hc_mult")),
         *hyper_connection("mhc_mlp", "hc_ffn", c.size("hc_mult")),
         *attention(rate),
-        rule(f"{MOE}/gate/kernel", "ffn.gate.weight", "expert embed -> embed expert", "embed_moe -"),
+        rule(f"{MOE}/gate/kernel", "ffn.gate.weight", "expert embed -> embed expert", "embed_router -"),
         *experts(MOE, "ffn.experts", c.size("moe_intermediate_size"), fused, ("w1", "w3", "w2")),
         *gated_mlp("mlp/shared_experts", "ffn.shared_experts", "shared_mlp", ("w1", "w3", "w2")),
     ]
@@ -166,6 +166,7 @@ def stacks(c, layout):
         )
     rows, vocab = vocabulary(c, layout)
     routing = [rule("tid2eid", f"ffn.gate.tid2eid{rows}", "vocab chosen", "", integer=True, vocab=vocab)]
+    bias = rule("gate/bias", "ffn.gate.bias", "expert", "-")
     head = [
         rule("hc_fn", "hc_head_fn", "stream streams -> streams stream", "activation_embed -"),
         rule("hc_base", "hc_head_base", "stream", "-"),
@@ -177,11 +178,8 @@ def stacks(c, layout):
     for place, rate in enumerate(PAIR if layout.scan and hashed < n else ()):
         ids, target = range(hashed + place, n, 2), f"decoder/scanned_blocks/layers_{place}"
         out.append(stack(target, LAYER, ids, decoder_layer(c, layout, rate), "scanned_blocks"))
-        for i, block in zip(ids, segments(*[1] * len(ids)), strict=True):
-            bias = rule("gate/bias", "ffn.gate.bias", "(block expert) -> block expert", "scanned_blocks -", block=block)
-            out.append(stack(f"{target}/{MOE}", LAYER, i, [bias], collection="MoEBiasVar"))
+        out.append(stack(f"{target}/{MOE}", LAYER, ids, [bias], "scanned_blocks", "MoEBiasVar"))
     if not layout.scan:
-        bias = rule("gate/bias", "ffn.gate.bias", "expert", "-")
         out += [stack(f"decoder/layers_{i}/{MOE}", LAYER, i, [bias], collection="MoEBiasVar") for i in range(hashed, n)]
     return out
 

@@ -101,12 +101,12 @@ def dims(c, layout):
 def attention(kind, key=True, value=True):
     dim, kv = ("global_dim", "global_kv") if kind == GLOBAL else ("dim", "kv")
     return [
-        rule("self_attention/query/kernel", "self_attn.q_proj.weight", f"(heads {dim}) embed -> embed heads {dim}", "embed q_heads kv"),
+        rule("self_attention/query/kernel", "self_attn.q_proj.weight", f"(heads {dim}) embed -> embed heads {dim}", "embed_attn q_heads kv"),
         rule("self_attention/query_norm/scale", "self_attn.q_norm.weight", dim, "norm"),
-        rule("self_attention/key/kernel", "self_attn.k_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed kv_heads kv_head_dim", when=key),
+        rule("self_attention/key/kernel", "self_attn.k_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed_attn kv_heads kv_head_dim", when=key),
         rule("self_attention/key_norm/scale", "self_attn.k_norm.weight", dim, "norm", when=key),
-        rule("self_attention/value/kernel", "self_attn.v_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed kv_heads kv_head_dim", when=value),
-        rule("self_attention/out/kernel", "self_attn.o_proj.weight", f"embed (heads {dim}) -> heads {dim} embed", "heads kv embed"),
+        rule("self_attention/value/kernel", "self_attn.v_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed_attn kv_heads kv_head_dim", when=value),
+        rule("self_attention/out/kernel", "self_attn.o_proj.weight", f"embed (heads {dim}) -> heads {dim} embed", "heads kv embed_attn"),
     ]
 
 

@@ -39,7 +39,7 @@ TABLE = [
     *NORMS,
     *attention(target=ATTENTION),
     *attention_biases(ATTENTION),
-    rule(f"{ATTENTION}/out/bias", "self_attn.o_proj.bias", "embed", "embed"),
+    rule(f"{ATTENTION}/out/bias", "self_attn.o_proj.bias", "embed", "embed_attn"),
     rule(f"{ATTENTION}/sinks", "self_attn.sinks", "heads", "-"),
     rule(f"{MOE}/gate/kernel", "mlp.router.weight", "expert embed -> embed expert", "embed -"),
     rule(f"{MOE}/gate/bias", "mlp.router.bias", "expert", "-"),

@@ -7,6 +7,8 @@ one tensor for each. A text model saved alone has a flat `config.json` and no `l
 Qwen 3.5 (src/maxtext/configs/models).
 """
 
+import functools
+
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder, partial
@@ -27,7 +29,7 @@ def in_proj(d):
     rows, heads = d["key_heads"] * d["key_dim"], d["value_heads"] // d["key_heads"]  # of the query; value heads of one key head
     q, k, v, z = segments(d["key_dim"], d["key_dim"], heads * d["value_dim"], heads * d["value_dim"])
     b, a = segments(heads, heads)
-    axes, names = "(key_heads part) embed -> embed (key_heads part)", "embed gdn_head"
+    axes, names = "(key_heads part) embed -> embed (key_heads part)", "embed_attn gdn_head"
     return [
         rule(QKVZ, f"linear_attn.in_proj_qkv.weight[:{rows}]", axes, names, part=q),
         rule(QKVZ, f"linear_attn.in_proj_qkv.weight[{rows}:{2 * rows}]", axes, names, part=k),
@@ -42,9 +44,9 @@ def dims(c, layout):
     return text_dims(text_part(c), layout) | (qwen_vision_dims(c.part("vision_config")) if layout.multimodal else {})
 
 
-def stacks(c, layout):
+def stacks(c, layout, norm="norm"):
     tower = qwen_vision(c.part("vision_config"), "Qwen3_5Moe", HF_TOWER) if layout.multimodal else []
-    return decoder(text_part(c), layout, in_proj(dims(c, layout)), HF) + tower
+    return decoder(text_part(c), layout, in_proj(dims(c, layout)), HF, norm=norm) + tower
 
 
 def drops(c, layout):
@@ -59,6 +61,7 @@ FAMILY = Family(
     models={"qwen3.5-[0-9]*": ("qwen3_5_moe", "qwen3_5_moe_text")},
     dims=dims,
     stacks=stacks,
+    earlier={"e591f30": functools.partial(stacks, norm="-")},
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(c), layout, HF),
     configuration={

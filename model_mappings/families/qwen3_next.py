@@ -8,6 +8,8 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
+import numpy as np
+
 from weightbeam.model_mappings.blocks import (
     check_all_moe,
     check_cycle,
@@ -34,26 +36,26 @@ from weightbeam.model_mappings.lines import (
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import rope_of, theta
-from weightbeam.model_mappings.rules import rule
+from weightbeam.model_mappings.rules import rule, stack
 
 CYCLE = ("linear_attention",) * 3 + ("full_attention",)
 QKVZ, BA = "attention/in_proj_qkvz/kernel", "attention/in_proj_ba/kernel"
 IN_PROJ = [
-    rule(QKVZ, "linear_attn.in_proj_qkvz.weight", "qkvz embed -> embed qkvz", "embed gdn_head"),
-    rule(BA, "linear_attn.in_proj_ba.weight", "ba embed -> embed ba", "embed gdn_head"),
+    rule(QKVZ, "linear_attn.in_proj_qkvz.weight", "qkvz embed -> embed qkvz", "embed_attn gdn_head"),
+    rule(BA, "linear_attn.in_proj_ba.weight", "ba embed -> embed ba", "embed_attn gdn_head"),
 ]
 DELTA_NET = [
     rule("attention/conv1d/kernel", "linear_attn.conv1d.weight", "qkv 1 taps -> taps 1 qkv", ""),
     rule("attention/A_log", "linear_attn.A_log", "value_heads", ""),
     rule("attention/dt_bias", "linear_attn.dt_bias", "value_heads", ""),
     rule("attention/norm/rms_norm/scale", "linear_attn.norm.weight", "value_dim", "-"),
-    rule("attention/out_proj/kernel", "linear_attn.out_proj.weight", "embed (value_heads value_dim) -> (value_heads value_dim) embed", "gdn_head embed"),
+    rule("attention/out_proj/kernel", "linear_attn.out_proj.weight", "embed (value_heads value_dim) -> (value_heads value_dim) embed", "gdn_head embed_attn"),
 ]
 ATTENTION = [
-    rule("attention/attention/query/kernel", "self_attn.q_proj.weight", "(heads query_gate) embed -> embed heads query_gate", "embed q_heads kv"),
-    rule("attention/attention/key/kernel", "self_attn.k_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
-    rule("attention/attention/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
-    rule("attention/attention/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> (heads dim) embed", "mlp embed"),
+    rule("attention/attention/query/kernel", "self_attn.q_proj.weight", "(heads query_gate) embed -> embed heads query_gate", "embed_attn q_heads kv"),
+    rule("attention/attention/key/kernel", "self_attn.k_proj.weight", "(kv dim) embed -> embed kv dim", "embed_attn kv_heads kv_head_dim"),
+    rule("attention/attention/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed_attn kv_heads kv_head_dim"),
+    rule("attention/attention/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> (heads dim) embed", "mlp embed_attn"),
     rule("attention/attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "-"),
     rule("attention/attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "-"),
 ]
@@ -72,8 +74,31 @@ def dims(c, layout):
     )  # fmt: skip
 
 
-def decoder(c, layout, in_proj, hf="model."):
-    """The text model; `in_proj` are the rules of the delta net's input projections, and `hf` the prefix of the tensors."""
+def in_cycles(layout, count, tables, source):
+    """Scanned, the layers of each place in the cycle are one stack."""
+    return cycles(layout, count, tables, source, place="layer")
+
+
+def by_kind(layout, count, tables, source):
+    """Scanned, the delta nets are one stack over (cycle, place), and the attention layers one over the cycles, as in MaxText 0.2.5."""
+    if not layout.scan:
+        return in_cycles(layout, count, tables, source)
+    numbers = np.arange(count).reshape(-1, len(CYCLE))
+    return [
+        stack("decoder/layers/local_layers", source, numbers[:, :-1], tables[0], "layers local_layers"),
+        stack("decoder/layers/global_layer", source, numbers[:, -1], tables[-1], "layers"),
+    ]
+
+
+def decoder(c, layout, in_proj, hf="model.", lay_out=in_cycles, norm="norm"):
+    """The text model.
+
+    Args:
+      in_proj: the rules of the delta net's input projections.
+      hf: the prefix of the tensors.
+      lay_out: how a version of MaxText stacks the layers of the cycle.
+      norm: what it calls the axis of the last norm.
+    """
     moe_mlp, shared_mlp = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
     check_cycle(c, CYCLE)
     check_whole(c, layout, len(CYCLE))
@@ -92,7 +117,7 @@ def decoder(c, layout, in_proj, hf="model."):
     ]
     delta_net, attention = [*in_proj, *DELTA_NET, *moe], [*ATTENTION, *moe]
     tables = [attention if kind == "full_attention" else delta_net for kind in CYCLE]
-    return [top(c, layout, hf=hf, norm="-"), *cycles(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.", place="layer")]
+    return [top(c, layout, hf=hf, norm=norm), *lay_out(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.")]
 
 
 def partial(c, model=None):
@@ -116,18 +141,16 @@ LINES = (
 )  # fmt: skip
 NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True))
 
-STACKED = "layers stacked as MaxText e591f30 has them; MaxText 0.2.5 stacks the linear-attention ones apart, for it convert with --scan_layers false"
-
 FAMILY = Family(
     name="qwen3_next",
     models={"qwen3-next-[0-9]*": ("qwen3_next",)},
     dims=dims,
-    stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
+    stacks=lambda c, layout: decoder(c, layout, IN_PROJ, lay_out=by_kind),
+    earlier={"e591f30": lambda c, layout: decoder(c, layout, IN_PROJ, norm="-")},
     drops=lambda c, layout: common_drops(c, layout) | MTP,
     copies=tied_head,
     configuration={"qwen3_next": NEXT},
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),
     missing="multi-token prediction",
-    note=lambda c, layout: STACKED if layout.scan else "",
 )

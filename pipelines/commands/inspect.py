@@ -25,6 +25,7 @@ from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
@@ -341,8 +342,9 @@ def _axes(
                 f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)"
             )
         return rules, record["axes"]
-    options = options_of(items, open_arrays(items), {"maxtext_model": model})
-    conversion = prepare(options, open_source(source, cut=options.cut))
+    opened = open_source(source, cut=Cut.of(made))
+    options = options_of(items, open_arrays(items), {"maxtext_model": model}, opened.config)
+    conversion = prepare(options, opened)
     if not conversion.plan.arrays:
         refuse(conversion.plan.problems, conversion.source)
     return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
+from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.commands.virtual import check_files, open_own_source
 from weightbeam.pipelines.running.output import bring_back
@@ -71,7 +72,7 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
                 )
             source = open_own_source(items)
             record = record_of(items)
-            made = options_from(Options, record["options"])
+            made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     LOG.info(found)

@@ -462,7 +462,7 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
       Refused: adapters were merged into it, and nothing says where they are.
     """
     weights = {name: found.stores[key] for name, key in found.weights.items()}
-    options = options_of(found.items, {**weights, **found.stores}, given)
+    options = options_of(found.items, {**weights, **found.stores}, given, found.source.config)
     if named := [url for url, _ in options.lora if is_name(url)]:
         raise Refused(
             f"{found.items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"

@@ -8,7 +8,7 @@ import itertools
 import logging
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -24,15 +24,19 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import UNKNOWN_FAMILY, prepare
+from weightbeam.transforms.planning.layouts import version_of
 from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
 
 LOG = logging.getLogger("weightbeam")
@@ -155,9 +159,11 @@ def options_of_export(release: str) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any]) -> Options:
+def options_of(
+    items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any], config: Mapping[str, Any]
+) -> Options:
     """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays
-    show.
+    show; `config` is its release's.
     """
     custom = item_metadata(items)
     about = custom.get("weightbeam")
@@ -176,13 +182,19 @@ def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mappin
     )
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
     known = {field.name for field in dataclasses.fields(Options)} - left_out
-    return Options(
-        **{
-            key: value
-            for key, value in (said | {key: value for key, value in given.items() if value is not None}).items()
-            if key in known
-        }
-    )
+    said |= {key: value for key, value in given.items() if value is not None}
+    options = Options(**{key: value for key, value in said.items() if key in known})
+    return options if "maxtext" in said else dataclasses.replace(options, maxtext=_version(options, stores, config))
+
+
+def _version(options: Options, keys: Collection[str], config: Mapping[str, Any]) -> str:
+    """The version of MaxText whose arrays these are."""
+    layout = Layout(scan=options.scan_layers, mtp=options.mtp, multimodal=options.multimodal)
+    try:
+        family = family_of(Config(config), options.maxtext_model, options.family)
+        return version_of(family, Config(config), layout, keys)
+    except (ConfigError, UnknownFamilyError):
+        return NEWEST  # the plan will say what is wrong
 
 
 def refuse(problems: Sequence[Problem], source: object = None) -> None:

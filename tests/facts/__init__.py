@@ -13,13 +13,14 @@ import numpy as np
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import TensorSpec
 from weightbeam.model_mappings.registry import family_of
+from weightbeam.model_mappings.versions import UNSAID
 
 HERE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The parameters of one MaxText model as MaxText (e591f30) builds them, see `make_trees.py`.
+    """The parameters of one MaxText model as MaxText builds them, see `make_trees.py`.
 
     Attributes:
       model: MaxText's name.
@@ -27,6 +28,7 @@ class Tree:
       vocab: rows of its embedding.
       config: Hugging Face's `config.json`, as far as MaxText has one.
       arrays: `{path: (shape, logical name of each axis)}`, None where an axis has no name.
+      others: the variables of other collections likewise, where the tree says so.
     """
 
     model: str
@@ -36,12 +38,16 @@ class Tree:
     vocab: int
     config: dict
     arrays: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
+    others: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
 
 
-def load_trees() -> dict[str, Tree]:
-    """Every tree by its name: `llama2-7b--scan`, `llama2-7b--unscan`, …"""
-    trees = json.loads(gzip.decompress((HERE / "trees.json.gz").read_bytes()))
-    return {name: Tree(**tree | {"arrays": _spread(tree["arrays"])}) for name, tree in trees.items()}
+def load_trees(version: str = UNSAID) -> dict[str, Tree]:
+    """Every tree of a version of MaxText by its name: `llama2-7b--scan`, `llama2-7b--unscan`, …"""
+    trees = json.loads(gzip.decompress((HERE / f"trees-{version}.json.gz").read_bytes()))
+    return {
+        name: Tree(**tree | {"arrays": _spread(tree["arrays"]), "others": _spread(tree.get("others", []))})
+        for name, tree in trees.items()
+    }
 
 
 # for MaxText's models whose Hugging Face config is sizes alone

@@ -1,8 +1,9 @@
-"""Makes `trees.json.gz` and `logical_axis_rules.json` from the parameter trees of the real MaxText (e591f30).
+"""Makes `trees-<version>.json.gz` and `logical_axis_rules.json` from the parameter trees of the real MaxText.
 
-    python tests/facts/make_trees.py FOLDER
+    python tests/facts/make_trees.py FOLDER VERSION
 
-`FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`. Only facts
+`FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`
+(`maxtext_trees.py` writes them); the rules are kept of the newest version. Only facts
 are kept: paths, shapes, logical axes, and `config.json` where MaxText has it. Numbered layers that are alike are one
 entry with the ranges of their numbers. Models that no release needs (test models, GPT-3) are left out.
 """
@@ -14,6 +15,8 @@ import gzip
 import json
 import re
 from pathlib import Path
+
+from weightbeam.model_mappings.versions import NEWEST, VERSIONS
 
 HERE = Path(__file__).parent
 LEFT_OUT = re.compile(r"gpt3-|qwen3-custom-|deepseek3-tiny")
@@ -59,15 +62,25 @@ def read_tree(file: Path) -> dict:
         "mtp": model.endswith("+mtp"),
         "multimodal": model.endswith("+mm"),
         "vocab": tree["cfg"]["vocab_size"],
-        "config": tree["hf_config"] or {},
+        "config": tree.get("hf_config") or {},
         "arrays": compact(tree["params"]),
+        "others": compact({k: v for held in tree["other_collections"].values() for k, v in held.items()})
+        if maxtext_wrote(tree)
+        else [],
     }
+
+
+def maxtext_wrote(tree: dict) -> bool:
+    """Whether the tree says what it has beside parameters, as those of `maxtext_trees.py` do."""
+    return "hf_config" not in tree
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the facts from a folder of MaxText's trees.")
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("version", choices=VERSIONS)
+    args = parser.parse_args()
+    folder = args.folder
     trees = {
         file.name.removesuffix(".json.gz"): read_tree(file)
         for file in sorted(folder.glob("*.json.gz"))
@@ -75,13 +88,18 @@ def main() -> None:
     }
     text = json.dumps(trees, separators=(",", ":"))
     # no name, no time: the same bytes each time
-    with (HERE / "trees.json.gz").open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
+    with (
+        (HERE / f"trees-{args.version}.json.gz").open("wb") as raw,
+        gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file,
+    ):
         file.write(text.encode())
+    print(f"{len(trees)} trees")
+    if args.version != NEWEST:
+        return
     rules = json.loads((folder / "_base_rules.json").read_text())["logical_axis_rules"]
     (HERE / "logical_axis_rules.json").write_text(
         "[\n" + ",\n".join(f"  {json.dumps(rule)}" for rule in rules) + "\n]\n"
     )
-    print(f"{len(trees)} trees")
 
 
 if __name__ == "__main__":

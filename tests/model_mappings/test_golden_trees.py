@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from facts import config_of, load_trees
@@ -10,8 +12,11 @@ from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import expand, make_arrays
 from weightbeam.model_mappings.registry import FAMILIES, family_of
 from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.versions import NEWEST
+from weightbeam.transforms.cutting.mesh import base_rules, partition_spec
 
-TREES = load_trees()
+TREES = load_trees("e591f30")
+NEWER = load_trees(NEWEST)
 # of variables that aren't parameters, which the trees don't describe
 COLLECTIONS = {"deepseek4": {"MoEBiasVar", "Tid2EidVar"}}
 NO_TREES = {  # their family's trees, from a config.json that is nested, or isn't: tests/families
@@ -25,14 +30,45 @@ def test_table_makes_maxtexts_tree(name):
     MaxText has them.
     """
     tree = TREES[name]
-    config = Config(config_of(tree))
-    layout = Layout(scan=tree.scan, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)
-    arrays = make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
+    arrays = arrays_of(tree, "e591f30")
     made = {array.key: (array.shape, array.logical_axes) for array in arrays if array.key.startswith("params.params.")}
     others = {array.key: array for array in arrays if array.key not in made}
     assert {key.split(".")[1] for key in others} == COLLECTIONS.get(tree.model.partition("-")[0], set())
     assert made == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}
     assert len(arrays) == len(made) + len(others)
+
+
+@pytest.mark.parametrize("name", sorted(NEWER.keys() & TREES.keys()))
+def test_table_makes_the_newest_maxtexts_tree(name):
+    """The same of 0.2.5, variables of other collections included; and no parameter more but those that are said to be
+    spare. 0.2.5 names no axes of some arrays, and the stacked ones of others in another order: no rule shards them.
+    """
+    tree = dataclasses.replace(NEWER[name], config=TREES[name].config)
+    arrays = arrays_of(tree, NEWEST)
+    facts = {path.replace("/", "."): fact for path, fact in (tree.arrays | tree.others).items()}
+    made = {array.key: array for array in arrays if not array.parts[0].rule.spare}
+    assert {key: array.shape for key, array in made.items()} == {key: shape for key, (shape, _) in facts.items()}
+    rules = base_rules()
+    assert {key: partition_spec(array.logical_axes, rules) for key, array in made.items()} == {
+        key: partition_spec(axes, rules) for key, (_, axes) in facts.items()
+    }
+    named = {key: axes for key, (_, axes) in facts.items() if not {None, "local_layers"}.intersection(axes)}
+    assert len(named) > len(facts) / 3
+    assert {key: made[key].logical_axes for key in named} == named
+
+
+def arrays_of(tree, version):
+    """What the table makes of a tree's model for a version of MaxText."""
+    config = Config(config_of(tree))
+    layout = Layout(
+        scan=tree.scan,
+        mtp=tree.mtp,
+        multimodal=tree.multimodal,
+        model=tree.model,
+        vocab=tree.vocab,
+        maxtext=version,
+    )
+    return make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -236,7 +236,7 @@ def _parts(
     family: Family, config: Config, layout: Layout, rank: int, weights: Mapping[str, OrbaxArray]
 ) -> tuple[dict[str, Part], list[str]]:
     """The part that reads each factor back, and the factors that no kernel of the table has."""
-    stacks = family.stacks(config, layout)
+    stacks = family.table(config, layout)
     adapted = set()
     for stack in stacks:
         for rule in stack.rules:
@@ -247,7 +247,7 @@ def _parts(
                 }
     table = adapter_table(stacks, adapted)
     own = dataclasses.replace(
-        family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks
+        family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks, earlier={}
     )
     shapes = dict.fromkeys(table.factors, ())
     found = {

@@ -109,7 +109,7 @@ def prepare(
         naming, layout = _lay_out(options, config, family, source)
         model_type = config.get("model_type", "")
         if options.adapter_only:
-            folding = fold(source.encodings, adapters, family.aliases, model_type, family.stacks(config, layout))
+            folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout))
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
         merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
         source = source.merged(merging)
@@ -193,6 +193,7 @@ def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTe
         mtp=options.mtp,
         multimodal=options.multimodal,
         model=naming.model,
+        maxtext=options.maxtext,
         shapes={name: spec.shape for name, spec in source.specs().items()},
     )
     return naming, layout

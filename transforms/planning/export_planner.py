@@ -65,6 +65,7 @@ from weightbeam.transforms.planning.layouts import (
     maxtext_of,
     scan_axis_of,
     scan_of,
+    version_of,
 )
 from weightbeam.transforms.planning.options import AUTO, ExportOptions, options_from
 from weightbeam.transforms.planning.other_sizes import changed, describe, find_sizes
@@ -323,6 +324,7 @@ def _layouts(
     """The layouts that the checkpoint may be in: more than one where nothing says on which axis its layers are stacked."""
     shapes = {name: tensor.shape for name, tensor in table.released.items()}
     layout = layout_of(weights, scan_of(source, weights), table.naming.model, shapes)
+    layout = dataclasses.replace(layout, maxtext=version_of(table.family, table.config, layout, weights))
     said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
     axes = SCAN_AXES if said is None else (said,)
     return [dataclasses.replace(layout, scan_axis=axis) for axis in (axes if layout.scan else axes[:1])]
@@ -338,7 +340,7 @@ def _fit(table: _Table, weights: Mapping[str, OrbaxArray], layout: Layout) -> _F
     misfit = set[str]()
     for path, parts in expanded.items():
         key, shape = key_of(path), parts[0].shape
-        if all(part.rule.source is None for part in parts):
+        if all(part.rule.source is None or part.rule.spare for part in parts):
             continue
         if key not in weights:
             problems.append(_missing(key, family))

@@ -4,15 +4,17 @@ told of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
 from weightbeam.model_mappings.naming import ModelNaming
-from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.plan import PARAMETERS, expand, key_of
 from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.versions import VERSIONS
 
 EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
 TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
@@ -57,6 +59,25 @@ def layout_of(
         model=model,
         shapes=shapes,
     )
+
+
+def version_of(family: Family, config: Config, layout: Layout, weights: Collection[str]) -> str:
+    """The version of MaxText whose arrays these are, by their keys; the newest where they are those of several.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    if not family.earlier:
+        return layout.maxtext
+
+    def amiss(version: str) -> int:
+        parts = expand(family, config, dataclasses.replace(layout, maxtext=version))
+        wanted = {key_of(path): made[0].rule.spare for path, made in parts.items()}
+        return sum(key not in wanted for key in weights) + sum(
+            not is_spare and key not in weights for key, is_spare in wanted.items()
+        )
+
+    return min(VERSIONS, key=amiss)
 
 
 def maxtext_of(

@@ -21,10 +21,10 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.rules import Stack
+from weightbeam.model_mappings.rules import PARAMS, Stack
 from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
-from weightbeam.transforms.planning.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
+from weightbeam.transforms.planning.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of, version_of
 
 OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state", "outer_opt_state")
 DICT = 2  # Orbax's number for the key of a dict
@@ -358,7 +358,8 @@ class _Layouts:
         try:
             family = family_of(self.config, model_name or model.name, family_name)
             self.naming = name_model(family, self.config, model_name or model.name)
-            self.layout = layout_of(self.weights, self.scan, self.naming.model, model.shapes)
+            layout = layout_of(self.weights, self.scan, self.naming.model, model.shapes)
+            self.layout = dataclasses.replace(layout, maxtext=version_of(family, self.config, layout, self.weights))
             if self.scan and self.axis is None:
                 fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
                 self.axis = fitting[0] if fitting else None
@@ -410,7 +411,7 @@ class _Layouts:
         """The stacks of a layout."""
         assert self.family is not None
         layout = self.at(scan, axis)
-        return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
+        return Stacks.of(self.family.table(self.config, layout), layout.scan_axis)
 
     def new_stacks(self, scan: bool | None, axis: int | None) -> Stacks:
         """The stacks of a layout of the new model, by the numbers of the old one's layers."""
@@ -440,8 +441,12 @@ class _Layouts:
         if self.family is None:
             return ""
         parts = expand(self.family, self.config, self.at(self.scan, self.axis))
-        wanted = {key_of(path): same[0].shape for path, same in parts.items()}
         held = {key: stored.shape for key, stored in self.weights.items()}
+        wanted = {
+            key: same[0].shape
+            for path, same in parts.items()
+            if (key := key_of(path)) in held or not same[0].rule.spare
+        }
         for key in sorted(held.keys() | wanted.keys()):
             if held.get(key) != wanted.get(key):
                 name = key.removeprefix(PARAMETERS)
@@ -474,16 +479,22 @@ class _Layouts:
         return dataclasses.replace(tree, maxtext=maxtext, model=self.naming.model)
 
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
-        """The logical names of arrays in a layout, by their paths below `params.params`."""
+        """The logical names of arrays in a layout, by their paths below `params.params`, or `params` where they are of another
+        collection.
+        """
         if self.family is not None:
             return {
-                tuple(path.split("/")[1:]): parts[0].logical_axes
+                tuple(path.removeprefix(f"{PARAMS}/").split("/")): parts[0].logical_axes
                 for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()
             }
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}
-        return {tuple(key.split(".")[2:]): tuple(names) for key, names in axes.items() if isinstance(names, list)}
+        return {
+            tuple(key.removeprefix(PARAMETERS).split(".")): tuple(names)
+            for key, names in axes.items()
+            if isinstance(names, list)
+        }
 
 
 def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
