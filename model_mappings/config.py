@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from weightbeam.model_mappings.versions import NEWEST
+from weightbeam.model_mappings.versions import DEFAULT
 
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_MESSAGE = 1000  # characters: it quotes what it found
@@ -101,7 +101,7 @@ class Layout:
     mtp: bool = False
     multimodal: bool = False
     model: str | None = None
-    maxtext: str = NEWEST
+    maxtext: str = DEFAULT
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property

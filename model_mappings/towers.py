@@ -132,9 +132,9 @@ def qwen_vision(
             "attn/attn/out/kernel",
             "attn.proj.weight",
             "v_embed (v_heads v_dim) -> v_heads v_dim v_embed",
-            "heads kv embed",
+            "heads kv embed_attn",
         ),
-        rule("attn/attn/out/bias", "attn.proj.bias", "v_embed", "embed"),
+        rule("attn/attn/out/bias", "attn.proj.bias", "v_embed", "embed_attn"),
     ]
     for third, (target, names) in enumerate(
         dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim").items()
@@ -145,7 +145,7 @@ def qwen_vision(
                 f"attn/attn/{target}/kernel",
                 f"attn.qkv.weight{rows}",
                 "(v_heads v_dim) v_embed -> v_embed v_heads v_dim",
-                f"embed {names}",
+                f"embed_attn {names}",
             ),
             rule(f"attn/attn/{target}/bias", f"attn.qkv.bias{rows}", "(v_heads v_dim) -> v_heads v_dim", names),
         ]

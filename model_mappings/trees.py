@@ -92,6 +92,14 @@ def recognize(paths: Iterable[Path]) -> Tree:
     return Tree(kind, weights, tuple(state))
 
 
+def twins(key: str) -> set[str]:
+    """The keys that a weight may have besides, as a parameter or as a variable: where a table makes both, they are the
+    same values, and a program asks for one.
+    """
+    _, collection, rest = [*key.split(".", 2), "", ""][:3]
+    return {f"{PREFIX}.{other}.{rest}" for other in ("params", *VARIABLES.values()) if other != collection}
+
+
 def is_state(key: str) -> bool:
     """Whether an array is a training state's, and no weight: the optimizer's, a counter, a random generator."""
     return key.partition(".")[0] in (*STATE, *DILOCO) or GENERATORS.search(key) is not None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 VERSIONS = ("0.2.5", "e591f30")  # the newest first
 NEWEST = VERSIONS[0]
-UNSAID = VERSIONS[-1]  # of what Weightbeam wrote before it said so
+DEFAULT = UNSAID = VERSIONS[-1]  # what is written unless told; and what was, before a record said it
 
 EARLIER_AXES: Mapping[str, Mapping[str, str]] = {"e591f30": {"embed_attn": "embed", "embed_router": "embed_moe"}}
 

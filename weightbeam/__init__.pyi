@@ -61,6 +61,7 @@ def convert(
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
+    maxtext: str = "e591f30",
     family: str | None = None,
     vocab_size: int | None = None,
     mtp: bool = False,
@@ -101,6 +102,8 @@ def convert(
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
+        of August.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.
@@ -385,6 +388,7 @@ def maxtext_config(
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
+    maxtext: str = "e591f30",
     family: str | None = None,
     vocab_size: int | None = None,
     mtp: bool = False,
@@ -415,6 +419,8 @@ def maxtext_config(
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
+        of August.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.
@@ -498,6 +504,7 @@ def plan(
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
+    maxtext: str = "e591f30",
     family: str | None = None,
     vocab_size: int | None = None,
     mtp: bool = False,
@@ -534,6 +541,8 @@ def plan(
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
+      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
+        of August.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.

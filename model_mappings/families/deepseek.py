@@ -72,20 +72,20 @@ def latent_attention(c):
         rule("self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight", "(heads kv_dim) kv_lora -> kv_lora heads kv_dim", "kv_lora kv_heads kv_head_dim"),
         rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed_attn"),
         rule("self_attention/indexer/wq_b/kernel", "self_attn.indexer.wq_b.weight", "(index_heads index_dim) q_lora -> q_lora index_heads index_dim", "q_lora q_heads kv", when=indexer),
-        rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed kv", when=indexer),
+        rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed_attn kv", when=indexer),
         rule("self_attention/indexer/k_norm/scale", "self_attn.indexer.k_norm.weight", "index_dim", "", when=indexer),
         rule("self_attention/indexer/k_norm/bias", "self_attn.indexer.k_norm.bias", "index_dim", "", when=indexer),
-        rule("self_attention/indexer/weights_proj/kernel", "self_attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed q_heads", when=indexer),
+        rule("self_attention/indexer/weights_proj/kernel", "self_attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed_attn q_heads", when=indexer),
     ]
 
 
-def stacks(c, layout, is_variable=True):
-    """The table; `is_variable` says whether the router's bias is a variable of its own, as in MaxText 0.2.5, which then reads the
-    parameter of that name only where it loads a model for decoding (`from_pretrained`).
+def stacks(c, layout, is_newest=True):
+    """The table; in the newest MaxText the router's bias is a variable of its own, beside which the parameter of that name is only
+    read where a model is loaded for decoding (`from_pretrained`), and a prediction layer has its own last norm.
     """
     c = text_part(c)
     bias = [rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2")]
-    spare = [dataclasses.replace(each, spare=is_variable) for each in bias[0]]
+    spare = [dataclasses.replace(each, spare=is_newest) for each in bias[0]]
     dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
     fused = is_fused(layout, f"model.layers.{dense}.mlp.experts")
     routed = [
@@ -100,6 +100,7 @@ def stacks(c, layout, is_variable=True):
         rule("mtp_1_embedding_norm/scale", "enorm.weight", "embed", "norm"),
         rule("mtp_1_hidden_state_norm/scale", "hnorm.weight", "embed", "norm"),
         rule("mtp_1_projection/kernel", "eh_proj.weight", "embed pair -> pair embed", "embed -"),
+        rule("mtp_1_final_norm/scale", "shared_head.norm.weight", "embed", "norm", when=is_newest),
     ]
     out = [
         top(c, layout),
@@ -111,7 +112,7 @@ def stacks(c, layout, is_variable=True):
             stack("mtp_block/mtp_layer_1", LAYER, n, mtp),
             stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, routed),
         ]
-    if is_variable and spare:
+    if is_newest and spare:
         out += layers(layout, "decoder/moe_layers", range(dense, n), bias, name="moe_layers", collection=BIAS)
         out += [stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, bias, collection=BIAS)] if layout.mtp else []
     return out
@@ -124,9 +125,10 @@ def drops(c, layout):
     common = common_drops(c, layout) | dict.fromkeys(towers, Tower("vision tower, MaxText's Kimi K2 has none"))
     if not layout.mtp:
         return common | {f"{mtp}*": Prediction("multi-token prediction, convert it with --mtp")}
+    shared = "shared_head" if layout.maxtext in FAMILY.earlier else "shared_head.head"
     return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
-        f"{mtp}shared_head.*": "MaxText's MTP block shares the model's head and last norm",
+        f"{mtp}{shared}.*": f"MaxText's MTP block shares the model's {'head and last norm' if layout.maxtext in FAMILY.earlier else 'head'}",
     }
 
 
@@ -231,7 +233,7 @@ FAMILY = Family(
     },
     dims=dims,
     stacks=stacks,
-    earlier={"e591f30": functools.partial(stacks, is_variable=False)},
+    earlier={"e591f30": functools.partial(stacks, is_newest=False)},
     drops=drops,
     copies=copies,
     configuration={"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": K2, "kimi_k25": inside("text_config", K2)},

@@ -74,12 +74,12 @@ def vision(c):
     attn, block = "MultiHeadDotProductAttention_0", []
     for target, source, names in (("query", "q", "q_heads kv"), ("key", "k", "kv_heads kv_head_dim"), ("value", "v", "kv_heads kv_head_dim")):
         block += [
-            rule(f"{attn}/{target}/kernel", f"self_attn.{source}_proj.weight", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed {names}"),
+            rule(f"{attn}/{target}/kernel", f"self_attn.{source}_proj.weight", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed_attn {names}"),
             rule(f"{attn}/{target}/bias", f"self_attn.{source}_proj.bias", "(v_heads v_dim) -> v_heads v_dim", names),
         ]
     block += [
-        rule(f"{attn}/out/kernel", "self_attn.out_proj.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed"),
-        rule(f"{attn}/out/bias", "self_attn.out_proj.bias", "v_embed", "embed"),
+        rule(f"{attn}/out/kernel", "self_attn.out_proj.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed_attn"),
+        rule(f"{attn}/out/bias", "self_attn.out_proj.bias", "v_embed", "embed_attn"),
         *linear_layer("MlpBlockViT_0/Dense_0", "mlp.fc1", "v_mlp", "v_embed"),
         *linear_layer("MlpBlockViT_0/Dense_1", "mlp.fc2", "v_embed", "v_mlp"),
         *layer_norm("LayerNorm_0", "layer_norm1", "v_embed"),

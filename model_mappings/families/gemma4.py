@@ -166,8 +166,8 @@ def tower(v):
     ]
     names = dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim")
     layer = [
-        *(rule(f"attention/{to}/kernel", f"self_attn.{to[0]}_proj.linear.weight", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed {names[to]}") for to in names),
-        rule("attention/out/kernel", "self_attn.o_proj.linear.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed"),
+        *(rule(f"attention/{to}/kernel", f"self_attn.{to[0]}_proj.linear.weight", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed_attn {names[to]}") for to in names),
+        rule("attention/out/kernel", "self_attn.o_proj.linear.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed_attn"),
         rule("attention/query_norm/scale", "self_attn.q_norm.weight", "v_dim", "norm"),
         rule("attention/key_norm/scale", "self_attn.k_norm.weight", "v_dim", "norm"),
         rule("pre_attention_norm/scale", "input_layernorm.weight", "v_embed", "norm"),

@@ -63,12 +63,12 @@ def audio(a):
     for name, names in dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim").items():
         target, source = f"self_attention_audio/{name}", f"self_attn.{name[0]}_proj"
         layer += [
-            rule(f"{target}/kernel", f"{source}.weight", "(a_heads a_dim) a_embed -> a_embed a_heads a_dim", f"embed {names}"),
+            rule(f"{target}/kernel", f"{source}.weight", "(a_heads a_dim) a_embed -> a_embed a_heads a_dim", f"embed_attn {names}"),
             rule(f"{target}/bias", f"{source}.bias", "(a_heads a_dim) -> a_heads a_dim", names),
         ]
     layer += [
-        rule("self_attention_audio/out/kernel", "self_attn.out_proj.weight", "a_embed (a_heads a_dim) -> a_heads a_dim a_embed", "heads kv embed"),
-        rule("self_attention_audio/out/bias", "self_attn.out_proj.bias", "a_embed", "embed"),
+        rule("self_attention_audio/out/kernel", "self_attn.out_proj.weight", "a_embed (a_heads a_dim) -> a_heads a_dim a_embed", "heads kv embed_attn"),
+        rule("self_attention_audio/out/bias", "self_attn.out_proj.bias", "a_embed", "embed_attn"),
         *linear_layer("AudioMLP/wi", "fc1", "a_mlp", "a_embed", "embed", "mlp"),
         *linear_layer("AudioMLP/wo", "fc2", "a_embed", "a_mlp", "mlp", "embed"),
     ]

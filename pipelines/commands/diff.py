@@ -452,7 +452,7 @@ def _converted(
     """
     try:
         given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}
-        options = options_of(items, open_arrays(items), options_of_export(release.root) | given)
+        options = options_of(items, open_arrays(items), options_of_export(release.root) | given, release.config)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
     options = dataclasses.replace(options, scan_layers=is_scanned(there))

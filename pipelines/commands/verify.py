@@ -620,9 +620,10 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     items, keys = open_store(opened.root), dict(opened.tree.weights)
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}
-    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked})
+    exported = open_source(release)
+    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
-    conversion = prepare(options, open_source(release))
+    conversion = prepare(options, exported)
     refuse(conversion.plan.problems, conversion.source)
     record, remembered = read_record(release), opened.record.get("config")
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
-from weightbeam.model_mappings.trees import TreeError, recognize
+from weightbeam.model_mappings.trees import VARIABLES, TreeError, recognize, twins
 from weightbeam.pipelines.loading.source import Described
 from weightbeam.pipelines.terminal.tables import count
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # what a tree's keys may lack: nothing, TrainState's field, and the collection too
 PREFIXES = ("", f"{PREFIX}.", PARAMETERS)
+COLLECTIONS = tuple(f"{PREFIX}.{name}." for name in VARIABLES.values())  # of variables that are no parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Abstract:
 
     def prefixed(self, prefix: str) -> Abstract:
         """The same with keys that begin with `prefix`."""
-        return dataclasses.replace(
-            self, targets=tuple(dataclasses.replace(target, key=prefix + target.key) for target in self.targets)
+        return self.renamed(
+            {target.key: prefix + target.key for target in self.targets if not target.key.startswith(COLLECTIONS)}
         )
 
     def renamed(self, names: Mapping[str, str]) -> Abstract:
@@ -82,17 +83,24 @@ def read_tree(tree: Any) -> Abstract:
     """What a tree of arrays, or of things with `shape` and `dtype` and perhaps a `sharding`, asks for.
 
     The keys are the leaves' paths, dotted: of nested dicts, of Flax's modules' states and boxed variables, of a flat
-    dict of Orbax's own keys.
+    dict of Orbax's own keys. A variable of an nnx.State that MaxText keeps in a collection of its own, such as a router's
+    bias, has that collection in its key.
     """
     import jax
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    kinds = (
+        {path: type(variable).__name__ for path, variable in tree.flat_state()} if hasattr(tree, "flat_state") else {}
+    )
+    collections = {tuple(map(str, path)): kind for path, kind in kinds.items() if kind in VARIABLES.values()}
     targets = []
     for path, leaf in leaves:
         names = [_name(entry) for entry in path]
         # the box that Flax puts around a variable
         if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
             names.pop()
+        if collection := collections.get(tuple(names)):
+            names = [PREFIX, collection, *names]
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
         targets.append(
@@ -169,7 +177,7 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
         problems.append(_problem("sharding", unknown[0], why))
     asked = abstract.keys
     for key in arrays:
-        if key not in asked and key.startswith(f"{PREFIX}."):
+        if key not in asked and key.startswith(f"{PREFIX}.") and not asked.intersection(twins(key)):
             problems.append(_problem("unused", key, "the source has it, the tree has no place for it"))
     return problems
 

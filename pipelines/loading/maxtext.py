@@ -50,7 +50,7 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
     Raises:
       Refused, Failed: as `weightbeam.load`.
     """
-    like = abstract_params.to_pure_dict() if hasattr(abstract_params, "to_pure_dict") else abstract_params
+    is_state = hasattr(abstract_params, "to_pure_dict")
     if access := getattr(maxtext_config, "hf_access_token", None):
         os.environ.setdefault("HF_TOKEN", access)
     options = {
@@ -60,7 +60,9 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
     }
     if (name := getattr(maxtext_config, "model_name", UNNAMED)) != UNNAMED:
         options["maxtext_model"] = name
-    tree = load(_source(path), like, **options)
+    tree = load(_source(path), abstract_params, **options)
+    if is_state:
+        tree = tree.to_pure_dict()
     return None, dict(tree) if isinstance(tree, Mapping) and COLLECTION in tree else {COLLECTION: tree}
 
 

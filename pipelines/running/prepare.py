@@ -29,7 +29,7 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
-from weightbeam.model_mappings.versions import NEWEST
+from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
@@ -194,7 +194,7 @@ def _version(options: Options, keys: Collection[str], config: Mapping[str, Any])
         family = family_of(Config(config), options.maxtext_model, options.family)
         return version_of(family, Config(config), layout, keys)
     except (ConfigError, UnknownFamilyError):
-        return NEWEST  # the plan will say what is wrong
+        return DEFAULT  # the plan will say what is wrong
 
 
 def refuse(problems: Sequence[Problem], source: object = None) -> None:

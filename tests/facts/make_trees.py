@@ -60,7 +60,7 @@ def read_tree(file: Path) -> dict:
         "model": model.split("+")[0],
         "scan": scan == "scan",
         "mtp": model.endswith("+mtp"),
-        "multimodal": model.endswith("+mm"),
+        "multimodal": any("_encoder/" in param["path"] for param in tree["params"].values()),
         "vocab": tree["cfg"]["vocab_size"],
         "config": tree.get("hf_config") or {},
         "arrays": compact(tree["params"]),

@@ -2,8 +2,9 @@
 
 `PYTHON` is an interpreter of an environment that has MaxText from the package index (0.2.5 was run with jax 0.11.1, flax
 0.12.12, Python 3.12, on a CPU). Each model is made abstractly, at its full size, scanned and unscanned; nothing is
-allocated. `MODEL+mtp` and `MODEL+mm` are a model with its prediction layer, or with its towers. `make_trees.py` keeps the facts of what this writes: `<model>--{scan,unscan}.json.gz`, with path, shape and logical
-axes of each variable that a checkpoint may hold, those of collections beside `params` under their own name.
+allocated. `MODEL+mtp` and `MODEL+mm` are a model with its prediction layer, or with its towers. `make_trees.py` keeps
+the facts of what this writes: `<model>--{scan,unscan}.json.gz`, with path, shape and logical axes of each variable that
+a checkpoint may hold, those of collections beside `params` by themselves.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from support import BF16, assert_same_bits, call, converted, read_config, read_tensors, save
 
-from weightbeam.model_mappings.config import Config, Layout
-from weightbeam.model_mappings.families.qwen3_next import FAMILY
-
 MOE = "model.layers.{}.mlp.experts."
 
 
@@ -72,11 +69,16 @@ def test_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_who_reads_stacked_layers_is_said(folder: Path) -> None:
-    """MaxText 0.2.5 stacks the linear-attention layers apart: run in it, a scanned checkpoint was refused and an
-    unscanned one loaded.
-    """
-    scanned, apart = (FAMILY.note(Config(read_config(folder)), Layout(scan=scan)) for scan in (True, False))
-    assert "0.2.5" in scanned
-    assert "--scan_layers false" in scanned
-    assert apart == ""
+def test_both_stackings_hold_the_same(folder: Path, tmp_path: Path) -> None:
+    """MaxText 0.2.5 stacks the delta nets over (cycle, place), e591f30 those of each place."""
+    newest, earlier = (converted(folder, tmp_path / version, "--maxtext", version) for version in ("0.2.5", "e591f30"))
+    local, whole = "decoder.layers.local_layers.", "decoder.layers.global_layer."
+    for key, values in newest.items():
+        if key.startswith(local):
+            rest = key.removeprefix(local)
+            apart = [earlier[f"decoder.layers.layer_{place}.{rest}"] for place in range(3)]
+            np.testing.assert_array_equal(values.astype("f4"), np.stack(apart, 2).astype("f4"))
+        else:
+            same = key.replace(whole, "decoder.layers.layer_3.")
+            np.testing.assert_array_equal(values.astype("f4"), earlier[same].astype("f4"))
+    assert sum(3 if key.startswith(local) else 1 for key in newest) == len(earlier)

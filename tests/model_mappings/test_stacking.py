@@ -24,7 +24,7 @@ def stacks(tree, scan, axis=1):
     layout = Layout(
         scan=scan, scan_axis=axis, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab
     )
-    return Stacks.of(family_of(config, tree.model).stacks(config, layout), axis)
+    return Stacks.of(family_of(config, tree.model).table(config, layout), axis)
 
 
 def held_of(shapes):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from weightbeam.model_mappings.cut import Cut
-from weightbeam.model_mappings.versions import NEWEST, VERSIONS
+from weightbeam.model_mappings.versions import DEFAULT, VERSIONS
 from weightbeam.transforms.planning.values import (
     amount,
     boolean,
@@ -297,7 +297,7 @@ class Options(Excerpt):
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
     sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")
-    maxtext: str = _what("the version of MaxText whose tree and names of axes are written: that of the package index, or a commit of August", NEWEST, choices=VERSIONS)
+    maxtext: str = _what("the version of MaxText whose tree and names of axes are written: that of the package index, or a commit of August", DEFAULT, choices=VERSIONS)
     family: str | None = _what("the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
     vocab_size: int | None = _what("rows of MaxText's embedding: more pads with zeros, fewer cuts")
     mtp: bool = _what("convert the multi-token-prediction layers too", False)

@@ -1,0 +1,48 @@
+"""The tree of MaxText 0.2.5: a router's bias as a variable, there and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import assert_same_bits, call, converted, read_tensors
+
+from weightbeam.model_mappings.trees import recognize
+
+BIAS = "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+
+
+@pytest.fixture(scope="module")
+def folder(generated: Path) -> Path:
+    return generated / "cases" / "deepseek3"
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_the_bias_lies_in_both_places_and_comes_back(folder: Path, tmp_path: Path, scan: str) -> None:
+    """Layers on the first axis of the variable, on the second of the parameter; the release comes back to the bit."""
+    arrays = converted(folder, tmp_path / "out", "--maxtext", "0.2.5", "--scan_layers", scan)
+    variables = {key.removeprefix("MoEBiasVar."): values for key, values in arrays.items() if "MoEBiasVar" in key}
+    assert variables
+    assert all(key.endswith(BIAS) for key in variables)
+    assert_same_bits({key: values.T for key, values in variables.items()}, {key: arrays[key] for key in variables})
+    earlier = converted(folder, tmp_path / "earlier", "--maxtext", "e591f30", "--scan_layers", scan)
+    assert_same_bits({key: values for key, values in arrays.items() if "MoEBiasVar" not in key}, earlier)
+    assert call("verify", "--source", folder, "--checkpoint", tmp_path / "out") == 0
+    assert call("export", tmp_path / "out", tmp_path / "back", "--like", folder) == 0
+    back, before = read_tensors(tmp_path / "back"), read_tensors(folder)
+    assert back.keys() == before.keys()
+    for name, values in before.items():
+        np.testing.assert_array_equal(back[name].view("u1"), values.view("u1"), err_msg=name)
+
+
+def test_a_training_state_holds_the_newest_bias_with_its_modules() -> None:
+    """What training began with is state, where it is kept."""
+    where = ("decoder", "moe_layers", *BIAS.split("."))
+    begun, newest = ("params", "MoEBiasVar", *where), ("nnx_aux", "model", *where, "value")
+    kernel = ("params", "params", "decoder", "decoder_norm", "scale")
+    for paths in ([begun, kernel, newest], [newest, kernel, begun]):
+        tree = recognize([*paths, ("nnx_aux", "model", "rngs", "count")])
+        assert tree.weights[".".join(begun)] == ".".join(newest)
+        assert set(tree.state) == {".".join(begun), "nnx_aux.model.rngs.count"}
+        assert len(tree.weights) == 2
