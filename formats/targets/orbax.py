@@ -155,11 +155,11 @@ class OrbaxTarget(Target[Staging]):
         """In a bucket what was staged lies where it will be read."""
         return _others(place, self.another) if isinstance(place, BucketStaging) else ""
 
-    def bytes_left(self, place: Staging, made_bytes: int, units: int, resume: bool) -> int:
+    def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """None where all but the name is there."""
         if resume and place.is_complete():
             return 0
-        return int(made_bytes * (place.share_left(units) if resume else 1))
+        return made_bytes - (place.bytes_done() if resume else 0)
 
 
 def _why_not_replace(place: Staging, another: str) -> str:

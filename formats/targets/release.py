@@ -116,7 +116,7 @@ class ReleaseTarget(Target[ReleasePlace]):
         why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {named}"
         return f"{why}; move it away, or {self.another}"
 
-    def bytes_left(self, place: ReleasePlace, made_bytes: int, units: int, resume: bool) -> int:
+    def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:
         """None where files lie there at their full size already."""
         return 0 if place.exists() else sum(size for *_, size in self.files)
 

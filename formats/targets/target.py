@@ -139,10 +139,8 @@ class Target(abc.ABC, Generic[PlaceT]):
         return ""
 
     @abc.abstractmethod
-    def bytes_left(self, place: PlaceT, made_bytes: int, units: int, resume: bool) -> int:
-        """Bytes that are still to be written of `made_bytes` in so many units, for a command that may go on with what
-        is staged.
-        """
+    def bytes_left(self, place: PlaceT, made_bytes: int, resume: bool) -> int:
+        """Bytes that are still to be written of `made_bytes`, for a command that may go on with what is staged."""
 
 
 def lies_in(url: str, other: str) -> bool:
