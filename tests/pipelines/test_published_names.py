@@ -170,7 +170,10 @@ def test_releases_on_the_hub(
     assert tap.telling() == []
     record = json.loads(files_of(hub)["weightbeam.json"])
     assert re.fullmatch("trained/100@[0-9a-f]{16}", record["source"])
-    assert record["like"] == "llama"
+    (told,) = set(re.findall(r"llama@[0-9a-f]{16}", files_of(hub, repo="me/fp8")["README.md"].decode()))
+    for repo, line in ((REPO, "config from"), ("me/adapter", "of")):
+        assert f"| {line} | {told} |" in files_of(hub, repo=repo)["README.md"].decode()
+        assert json.loads(files_of(hub, repo=repo)["weightbeam.json"])["like"] == told
     assert json.loads(files_of(hub, repo="me/merged")["weightbeam.json"])["adapters"][0]["source"].startswith(
         "adapter@"
     )
