@@ -333,6 +333,9 @@ class Staging(abc.ABC):
     def gather(self) -> None:  # noqa: B027
         """Brings what lies in `aside` to where it will be read."""
 
+    def announce(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Says what will be put, before that begins: in a bucket it lies among what others may put there."""
+
     def put(self, name: str, data: bytes) -> None:
         """Writes a file of the checkpoint, such as its metadata.
 
