@@ -251,6 +251,34 @@ def test_what_others_put_where_something_was_being_deleted(
     assert not [name for name in open_store(place).parent.entries() if "deleting" in name]
 
 
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_release_that_another_command_is_deleting(
+    checkpoint: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else begins there, and once `config.json` is gone, nobody reads what is left as a release."""
+    words = ("export", checkpoint, place)
+    assert call(*words) == 0
+    delete_all, deleted = Bucket.delete_all, []
+
+    def meet(self: Bucket, files: Iterable[File]) -> None:
+        delete_all(self, files)
+        if self.url != place or len(deleted) == 2:
+            return
+        deleted.append(self)
+        capfd.readouterr()
+        for more in ((), ("--overwrite",), ("--resume",), ("--overwrite", "--dry_run")):
+            assert call(*words, *more) == 2
+            assert "another conversion" in capfd.readouterr().err
+        for reader in (("inspect", place), ("plan", place), ("verify", checkpoint, place)) * (len(deleted) == 2):
+            assert call(*reader) == 2
+            assert "Traceback" not in capfd.readouterr().err
+
+    monkeypatch.setattr(Bucket, "delete_all", meet)
+    assert call(*words, "--overwrite") == 0
+    assert len(deleted) == 2
+    assert call("verify", checkpoint, place) == 0
+
+
 def foreign(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "precious.txt").write_text("mine")
