@@ -328,7 +328,8 @@ class Watcher:
         with feed.apart() as apart:
             outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
         if outcome.status != isolation.DONE:
-            return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
+            again = now() if outcome.status == FAILED else None  # nothing of it is recorded
+            return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
 
 

@@ -188,6 +188,20 @@ def test_other_steps_go_on(
     assert (output / "step-3").is_dir()
 
 
+def test_a_damaged_step_in_a_dry_run(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would fail, and nothing is recorded by which it isn't tried again."""
+    write(tmp_path / "run", 1, model=model)
+    shutil.rmtree(tmp_path / "run" / "1" / "items" / "d")
+    for path in (tmp_path / "run" / "1" / "items").glob("ocdbt.process_*"):
+        shutil.rmtree(path)
+    watch = ("watch", "--run", tmp_path / "run", "--like", model[0], "--output", tmp_path / "out", "--once")
+    assert call(*watch, "--dry_run") == 1
+    said = capfd.readouterr().out
+    assert "failed  is tried again at" in said, said
+
+
 @pytest.mark.parametrize("stray", ["marks", "records", "work"])
 def test_another_run_goes_on(
     stray: str, model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
