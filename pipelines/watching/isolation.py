@@ -347,6 +347,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
         "warnings": [],
         "lora": True,
         "form": adapter.like.root,
+        "form_told": adapter.like.told,
     }
 
 
@@ -368,7 +369,7 @@ def _planned(planned: Any) -> dict[str, Any]:
         "target_bytes": size,
         "warnings": list(planned.warnings),
     }
-    return about | {"rounded": rounded, "form": planned.like.root}
+    return about | {"rounded": rounded, "form": planned.like.root, "form_told": planned.like.told}
 
 
 def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
