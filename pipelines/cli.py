@@ -23,7 +23,7 @@ from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 from weightbeam.pipelines.terminal.shell import messages
-from weightbeam.pipelines.terminal.streams import prepare_streams
+from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
@@ -54,8 +54,7 @@ class Interrupts:
 
     Attributes:
       came: the signal, once there was one.
-      at_once: whether to end at once, without a word: extension modules that are stopped while they are imported print
-        what they like.
+      at_once: whether to end at once, in one line: while a command is imported.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.came = number
         if self.at_once:
-            os._exit(self.status)
+            stop_at_once(self.status)
         before, self._last = self._last, time.monotonic()
         if self._last - before > IMPATIENCE:
             raise KeyboardInterrupt
@@ -99,8 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupts = Interrupts()
     command = ""
 
+    def named() -> str:
+        return f"weightbeam {command}".rstrip()
+
     def told(ending: str, error: BaseException) -> None:
-        print(f"weightbeam {command}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
+        print(f"{named()}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
 
     with at_the_shell(), interrupts.caught():
         try:
@@ -134,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1
             # Some libraries make something else of a KeyboardInterrupt.
             said = str(e) if isinstance(e, KeyboardInterrupt) else ""
-            print(f"\nweightbeam {command}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
+            print(f"\n{named()}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
             # the pipeline's threads are still at work, and their end isn't worth waiting for
             os._exit(interrupts.status)
 

@@ -1,18 +1,19 @@
-"""The console script: a Ctrl-C while the command line itself is imported ends it without a word."""
+"""The console script: a Ctrl-C while the command line itself is imported ends it in one line."""
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import NoReturn
+
+from weightbeam.pipelines.terminal.streams import stop_at_once
 
 
 def run() -> NoReturn:
     """The command `weightbeam`; see `cli.run`."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(
+            signal.SIGINT, lambda *_: stop_at_once(128 + signal.SIGINT)
+        )  # wherever nothing else looks after it
     from weightbeam.pipelines import cli
 
-    signal.signal(signal.SIGINT, before)
     cli.run()

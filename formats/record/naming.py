@@ -102,6 +102,10 @@ class Naming:
         known = {url: "" for url in others if url} | {source.root: digest(source) for source in sources}
         return cls(False, place.startswith(BUCKET) and full_paths is None, known)
 
+    def knowing(self, known: Mapping[str, str]) -> Naming:
+        """The same, with what identifies more sources, by their URLs."""
+        return dataclasses.replace(self, known={**self.known, **{url: told for url, told in known.items() if told}})
+
     def name(self, url: str) -> str:
         """What a source is called."""
         if self.full or not url or url.startswith(HUB) or (self.buckets and url.startswith(BUCKET)) or is_name(url):

@@ -10,6 +10,7 @@ from weightbeam.formats.staging.folder import FolderStaging
 from weightbeam.formats.staging.staging import (
     ASIDE,
     ATTEMPT,
+    BYTES,
     GROWING,
     ITEMS,
     JOB,
@@ -23,7 +24,7 @@ from weightbeam.formats.staging.staging import (
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 
 __all__ = [
-    "ASIDE", "ATTEMPT", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
+    "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
     "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "staging_at",
 ]  # fmt: skip
 

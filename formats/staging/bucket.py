@@ -7,17 +7,20 @@ and publishes:
     <output>/<name>.weightbeam-lease
     <output>/<name>.weightbeam/<id>/                plan, ledger, failure; `aside/`: what will be copied
     <output>/<name>.weightbeam/claim.<id>/          the right to publish: the originals of the marker and of what goes with it
+    <output>/<name>.weightbeam/deleting.claim.<id>/ while what is there is deleted: the names of all that
     <output>/<name>/                                what will be read; no reader takes it for a checkpoint before its marker is there
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
 from weightbeam.formats.storage import StorageError
 
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
 PLACE = re.compile("[0-9a-f]{16}")  # the id of a conversion's folder on the desk
 # what a conversion writes where it will be read; Orbax, which saves there at this moment, has databases of other names
 OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
-REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/d/")
+REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{SOURCE}/manifest\.ocdbt$")
+DELETING = "deleting."  # and a claim's name: what notes what is being deleted
+NAMES = "names.json"  # there, and in a place: of what lies, or will, where it is read
 
 
 class BucketStaging(Staging):
@@ -115,15 +120,36 @@ class BucketStaging(Staging):
         return not self.exists() and bool(self.final.entries() or self.final.folders())
 
     def is_remains(self) -> bool:
-        """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late."""
+        """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late; others
+        may have put something there since, see `unknown`.
+        """
         if self._left():
             return True
         names = [file.name for file in self.final.list()]
         return not names or (any(map(OWN_ATTEMPT.match, names)) and all(map(REMAINS.match, names)))
 
+    def unknown(self) -> list[str]:
+        """The files where it will be read that aren't of what conversions have on the desk: neither aside nor noted. The
+        units' own, whose names are random, are among them.
+        """
+        known = self._known(self._left())
+        return [file.name for file in self.final.list() if file.name not in known]
+
+    def _known(self, left: Iterable[str]) -> set[str]:
+        """What conversions that left so much on the desk may have where it will be read: what lies aside, which is
+        copied there, what they had begun to put there, and what they were about to delete.
+        """
+        known: set[str] = set()
+        for name in left:
+            place = self.desk / name
+            known |= {file.name for file in (place / ASIDE).list()}
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                known |= set(json.loads(place.read(NAMES)))
+        return known
+
     def _left(self) -> list[str]:
         """What conversions have on the desk, but for claims; others' folders stay there."""
-        return [name for name in self.desk.folders() if PLACE.fullmatch(name) or name.startswith("deleting.claim.")]
+        return [name for name in self.desk.folders() if PLACE.fullmatch(name) or name.startswith(f"{DELETING}claim.")]
 
     def create(self, plan: bytes) -> None:
         if not self._claim:
@@ -141,11 +167,32 @@ class BucketStaging(Staging):
         """Throws away what was staged, and what is in its place: a bucket can't have both.
 
         Only what was listed while the place was this one's is deleted: whoever claims it then finds the plan, or else
-        begins anew.
+        begins anew. What that is, is noted before: after a kill there is no record of it any more, and others may have put
+        something beside what is left.
         """
         if not self._claim:
             self.claim()
         old = self._left()
+        doomed = {*self._known(old), *(file.name for file in self.final.list())}
+        note = f"{DELETING}{self._claim}"
+        self.check_claim()
+        if doomed:
+            (self.desk / note).write(NAMES, json.dumps(sorted(doomed)).encode())
+        try:
+            self._delete(old)
+        except TakenOverError:
+            self.desk.delete_folder(note)
+            raise
+        for name in (*old, note):
+            self.desk.delete_folder(name)
+        self._id = ""
+
+    def _delete(self, old: Sequence[str]) -> None:
+        """Deletes what is in the place, and what would be copied there.
+
+        Raises:
+          TakenOverError: it isn't this one's any more.
+        """
         plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
         self.check_claim()
         for found in plans:
@@ -159,9 +206,6 @@ class BucketStaging(Staging):
         markers = {self.marker, *(f"{folder}{MARKER}" for folder in (f"{ITEMS}/", ""))}
         for names in (markers, self.looked_for, {file.name for file in files} - markers - self.looked_for):
             self.final.delete_all([file for file in files if file.name in names])
-        for name in old:
-            self.desk.delete_folder(name)
-        self._id = ""
 
     def write_plan(self, plan: bytes) -> None:
         if not self._claim:
@@ -182,6 +226,9 @@ class BucketStaging(Staging):
         files = self.aside.list()
         self.check_claim()
         self.final.copy_all(self.aside, files)
+
+    def announce(self, names: Sequence[str]) -> None:
+        self.plan_folder.write(NAMES, json.dumps(list(names)).encode())
 
     def put(self, name: str, data: bytes) -> None:
         claim = self.desk / self._claim

@@ -32,6 +32,7 @@ JOB = "job.json"  # beside the staged plan: the job that is at work on it, where
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
 UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile; an assembly may be repeated as long as they do
 WORKERS = f"{UNITS}/workers"  # a file of each worker elsewhere that has said it can do the job
+BYTES = "bytes"  # what an entry of the ledger calls those that its unit wrote, of values
 WITHDRAWN = "withdrawn.json"  # in the ledger: which units were taken out of it, and why
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
@@ -266,15 +267,17 @@ class Staging(abc.ABC):
         }
         return {int(name): mark for name, mark in names.items() if name.isdecimal()}
 
-    def share_left(self, units: int) -> float:
-        """The share of so many units that is still to do."""
-        return 1 - len(self.done()) / max(1, units)
-
     def ledger(self) -> dict[int, dict[str, Any]]:
-        """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
+        """For each unit that counts, the `attempt` that made it, the `bytes` it wrote, and its shares in the arrays'
+        `digests`.
+        """
         units = sorted(self.done())
         read = map(_entry, self.plan_folder.read_many([f"{self.units}/{unit}.json" for unit in units]))
         return {unit: entry for unit, entry in zip(units, read, strict=True) if entry is not None}
+
+    def bytes_done(self) -> int:
+        """Bytes that the units that count have written, of values."""
+        return sum(entry.get(BYTES, 0) for entry in self.ledger().values())
 
     def drop_unreadable(self) -> None:
         """Removes what can't be read of the ledger and the notes that lie there, before somebody goes on with the plan:
@@ -329,6 +332,9 @@ class Staging(abc.ABC):
 
     def gather(self) -> None:  # noqa: B027
         """Brings what lies in `aside` to where it will be read."""
+
+    def announce(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Says what will be put, before that begins: in a bucket it lies among what others may put there."""
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a file of the checkpoint, such as its metadata.

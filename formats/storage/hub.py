@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -372,6 +373,16 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
 retried = _retrying().wraps  # decorates a function that asks the hub
 
 
+# what the hub's client raises of an answer that has no JSON, or lacks something, such as the page of a proxy
+NO_ANSWER = (json.JSONDecodeError, KeyError)
+
+
+def no_answer(error: Exception) -> str:
+    """What to say of such an answer."""
+    about = f"{type(error).__name__}: {error}"
+    return f"what came of {_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
+
+
 _SAME: set[str] = set()  # files of the cache that are known to be those of the hub
 _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
 
@@ -381,7 +392,7 @@ def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
         return _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
             repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS
         )
-    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, *NO_ANSWER) as e:
         _fail(url, repo, e)
 
 
@@ -411,6 +422,8 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
     elif isinstance(error, HFValidationError):
         message = str(error)
+    elif isinstance(error, NO_ANSWER):
+        message = no_answer(error)
     else:
         message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
         if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):

@@ -25,7 +25,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError, reason
-from weightbeam.formats.storage.hub import api, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, api, no_answer, retried
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.storage.uninterrupted import uninterrupted
@@ -419,6 +419,8 @@ def told(target: HubAddress) -> Iterator[None]:
         raise StorageError(f"{target}: {message}") from None
     except HFValidationError as e:
         raise StorageError(f"{target}: {e}") from None
+    except NO_ANSWER as e:
+        raise StorageError(f"{target}: {no_answer(e)}") from None
     except ValueError as e:  # the hub's, of a model card's metadata or of a file
         raise StorageError(f"{target}: {str(e).splitlines()[0] if str(e) else 'refused'}") from None
     except OSError as e:  # a file of ours, such as one that someone removed

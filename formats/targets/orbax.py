@@ -42,9 +42,10 @@ from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.extremes import Extremes
 from weightbeam.formats.record.provenance import RECORD, digest, record_json, summary, total
 from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging.bucket import REMAINS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
-from weightbeam.formats.targets.target import Conclude, Target, lies_in, nothing
+from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
 from weightbeam.model_mappings.boxes import Box
 
 SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
@@ -153,21 +154,21 @@ class OrbaxTarget(Target[Staging]):
 
     def why_not_discard(self, place: Staging) -> str:
         """In a bucket what was staged lies where it will be read."""
-        return _others(place, self.another) if isinstance(place, BucketStaging) else ""
+        return _deletes(_unknown(place), self.another) if isinstance(place, BucketStaging) else ""
 
-    def bytes_left(self, place: Staging, made_bytes: int, units: int, resume: bool) -> int:
+    def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """None where all but the name is there."""
         if resume and place.is_complete():
             return 0
-        return int(made_bytes * (place.share_left(units) if resume else 1))
+        return made_bytes - (place.bytes_done() if resume else 0)
 
 
 def _why_not_replace(place: Staging, another: str) -> str:
     foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
     if isinstance(place, BucketStaging):
-        if is_checkpoint(place.final):
-            return _others(place, another)
-        return _others(place, another) if place.is_remains() else foreign
+        if not place.is_complete() and place.is_remains():
+            return _deletes(_unknown(place), another)
+        return _deletes(others_in(place.final), another) if is_checkpoint(place.final) else foreign
     final = Path(place.final.url)
     if final.is_symlink():
         return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {another}, or remove it"
@@ -177,7 +178,7 @@ def _why_not_replace(place: Staging, another: str) -> str:
         return f"is a mount point, and can't be replaced; {another}"
     if any(final.iterdir()) and not is_checkpoint(place.final):
         return foreign
-    if others := _others(place, another):
+    if others := _deletes(others_in(place.final), another):
         return others
     for folder, _, _ in os.walk(final):
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -185,10 +186,15 @@ def _why_not_replace(place: Staging, another: str) -> str:
     return ""
 
 
-def _others(place: Staging, another: str) -> str:
-    if others := others_in(place.final):
-        return f"holds what is no checkpoint's, and --overwrite would delete: {', '.join(others)}; move it away, or {another}"
-    return ""
+def _unknown(place: BucketStaging) -> list[str]:
+    """What others have put where a checkpoint isn't whole."""
+    return [name for name in place.unknown() if not REMAINS.match(name)]
+
+
+def _deletes(others: Sequence[str], another: str) -> str:
+    if not others:
+        return ""
+    return f"holds what is no checkpoint's, and --overwrite would delete: {listed(others)}; move it away, or {another}"
 
 
 def write_unit(
@@ -327,6 +333,7 @@ def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping
     _check_done(staging, units, ledger)
     concluded = conclude(ledger)
     objects = _objects(target, staging.step)
+    staging.announce(_small_files(target, objects))
     if target.format.use_ocdbt:
         _merge(staging, target, {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}, objects)
     else:
@@ -363,6 +370,13 @@ def _objects(target: OrbaxTarget, step: int) -> list[tuple[str, bytes]]:
     if arrays[-1] is STEP:
         objects.append((list(zarr.keys(STEP, format))[1], np.int64(step).tobytes()))
     return objects
+
+
+def _small_files(target: OrbaxTarget, objects: Iterable[tuple[str, bytes]]) -> list[str]:
+    """The names of all that is put at the end."""
+    keys = [ocdbt.MANIFEST] if target.format.use_ocdbt else [key for key, _ in objects]
+    of_item = [f"{ITEMS}/{name}" for name in (*keys, METADATA, CHECKPOINT_METADATA, MARKER)]
+    return [*of_item, *target.files, RECORD, CHECKPOINT_METADATA, MARKER]
 
 
 def _merge(staging: Staging, target: OrbaxTarget, attempts: Set[str], objects: Sequence[tuple[str, bytes]]) -> None:

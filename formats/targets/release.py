@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
-from weightbeam.formats.targets.target import Conclude, Target, lies_in, nothing
+from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
 from weightbeam.model_mappings.boxes import Box
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
@@ -104,19 +104,20 @@ class ReleaseTarget(Target[ReleasePlace]):
 
     def why_not_replace(self, place: ReleasePlace) -> str:
         if plan_hash_of(place.final) is None:
-            return "" if _is_empty(place) else f"exists, {FOREIGN}, and isn't deleted; {self.another}"
+            foreign = f"exists, {FOREIGN}, and isn't deleted; {self.another}"
+            return self._deletes(place.others_there()) if _is_empty(place) else foreign
         return self._deletes({*others_in(place.final)} - self.own)
 
     def why_not_discard(self, place: ReleasePlace) -> str:
         return self._deletes(place.others_there())
 
-    def _deletes(self, others: Iterable[str]) -> str:
-        if not (named := ", ".join(sorted(others))):
+    def _deletes(self, others: Collection[str]) -> str:
+        if not others:
             return ""
-        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {named}"
+        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {listed(sorted(others))}"
         return f"{why}; move it away, or {self.another}"
 
-    def bytes_left(self, place: ReleasePlace, made_bytes: int, units: int, resume: bool) -> int:
+    def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:
         """None where files lie there at their full size already."""
         return 0 if place.exists() else sum(size for *_, size in self.files)
 

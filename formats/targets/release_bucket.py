@@ -8,7 +8,6 @@ checked by its crc32c, and copies them to their places:
     <output>.weightbeam/<id>/                      plan, ledger, failure
         parts/<attempt>/…                          the units' components
         aside/                                     composed files, and the small ones
-    <output>.weightbeam/deleting.claim.<id>/       while a release that was there is deleted
     <output>/                                      filled from there; config.json and then weightbeam.json come last
 """
 
@@ -23,10 +22,9 @@ import google_crc32c
 
 from weightbeam.formats.release.files import remove_others
 from weightbeam.formats.staging import ASIDE, BucketStaging
-from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.composing import Component, check_tiling, compose
-from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of
+from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release_place import IncompleteError, ReleasePlace
 
 CONFIG = "config.json"  # no loader takes a folder without it for a model
@@ -53,26 +51,8 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         return bool(self._left())
 
     def others_there(self) -> list[str]:
-        """The same; nothing gets there but what lies aside, and what is left of a release that is being deleted."""
-        if any(name.startswith("deleting.") for name in self.desk.folders()):
-            return []
-        own = {file.name for file in self.aside.list()}
-        return [name for name in others_in(self.final) if name not in own]
-
-    def discard(self) -> None:
-        """The same; while a release of ours is being deleted, a note says so of what is left of it."""
-        if not self._claim:
-            self.claim()
-        note = f"deleting.{self._claim}"
-        if is_ours := plan_hash_of(self.final) is not None:
-            self.check_claim()
-            self.desk.write(f"{note}/{RECORD}", b"")
-        try:
-            super().discard()  # and the note with what else lies there, last
-        except StorageError:
-            if is_ours:
-                self.desk.delete_folder(note)
-            raise
+        """The same; nothing gets there but what lies aside, and the record that is written last."""
+        return [name for name in self.unknown() if name != RECORD]
 
     def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Writes the small files, to be copied with the others."""

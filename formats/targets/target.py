@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 
+LISTED = 10  # names in a sentence
 PlaceT = TypeVar("PlaceT", bound=Staging)
 # What the ledger's entries add to the record, by unit; it raises where they speak against publishing.
 Conclude = Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]
@@ -139,10 +140,14 @@ class Target(abc.ABC, Generic[PlaceT]):
         return ""
 
     @abc.abstractmethod
-    def bytes_left(self, place: PlaceT, made_bytes: int, units: int, resume: bool) -> int:
-        """Bytes that are still to be written of `made_bytes` in so many units, for a command that may go on with what
-        is staged.
-        """
+    def bytes_left(self, place: PlaceT, made_bytes: int, resume: bool) -> int:
+        """Bytes that are still to be written of `made_bytes`, for a command that may go on with what is staged."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 def lies_in(url: str, other: str) -> bool:

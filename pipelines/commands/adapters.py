@@ -118,7 +118,8 @@ def export_adapter(
 
 def _naming(planned: AdapterExport, output: str, full_paths: bool | None) -> Naming:
     """How its sources are named where it goes."""
-    return Naming.of(output, full_paths, [planned.source], [planned.base])
+    like = planned.like
+    return Naming.of(output, full_paths, [planned.source], [like.root]).knowing({like.root: like.told})
 
 
 def _to_hub(
@@ -154,7 +155,7 @@ def _to_hub(
 def _hash(planned: AdapterExport, full_paths: bool | None) -> str:
     """Identifies the result: the checkpoint's files, the release that it is for, rank and alpha."""
     identity = Identity()
-    identity.add("adapter", planned.source.identity, planned.base, planned.rank, planned.alpha, full_paths)
+    identity.add("adapter", planned.source.identity, planned.like.root, planned.rank, planned.alpha, full_paths)
     return identity.hash
 
 
@@ -176,17 +177,23 @@ def _is_replaceable(place: ReleasePlace, overwrite: bool) -> bool:
     return overwrite and held <= {WEIGHTS, CONFIG, RECORD, CARD}
 
 
+def _base_of(planned: AdapterExport, naming: Naming) -> tuple[str, str]:
+    """What a loader is told of the release that it is for: `owner/name` and the revision, else its folder."""
+    root = planned.like.root
+    return repo_of(dataclasses.replace(naming, known={}).name(root))
+
+
 def _card(planned: AdapterExport, naming: Naming, output: str) -> bytes:
     """Its card, whose code loads it into the release that it is for."""
-    base = naming.name(planned.base)
-    name, revision = repo_of(base)
-    title, _ = card_address(planned.config, output, f"Adapter of {name.rpartition('/')[2]}")
+    base, config = naming.name(planned.like.root), planned.like.config
+    name, revision = _base_of(planned, naming)
+    title, _ = card_address(config, output, f"Adapter of {name.rpartition('/')[2]}")
     repo = repo_of(output)[0] if output.startswith(HUB) else "."
     lines = [
         "import peft",
         "import transformers",
         "",
-        f"base = {loading_code(planned.config, name, revision)}",
+        f"base = {loading_code(config, name, revision)}",
         f"model = peft.PeftModel.from_pretrained(base, {repo!r})",
     ]
     facts = {
@@ -195,7 +202,7 @@ def _card(planned: AdapterExport, naming: Naming, output: str) -> bytes:
         "rank": str(planned.rank),
         "alpha": f"{planned.alpha:g}",
     }
-    about = {"library_name": "peft", "tags": ["lora"], "pipeline_tag": PIPELINE_TAGS.get(model_class(planned.config))}
+    about = {"library_name": "peft", "tags": ["lora"], "pipeline_tag": PIPELINE_TAGS.get(model_class(config))}
     related = {"base_model": name, "base_model_relation": "adapter"} if base.startswith(HUB) else {}
     return model_card(title, "\n".join(lines), facts, **related, **about).encode()
 
@@ -214,7 +221,7 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str, naming: 
         "command": "export",
         "kind": "adapter",
         "source": planned.source.root,
-        "like": planned.base,
+        "like": planned.like.root,
         "plan": plan_hash,
         "rank": planned.rank,
         "alpha": planned.alpha,
@@ -222,7 +229,7 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str, naming: 
     }
     place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
     with _discarded(place):
-        config = planned.peft_config(list(made), repo_of(naming.name(planned.base))[0])
+        config = planned.peft_config(list(made), _base_of(planned, naming)[0])
         target = ReleaseTarget(files, {CONFIG: config, CARD: _card(planned, naming, output)})
         target.prepare(place)
         target.write(place, 0, rows)

@@ -200,8 +200,8 @@ class Comparison(Shown):
         if self.left_out:
             yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
         yield from self._odd()
-        if beyond := len(self.beyond):
-            yield f"{count(beyond, 'tensor')} {'differs' if beyond == 1 else 'differ'} {self._bounds()}"
+        if not self.ok:
+            yield self._excess()
 
     def _absent(self) -> Iterator[Block]:
         """The tensors whose values weren't compared, and why."""
@@ -228,18 +228,22 @@ class Comparison(Shown):
             }
             yield from _ranked(heading, {name: found for name, found in named.items() if found[0].different})
 
-    def _odd(self) -> Iterator[Block]:
+    def _odd(self) -> Iterator[str]:
         """On which side which tensors have elements that aren't finite."""
         for side, where in (("a", self.a), ("b", self.b)):
             if odd := [n for n, each in self.tensors.items() if each.difference and side in each.difference.not_finite]:
                 more = f" and {len(odd) - NAMED:,} more" if len(odd) > NAMED else ""
                 yield f"NaN or infinite elements in {', '.join(sorted(odd, key=natural)[:NAMED])}{more} of {where}"
 
-    def _bounds(self) -> str:
-        """By how much a tensor differs that differs too much."""
+    def complaint(self) -> str:
+        return "" if self.ok else f"{self.a} and {self.b}: {'; '.join([self._excess(), *self._odd()])}"
+
+    def _excess(self) -> str:
+        """How many tensors differ too much, and what that is."""
+        beyond = len(self.beyond)
         bounds = [f"by more than {self.fail_over:g} of its norm"] if self.fail_over is not None else []
         bounds += [f"beyond the tolerance of {self.tolerance:g}"] if self.tolerance or not bounds else []
-        return " and ".join(bounds)
+        return f"{count(beyond, 'tensor')} {'differs' if beyond == 1 else 'differ'} {' and '.join(bounds)}"
 
     def brief(self) -> str:
         counts = ", ".join(f"{number:,} {status}" for status, number in self.counts.items() if number)

@@ -14,7 +14,7 @@ from typing import Any
 from weightbeam.formats.encodings import stored_bytes
 from weightbeam.formats.orbax import check_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
-from weightbeam.formats.record.naming import is_name
+from weightbeam.formats.record.naming import digest, is_name
 from weightbeam.formats.record.provenance import tensors_of
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.files import ARCHIVE, packed_files, role_of, small_files, token_ids
@@ -188,7 +188,7 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Adap
         form, _ = find_like(checkpoint, asked.like)
     except StorageError as e:
         raise Refused(str(e)) from e
-    return plan_adapter(checkpoint, form.config, form.root, asked.lora_alpha, asked.maxtext_model)
+    return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model)
 
 
 @takes(asked=ExportOptions)
@@ -355,7 +355,7 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
         if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
     ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
-    return Like.of(checkpoint), small_files(open_store(checkpoint.root)), checkpoint
+    return Like.of(checkpoint, digest(checkpoint)), small_files(open_store(checkpoint.root)), checkpoint
 
 
 def open_given(like: str) -> Given | None:

@@ -61,6 +61,9 @@ class Fit(Shown):
     def brief(self) -> str:
         return f"{self.source}: {self.blocks()[-1]}"
 
+    def complaint(self) -> str:
+        return "" if self.ok else self.brief()
+
     def blocks(self) -> list[tables.Block]:
         blocks: list[tables.Block] = []
         if self.differences:
@@ -72,7 +75,7 @@ class Fit(Shown):
         if self.needed.unknown:
             blocks.append(f"fields of config.json that nothing here is about: {', '.join(self.needed.unknown)}")
         if not self.differences:
-            return [*blocks, f"{self.against} fits"]
+            return [*blocks, f"{self.against} fits{', but for that' if self.needed.limits else ''}"]
         return [
             *blocks,
             f"{tables.count(len(self.differences), 'difference')} from {self.against}; MaxText must be told: {self.needed.command_line()}",

@@ -155,11 +155,11 @@ def execute(
                 staging.publish(how.overwrite)
             return None
         remember(planned)
-        left = int(planned.made_bytes * staging.share_left(len(planned.units)))
+        left, begun = planned.made_bytes - staging.bytes_done(), len(staging.done())
         with as_in_a_script():
             budget = at_a_time * planned.unit_bytes
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)
-        return runner.run(pipeline, Job(planned, staging, left, noise, report))
+        return runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
     except LinkError as e:
         raise RefusedError(f"  link: {e}") from e
     except Exception as e:

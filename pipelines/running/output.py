@@ -179,7 +179,7 @@ def _check_room(place: Staging, planned: Transfer, how: Delivery) -> list[Proble
         how.resume and planned.target.made_by(place.checkpoint) == planned.hash
     ):
         return []
-    needed = planned.target.bytes_left(place, planned.made_bytes, len(planned.units), how.resume)
+    needed = planned.target.bytes_left(place, planned.made_bytes, how.resume)
     return check_room(place.output, needed + (planned.linked_bytes if how.link == COPY else 0))
 
 

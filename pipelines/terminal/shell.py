@@ -128,6 +128,7 @@ def _end(handlers: list[logging.Handler], level: int, text: str) -> None:
 
 def say(args: argparse.Namespace, value: Shown) -> None:
     """Prints a result: what `--json -` asks for and nothing else, or its text, but for `-q`; and writes `--json FILE`.
+    Where its text isn't printed, a line on standard error says what it complains of.
 
     Raises:
       Refused: the file can't be written.
@@ -137,6 +138,8 @@ def say(args: argparse.Namespace, value: Shown) -> None:
         write_json(wanted, value.to_dict())
     if wanted != STDOUT and not args.quiet:
         value.show()
+    elif complaint := value.complaint():
+        LOG.warning(complaint)
 
 
 def write_json(file: str, value: object) -> None:

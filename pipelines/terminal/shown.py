@@ -26,6 +26,10 @@ class Shown(Value):
     def brief(self) -> str:
         return next((block for block in self.blocks() if isinstance(block, str) and block), "").partition("\n")[0]
 
+    def complaint(self) -> str:
+        """Why the command's exit status is 1 though it ran to its end, in a line; empty where it is 0."""
+        return ""
+
     def show(self) -> None:
         """Prints it."""
         if blocks := list(_worded(self.blocks())):

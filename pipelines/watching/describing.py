@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -103,8 +102,7 @@ def _naming(about: Mapping[str, Any]) -> Naming:
     """How sources are named where a step is published."""
     before, like = about.get("before"), about.get("like")
     others = [before["url"] if before else "", like or ""]
-    naming = Naming.of(about["place"], about["full_paths"], others=others)
-    return dataclasses.replace(naming, known={**naming.known, **about["named"]})
+    return Naming.of(about["place"], about["full_paths"], others=others).knowing(about["named"])
 
 
 def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str, Changes], list[str]]:

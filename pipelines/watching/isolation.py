@@ -337,7 +337,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     adapter = plan_adapter_with(checkpoint, dataclasses.replace(asked, max_shard_size=None, family=None))
     refuse(adapter.problems)
     told = hashlib.sha256(
-        json.dumps([checkpoint.files.hash, adapter.base, adapter.rank, adapter.alpha]).encode()
+        json.dumps([checkpoint.files.hash, adapter.like.root, adapter.rank, adapter.alpha]).encode()
     ).hexdigest()
     nbytes = sum(array.nbytes for array in checkpoint.weights.values())
     return {
@@ -346,7 +346,8 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
         "target_bytes": nbytes,
         "warnings": [],
         "lora": True,
-        "form": adapter.base,
+        "form": adapter.like.root,
+        "form_told": adapter.like.told,
     }
 
 
@@ -368,7 +369,7 @@ def _planned(planned: Any) -> dict[str, Any]:
         "target_bytes": size,
         "warnings": list(planned.warnings),
     }
-    return about | {"rounded": rounded, "form": planned.like.root}
+    return about | {"rounded": rounded, "form": planned.like.root, "form_told": planned.like.told}
 
 
 def _opened(open_orbax: Callable[..., Any], source: str) -> Any:

@@ -24,7 +24,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import api, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, api, no_answer, retried
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
@@ -91,6 +91,8 @@ def _translate_errors(what: str) -> Iterator[None]:
         raise StorageError(f"{what}: no such repository, or a private one that HF_TOKEN can't see") from e
     except HFValidationError as e:
         raise StorageError(f"{what}: {e}") from e
+    except NO_ANSWER as e:
+        raise StorageError(f"{what}: {no_answer(e)}") from e
     except (HfHubHTTPError, httpx2.HTTPError) as e:
         raise StorageError(f"{what}: {(str(e) or type(e).__name__).splitlines()[0]}") from e
 

@@ -478,10 +478,10 @@ class RunFeed(Feed):
                 "rounded",
             )
         }
-        before = self._before(history)
+        before, like = self._before(history), self._like_of(history)
         return about | {
             "name": self.run.name,
-            "like": self._like_of(history),
+            "like": like,
             "lora": target.lora if facts.get("lora") else None,
             "before": before,
             "compared": compared,
@@ -490,7 +490,7 @@ class RunFeed(Feed):
             "history": history.outline,
             "place": self._place(history).url,
             "revision": None if target.create_pr else history.first["commit"],
-            "named": self.naming(self._place(history)).known,
+            "named": {**self.naming(self._place(history)).known, str(like): facts.get("form_told", "")},
             "full_paths": target.options.full_paths,
         }
 

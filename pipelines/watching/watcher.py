@@ -39,6 +39,8 @@ from weightbeam.pipelines.watching.records import (
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
+# what the system says where a file lies in the place of a folder, or a folder in that of a file
+IN_THE_WAY = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,10 @@ class Watcher:
     def _look(self, feed: Feed, name: str) -> Iterator[Finding]:
         try:
             yield from self._look_through(feed, name)
+        except IN_THE_WAY as e:
+            why = f"{e.filename2 or e.filename}: {e.strerror}; what is in the way isn't Weightbeam's, move it away"
+            warn(f"{name}: {why}")
+            yield Finding(name, "", "", FAILED, why)
         finally:
             feed.rest()
 
@@ -322,7 +328,8 @@ class Watcher:
         with feed.apart() as apart:
             outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
         if outcome.status != isolation.DONE:
-            return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
+            again = now() if outcome.status == FAILED else None  # nothing of it is recorded
+            return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
 
 

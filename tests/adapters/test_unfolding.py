@@ -22,6 +22,7 @@ from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.commands.adapters import export_adapter
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
+from weightbeam.transforms.planning.exporting import Like
 
 
 def there(folder: Path, output: Path, *options: str) -> Path:
@@ -35,7 +36,7 @@ def back(checkpoint: Path, base: Path, output: Path, **options: object) -> Path:
     """MaxText's checkpoint as a PEFT adapter."""
     opened = open_orbax(checkpoint)
     assert is_adapter(opened)
-    export_adapter(plan_adapter(opened, read_config(base), str(base), **options), str(output))
+    export_adapter(plan_adapter(opened, Like(str(base), read_config(base)), **options), str(output))
     return output
 
 
@@ -174,6 +175,7 @@ def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:
     """Shapes by config.json, and kernels that its table doesn't have."""
     checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
     planned = plan_adapter(
-        open_orbax(checkpoint), read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}, "base"
+        open_orbax(checkpoint),
+        Like("base", read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}),
     )
     assert {problem.kind for problem in planned.problems} == {"shape"}

@@ -14,12 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 from servers.clients import at_quick_hub
 from servers.hub import FakeHub
+from servers.server import Reply
 from support import files_of, make_release
 
-from weightbeam.formats.storage import LocalFolder, StorageError
+from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage import hub as store
 from weightbeam.formats.targets.hub import Published, check_target, look, publish
 from weightbeam.formats.targets.published import whole_files
+from weightbeam.pipelines.watching.releases import find_models, find_release
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL, TITLE = "org/tuned", "hf://org/tuned", "export 1234"
@@ -104,6 +106,27 @@ def test_every_fault_at_every_request(
         for pull in pulls:
             assert {name: bytes(pull.files[name].data) for name in wanted} == wanted
     assert seen or request_of == ("history" if create_pr else "pull requests")
+
+
+@pytest.mark.parametrize("page", [b"<html>log in</html>", b"{}", b""])
+def test_a_page_that_stands_between(
+    hub: FakeHub, files: dict[str, bytes | Path], page: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of hotels and proxies, for whatever is asked: it is said, and is no publication; and no reading, either."""
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "answer", lambda call: Reply(200, page))
+        for ask in (
+            lambda: attempt(files),
+            lambda: attempt(files, create_pr=True),
+            lambda: open_store(URL).check_readable(),
+            lambda: find_release(REPO, "main"),
+        ):
+            with pytest.raises(StorageError, match=r"org/tuned"):
+                ask()
+        found, problems = find_models(["org/*"])
+        assert (found, len(problems)) == ([], page != b"{}")  # which lists nobody's models
+    assert not hub.repositories
+    assert attempt(files)
 
 
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class NpyTarget(Target[Staging]):
     def why_not_replace(self, place: Staging) -> str:
         return "" if self.made_by(place.final) else "isn't a folder of arrays"
 
-    def bytes_left(self, place: Staging, made_bytes: int, units: int, resume: bool) -> int:
+    def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         return 0 if place.exists() else made_bytes
 
 

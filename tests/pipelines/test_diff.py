@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,61 @@ def test_fail_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"NaN or infinite elements in model.norm.weight of {c}" in capsys.readouterr().out
     del other["model.norm.weight"]
     assert call("diff", a, save(tmp_path / "d", LLAMA, other), "--fail_over", "1e9") == 1
+
+
+NORM = "model.norm.weight"
+
+
+def with_value(value: float, *places: int) -> dict[str, np.ndarray]:
+    """A model, one of whose tensors has this value at these places."""
+    tensors = {name: values.copy() for name, values in random_tensors(LLAMA, F32).items()}
+    tensors[NORM][list(places)] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--fail_over", "0.5"), ("--tolerance", "9"), ("--fail_over", "0.5", "--tolerance", "9")]
+)
+@pytest.mark.parametrize(
+    ("a", "b", "odd"),
+    [
+        (with_value(math.nan, 3), with_value(1.0), "a"),
+        (with_value(1.0), with_value(math.nan, 3), "b"),
+        (with_value(1.0), with_value(math.inf, 3), "b"),
+        (with_value(math.inf, 3), with_value(-math.inf, 3), "ab"),
+        (with_value(math.inf, 3), with_value(math.nan, 3), "ab"),
+        (with_value(math.nan, 3), with_value(math.nan, 3), None),
+        (with_value(math.inf, 3), with_value(math.inf, 3), None),
+        ({NORM: np.ones(32, F32)}, {"model.other.weight": np.ones(32, F32)}, ""),
+    ],
+    ids=["NaN left", "NaN right", "inf", "inf and -inf", "inf and NaN", "NaN on both", "inf on both", "missing"],
+)  # fmt: skip
+def test_a_difference_is_told_however_quiet(
+    a: dict[str, np.ndarray],
+    b: dict[str, np.ndarray],
+    odd: str | None,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where the text isn't printed, a line on standard error says what differs and where something isn't finite."""
+    monkeypatch.chdir(tmp_path)
+    for name, tensors in (("a", a), ("b", b)):
+        save(tmp_path / name, LLAMA, tensors)
+    for said in (("-q",), ("--json", "-", "--progress", "none"), ("-q", "--json", "-"), ("-q", "--json", "found.json")):
+        assert call("diff", "a", "b", *options, *said) == (odd is not None)
+        out, err = capsys.readouterr()
+        if "-" in said:
+            assert json.loads(out)["ok"] == (odd is None)
+        else:
+            assert out == ""
+        if odd is None:
+            assert err == ""
+        else:
+            (line,) = err.splitlines()
+            assert line.startswith(f"warning: a and b: {'1 tensor differs' if odd else '2 tensors differ'} b")
+            assert [side for side in "ab" if f"elements in {NORM} of {side}" in line] == list(odd)
 
 
 def test_a_quantised_release_against_its_values(tmp_path: Path) -> None:

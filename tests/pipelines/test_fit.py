@@ -40,6 +40,12 @@ def test_another_model_differs_field_by_field(qwen: Path, capsys: pytest.Capture
     differences = {entry["key"]: entry for entry in found["differences"]}
     assert (differences["base_emb_dim"]["needed"], differences["base_emb_dim"]["said"]) == (4096, 2560)
     assert "doesn't load" in differences["base_emb_dim"]["effect"]
+    assert call("fit", qwen, "--maxtext_model", "qwen3-4b", "-q") == 1
+    quietly = capsys.readouterr()
+    assert quietly.out == ""
+    assert quietly.err.startswith(
+        f"warning: {qwen}: {len(differences)} differences from qwen3-4b; MaxText must be told"
+    )
     assert call("fit", qwen, "--maxtext_model", "qwen3-4b") == 1
     said = capsys.readouterr().out
     assert all(key in said for key in differences)

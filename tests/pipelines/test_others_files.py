@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert
 
-from weightbeam.formats.staging import lease
+from weightbeam.formats.staging import BucketStaging, lease
 from weightbeam.formats.staging.folder import new_id
-from weightbeam.formats.storage import LocalFolder, open_store
+from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
+from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.transforms.planning.transfer import Transfer
 
 PLACES = ["folder", "bucket"]
 MODEL = ("--maxtext_model", "llama2-7b")
@@ -147,6 +151,132 @@ def test_what_others_put_where_a_stopped_command_writes(
     assert store.read(name) == b"mine"
     store.delete(name)
     assert call(*words, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+@pytest.mark.parametrize("at", ["units", "publication"])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("database", ("items/precious.txt", "items/eval/results.csv", "eval/results.csv")),
+        ("folders", ("items/precious.txt", "items/eval/results.csv", "eval/results.csv")),
+        ("release", ("tokenizer.json", "model-00001-of-00002.safetensors", "sub/config.json")),
+    ],
+)
+def test_what_others_put_among_what_a_stopped_command_wrote(
+    source: Path,
+    checkpoint: Path,
+    place: str,
+    kind: str,
+    names: tuple[str, ...],
+    at: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """However far it came, and under whatever name: it is named, and nothing is deleted; what is its own goes."""
+    more = ("--use_ocdbt", "false") if kind == "folders" else ()
+    words = ("export", checkpoint, place) if kind == "release" else ("convert", source, place, *MODEL, *more)
+    store = open_store(place) if kind == "release" else open_store(place) / "0"
+    with monkeypatch.context() as patched:
+        put = BucketStaging.put
+
+        def stop(self: BucketStaging, name: str, data: bytes) -> None:
+            if name == self.marker:
+                raise StorageError("no more")
+            put(self, name, data)
+
+        if at == "units":
+            patched.setattr(Transfer, "assemble", lambda *_: 1 / 0)
+        else:
+            patched.setattr(BucketStaging, "put", stop)
+        assert call(*words) == 1
+    assert call(*words, "--dry_run", "--overwrite") == 0
+    for name in names:
+        store.write(name, b"mine")
+    capfd.readouterr()
+    assert call(*words, "--overwrite") == 2
+    said = capfd.readouterr().err
+    assert all(name in said for name in names), said
+    for name in names:
+        assert store.read(name) == b"mine"
+        store.delete(name)
+    assert call(*words, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("before", ["published", "stopped"])
+@pytest.mark.parametrize("deletions", [1, 2, 4])
+def test_what_others_put_where_something_was_being_deleted(
+    source: Path,
+    checkpoint: Path,
+    place: str,
+    command: str,
+    before: str,
+    deletions: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By a command that was killed in the middle: the next one deletes what that was about to, and nothing else."""
+    words = ("convert", source, place, *MODEL) if command == "convert" else ("export", checkpoint, place)
+    store = open_store(place) / "0" if command == "convert" else open_store(place)
+    with monkeypatch.context() as patched:
+        if before == "stopped":
+            patched.setattr(Transfer, "assemble", lambda *_: 1 / 0)
+        assert call(*words) == (before == "stopped")
+    delete_all, left = Bucket.delete_all, [deletions]
+
+    def killed(self: Bucket, files: Iterable[File]) -> None:
+        held = list(files)
+        if "claim." not in self.url and held:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        delete_all(self, held)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete_all", killed)
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            patched.setattr(os, "_exit", sys.exit)
+            call(*words, "--overwrite")
+    names = ("precious.txt", "items/precious.txt", "tokenizer.json")
+    for name in names:
+        store.write(name, b"mine")
+    capfd.readouterr()
+    assert call(*words, "--overwrite") == 2
+    assert all(store.read(name) == b"mine" for name in names)
+    for name in names:
+        store.delete(name)
+    assert call(*words, "--overwrite") == 0, capfd.readouterr().err
+    assert not [name for name in open_store(place).parent.entries() if "deleting" in name]
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_release_that_another_command_is_deleting(
+    checkpoint: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else begins there, and once `config.json` is gone, nobody reads what is left as a release."""
+    words = ("export", checkpoint, place)
+    assert call(*words) == 0
+    delete_all, deleted = Bucket.delete_all, []
+
+    def meet(self: Bucket, files: Iterable[File]) -> None:
+        delete_all(self, files)
+        if self.url != place or len(deleted) == 2:
+            return
+        deleted.append(self)
+        capfd.readouterr()
+        for more in ((), ("--overwrite",), ("--resume",), ("--overwrite", "--dry_run")):
+            assert call(*words, *more) == 2
+            assert "another conversion" in capfd.readouterr().err
+        for reader in (("inspect", place), ("plan", place), ("verify", checkpoint, place)) * (len(deleted) == 2):
+            assert call(*reader) == 2
+            assert "Traceback" not in capfd.readouterr().err
+
+    monkeypatch.setattr(Bucket, "delete_all", meet)
+    assert call(*words, "--overwrite") == 0
+    assert len(deleted) == 2
+    assert call("verify", checkpoint, place) == 0
 
 
 def foreign(folder: Path) -> Path:

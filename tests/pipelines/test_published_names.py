@@ -170,7 +170,10 @@ def test_releases_on_the_hub(
     assert tap.telling() == []
     record = json.loads(files_of(hub)["weightbeam.json"])
     assert re.fullmatch("trained/100@[0-9a-f]{16}", record["source"])
-    assert record["like"] == "llama"
+    (told,) = set(re.findall(r"llama@[0-9a-f]{16}", files_of(hub, repo="me/fp8")["README.md"].decode()))
+    for repo, line in ((REPO, "config from"), ("me/adapter", "of")):
+        assert f"| {line} | {told} |" in files_of(hub, repo=repo)["README.md"].decode()
+        assert json.loads(files_of(hub, repo=repo)["weightbeam.json"])["like"] == told
     assert json.loads(files_of(hub, repo="me/merged")["weightbeam.json"])["adapters"][0]["source"].startswith(
         "adapter@"
     )
@@ -266,7 +269,9 @@ def test_a_run_that_is_followed(
     report = json.loads(held["run.json"])
     assert report["step"] == int(later.name)
     assert re.fullmatch(rf"{run}@[0-9a-f]{{16}}", report["run"])
+    assert re.fullmatch("llama@[0-9a-f]{16}", report["like"])
     card = held["README.md"].decode()
+    assert f"| like | {report['like']} |" in card
     if place == "hub":
         assert "# tuned\n" in card
         assert f"'me/tuned', revision='step-{later.name}'" in card

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.graph import execute
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.transfer import Transfer
 
 ocp = lazily("orbax.checkpoint")
 
@@ -153,6 +155,42 @@ def test_what_was_there_has_no_part_in_the_rate(
         written, seconds, rate = float(found[1] or 92.4), float(found[2]), float(found[3]) / (1 if found[4] else 1000)
         assert written / (seconds + 0.051) < 1.01 * rate
         assert rate < 1.01 * written / max(seconds - 0.051, 1e-3)
+
+
+@pytest.mark.parametrize("command", ["convert", "export", "reshard", "reshard copied", "quantize"])
+def test_the_bar_of_a_resumed_command_ends_at_its_total(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the sizes of the units that were done: the largest come first."""
+    release = make_release(tmp_path / "hf", DEEPSEEK)
+    if command in ("convert", "quantize"):
+        source = release
+    else:
+        convert(release, tmp_path / "orbax", "--compression", "zstd")
+        source = tmp_path / "orbax" / "0" / "items"
+    options = {
+        "export": ["--like", release, "--unit_bytes", "60000"],
+        "reshard": ["--like", release, *SMALL],
+        "reshard copied": ["--like", release, "--unit_bytes", "60000"],
+        "quantize": ["--format", "fp8", "--unit_bytes", "60000"],
+    }.get(command, COARSE)
+    line = [command.split()[0], source, tmp_path / "out", *options, "--direct_num_workers=1", "--progress", "json"]
+    write, written = Transfer.write, []
+
+    def some(*args: Any) -> int:
+        if len(written) == 2:
+            raise OSError("no more")
+        written.append(write(*args))
+        return written[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "write", some)
+        assert call(*line) == 1
+    capfd.readouterr()
+    assert call(*line, "--resume") == 0
+    told = [json.loads(line)["progress"] for line in capfd.readouterr().err.splitlines() if line.startswith('{"prog')]
+    assert told[-1]["finished"]
+    assert 0 < told[-1]["done"] == told[-1]["total"]
 
 
 def test_resume_without_a_database(source: Path, tmp_path: Path) -> None:

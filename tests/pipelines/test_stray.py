@@ -188,6 +188,49 @@ def test_other_steps_go_on(
     assert (output / "step-3").is_dir()
 
 
+def test_a_damaged_step_in_a_dry_run(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would fail, and nothing is recorded by which it isn't tried again."""
+    write(tmp_path / "run", 1, model=model)
+    shutil.rmtree(tmp_path / "run" / "1" / "items" / "d")
+    for path in (tmp_path / "run" / "1" / "items").glob("ocdbt.process_*"):
+        shutil.rmtree(path)
+    watch = ("watch", "--run", tmp_path / "run", "--like", model[0], "--output", tmp_path / "out", "--once")
+    assert call(*watch, "--dry_run") == 1
+    said = capfd.readouterr().out
+    assert "failed  is tried again at" in said, said
+
+
+@pytest.mark.parametrize("stray", ["marks", "records", "work"])
+def test_another_run_goes_on(
+    stray: str, model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where a file lies in the place of a folder of one run."""
+    for name in ("a", "b"):
+        write(tmp_path / name, 1, model=model)
+    path = (
+        tmp_path / "out" / {"marks": f"{RUNS}/a/marks", "records": f"{RUNS}/a", "work": "a/hf/.weightbeam/work"}[stray]
+    )
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    runs = [{"checkpoints": str(tmp_path / name), "like": str(model[0])} for name in ("a", "b")]
+    config = tmp_path / "watch.yaml"
+    config.write_text(json.dumps({"output": str(tmp_path / "out"), "runs": runs}))
+    for more in (["--once"], ["--once", "--dry_run"], ["--once"]):
+        status = call("watch", "--config", config, *more)
+        assert (tmp_path / "out" / "b" / "hf" / "step-1" / "run.json").exists()
+        assert path.read_text() == "mine"
+        told = capfd.readouterr()
+        assert "Traceback" not in told.err
+        if "--dry_run" not in more:
+            assert status == 1
+            assert f"a: {path}" in told.err
+    path.unlink()
+    assert call("watch", "--config", config, "--once") == 0
+    assert (tmp_path / "out" / "a" / "hf" / "step-1" / "run.json").exists()
+
+
 # --- outputs that are moved -------------------------------------------------------------------------------------------
 
 

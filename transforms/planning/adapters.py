@@ -33,6 +33,7 @@ from weightbeam.transforms.comparing.source_sums import DamagedError
 from weightbeam.transforms.cutting.tensor_rows import back
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import arrange, make, read
+from weightbeam.transforms.planning.exporting import Like
 
 SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
 _FACTOR = re.compile(r"(?P<kernel>.+)_lora_(?P<side>[ab])")
@@ -45,7 +46,7 @@ class AdapterExport:
 
     Attributes:
       source: the checkpoint.
-      base: the release that it is an adapter of, by its URL.
+      like: the release that it is an adapter of.
       parts: the table's, by the key of the array that each reads.
       rank, alpha: of all modules.
       problems: what stands against it.
@@ -53,13 +54,12 @@ class AdapterExport:
     """
 
     source: OrbaxCheckpoint
-    base: str
+    like: Like
     parts: Mapping[str, Part]
     rank: int
     alpha: float
     problems: tuple[Problem, ...]
     family: Family | None
-    config: Mapping[str, Any]
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """PEFT's name and the values of each factor, those of one module together; of layers without an adapter none.
@@ -97,7 +97,7 @@ class AdapterExport:
         """
         assert self.family is not None
         prefix = self.family.aliases.get("model.language_model")
-        if prefix and "text_config" in self.config and module.startswith(f"{prefix}."):
+        if prefix and "text_config" in self.like.config and module.startswith(f"{prefix}."):
             return f"model.language_model{module.removeprefix(prefix)}"
         return module
 
@@ -158,33 +158,32 @@ def is_adapter(source: OrbaxCheckpoint) -> bool:
 
 
 def plan_adapter(
-    source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, alpha: float | None = None, model: str | None = None
+    source: OrbaxCheckpoint, like: Like, alpha: float | None = None, model: str | None = None
 ) -> AdapterExport:
     """Plans the export of an adapter.
 
     Args:
       source: a checkpoint for which `is_adapter` holds.
-      config: `config.json` of the release that it is an adapter of.
-      base: its URL.
+      like: the release that it is an adapter of, of which `config.json` is enough.
       alpha: where the checkpoint doesn't say it.
-      model: the MaxText model, where neither the checkpoint nor `config` settles it.
+      model: the MaxText model, where neither the checkpoint nor `config.json` settles it.
     """
     rank, alpha, problems = _scaling(source, alpha)
     model = model or _mapping(source.record, "options").get("maxtext_model")
-    weights = source.weights
+    weights, config = source.weights, Config(like.config)
     try:
-        family = family_of(Config(config), model)
-        layout = _layout(source, name_model(family, Config(config), model).model)
-        parts, unknown = _parts(family, Config(config), layout, rank, weights)
+        family = family_of(config, model)
+        layout = _layout(source, name_model(family, config, model).model)
+        parts, unknown = _parts(family, config, layout, rank, weights)
     except (ConfigError, UnknownFamilyError) as e:
         problems.append(Problem("config", "config.json", str(e)))
-        return AdapterExport(source, base, {}, rank, alpha, tuple(problems), None, config)
+        return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
     problems += [
         Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
         for key in unknown
     ]
     problems += _find_faults(parts, weights)
-    return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
+    return AdapterExport(source, like, parts, rank, float(alpha), tuple(problems), family)
 
 
 def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, list[Problem]]:

@@ -22,6 +22,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Beside
 from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
+from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.tree import Model, find_parts
 
 
@@ -123,7 +124,9 @@ def adapt(
                 )
             )
             continue
-        planned = plan_adapter(adapter.files, model.config, source.root, adapter.alpha, maxtext_model or model.name)
+        planned = plan_adapter(
+            adapter.files, Like(source.root, model.config), adapter.alpha, maxtext_model or model.name
+        )
         found = [
             dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
         ]

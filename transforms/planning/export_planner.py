@@ -838,7 +838,7 @@ def _warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:
 def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
     tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
-    like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
+    like = Like(**{**inputs["like"], "tensors": tensors})
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None

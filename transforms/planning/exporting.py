@@ -23,6 +23,7 @@ from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.unpacking import UnpackedArray, chunks, unpack
+from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
@@ -69,21 +70,23 @@ class Like:
       root: its URL; empty where there is none.
       config: its `config.json`.
       tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
+      told: what its name says of its content, see `naming.digest`; empty where it wasn't opened.
     """
 
     root: str
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+    told: str = ""
 
     @classmethod
-    def of(cls, checkpoint: HfCheckpoint) -> Like:
+    def of(cls, checkpoint: HfCheckpoint, told: str = "") -> Like:
         """A release, by its headers."""
         source = open_source(checkpoint)
         tensors = {}
         for name, encoding in source.encodings.items():
             dtype = encoding.weight.dtype.name if encoding.label is None else "bfloat16"
             tensors[name] = (dtype, encoding.shape, encoding.weight.path.rpartition("/")[2])
-        return cls(checkpoint.root, checkpoint.config, tensors)
+        return cls(checkpoint.root, checkpoint.config, tensors, told)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +231,9 @@ class Export(ComparesSource, ToRelease):
             *([self.given.files] if self.given else []),
             *([self.parts] if self.parts else []),
         )
+
+    def naming(self, place: str) -> Naming:
+        return super().naming(place).knowing({self.like.root: self.like.told})
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ transformers, vLLM and SGLang have a class for the language model alone: `Gemma3
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def text_model(like: Like, family: Family) -> Like:
         for name, about in like.tensors.items()
         if not isinstance(drop_reason(rename(name, family.aliases), drops), Tower)
     }
-    return Like(like.root, {"architectures": architecture, **text, **outer}, tensors)
+    return dataclasses.replace(like, config={"architectures": architecture, **text, **outer}, tensors=tensors)
 
 
 def text_class(config: Config, family: Family) -> list[str] | None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.record.provenance import versions
-from weightbeam.formats.staging import Staging
+from weightbeam.formats.staging import BYTES, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Watched
 from weightbeam.formats.targets import Target
@@ -270,8 +270,9 @@ class Transfer(abc.ABC):
         said = dict(notes or {})
         parts = [part for recipe, values in zip(unit.recipes, made, strict=True) for part in recipe.parts(values)]
         copies = self.copy(unit, said)
+        said[BYTES] = sum(values.nbytes for *_, values in parts) + sum(copy.values.nbytes for copy in copies)
         self.target.write(place, unit.id, parts, said, copies)
-        return sum(values.nbytes for *_, values in parts) + sum(copy.values.nbytes for copy in copies)
+        return said[BYTES]
 
     def assemble(self, place: Staging, overwrite: bool) -> None:
         """Publishes the result of the units that are done.

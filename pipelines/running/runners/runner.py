@@ -30,6 +30,7 @@ class Job:
       planned: what to do.
       place: where it is staged.
       left: bytes that are still to be written.
+      begun: units that were done before.
       noise: takes what Beam prints.
       report: is told how far it has come.
     """
@@ -37,14 +38,15 @@ class Job:
     planned: Transfer
     place: Staging
     left: int
+    begun: int
     noise: io.StringIO
     report: Report | None
 
     def written(self) -> int:
-        """Bytes written of those that were left, by the ledger."""
+        """Bytes written of those that were left, by how many units the ledger has."""
         if not self.place.is_staged():
             return self.left
-        return self.left - int(self.planned.made_bytes * self.place.share_left(len(self.planned.units)))
+        return self.left * (len(self.place.done()) - self.begun) // max(1, len(self.planned.units) - self.begun)
 
 
 class Runner:
