@@ -126,7 +126,7 @@ class CellLayout:
         }
         stacked = [f"#{i}" for i in range(part.layers.ndim)]  # words that no table uses
         right = list(rule.axes.right)
-        at = min(scan_axis, len(right))
+        at = _stacked_at(part.path, scan_axis, len(right))
         right[at:at] = [(word,) for word in stacked]
         fixed = dict(zip((*rule.name_axes, *stacked), (*cell.name, *cell.layer), strict=True))
         return cls(left, tuple(right), sizes, places, fixed)
@@ -305,6 +305,13 @@ def _in_order(values: np.ndarray) -> np.ndarray:
     return made
 
 
+def _stacked_at(path: str, scan_axis: int, rank: int) -> int:
+    """Where the layers of an array are stacked that has `rank` axes without them: parameters where the user says, the
+    variables of other collections on the first.
+    """
+    return min(scan_axis, rank) if path.startswith("params/") else 0
+
+
 def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayResult:
     """Compares what no tensor supplies: the padding of an axis, or a constant."""
     finding = ArrayResult(array.key, 0, 0, False, None)
@@ -330,7 +337,7 @@ def _filled(array: Array, scan_axis: int) -> Iterator[tuple[range, ...]]:
         yield whole
         return
     right = list(made[0].rule.axes.right)
-    at = min(scan_axis, len(right))
+    at = _stacked_at(made[0].path, scan_axis, len(right))
     right[at:at] = [()] * made[0].layers.ndim
     for axis, factors in enumerate(right):
         if len(factors) == 1 and factors[0] in made[0].rule.segments:
