@@ -26,6 +26,7 @@ from support import (
 )
 
 import weightbeam as wb
+from weightbeam.model_mappings.trees import twins
 
 jax = lazily("jax")
 jnp = lazily("jax.numpy")
@@ -181,3 +182,31 @@ def test_jax_waits_until_it_is_needed() -> None:
     """The public face, `open` and MaxText's hook import neither JAX nor MaxText."""
     script = "import sys, weightbeam as wb, weightbeam.maxtext; wb.open, wb.load, wb.maxtext.install; assert not {'jax', 'maxtext', 'flax'} & set(sys.modules)"
     run(sys.executable, "-c", script, cwd=HERE.parent, status=0)
+
+
+def test_a_variable_is_asked_for_in_its_collection() -> None:
+    """MaxText 0.2.5 keeps a router's bias as a variable of its own type; layers lie on its first axis."""
+    from flax import nnx
+
+    from weightbeam.pipelines.loading.abstract import read_tree
+
+    class MoEBiasVar(nnx.Variable):
+        pass
+
+    class Gate(nnx.Module):
+        def __init__(self) -> None:
+            self.bias, self.kernel = MoEBiasVar(jnp.zeros((3, 4))), nnx.Param(jnp.zeros((8, 3, 4)))
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.gate = Gate()
+
+    parameter, variable, kernel = (
+        f"params.{name}" for name in ("params.gate.bias", "MoEBiasVar.gate.bias", "params.gate.kernel")
+    )
+    asked = read_tree(nnx.state(nnx.eval_shape(Model), (nnx.Param, MoEBiasVar)))
+    asked = asked.spelled_as([kernel, parameter, variable])
+    assert {target.key: target.shape for target in asked.targets} == {variable: (3, 4), kernel: (8, 3, 4)}
+    assert twins(parameter) >= {variable}
+    built = asked.build([np.ones(target.shape) for target in asked.targets])
+    assert built["gate"]["bias"].get_value().shape == (3, 4)
