@@ -97,6 +97,11 @@ def _scales(weights: Mapping[str, str]) -> dict[str, str]:
     return scaled
 
 
+def has_scales(keys: Iterable[str]) -> bool:
+    """Whether weights of these keys are FP8 codes, with scales beside them."""
+    return any(SCALES.search(key) for key in keys)
+
+
 def is_state(key: str) -> bool:
     """Whether an array is a training state's, and no weight: the optimizer's, a counter, a random generator."""
     return key.partition(".")[0] in (*STATE, *DILOCO) or GENERATORS.search(key) is not None
