@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
@@ -39,7 +40,10 @@ def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
 
 
 def layout_of(
-    weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]
+    weights: Mapping[str, OrbaxArray | ScaledArray],
+    scan: bool | None,
+    model: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Layout:
     """The layout, with the stacked axis left open.
 
