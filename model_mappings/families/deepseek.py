@@ -1,26 +1,25 @@
 """DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2 to K2.6: latent attention, a dense prefix, shared experts, an indexer (V3.2).
 
 Latent and rotary parts stay side by side in MaxText as in Hugging Face, and the rotary part is interleaved on both sides:
-no permutation. The multi-token-prediction module is the layer behind the last; its copies of embedding and head, and its
-own last norm, have no array in MaxText, which applies the model's (AI-Hypercomputer/maxtext,
-src/maxtext/layers/multi_token_prediction.py and decoders.py, e591f30).
+no permutation.
 
 Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower that MaxText doesn't have. transformers (v5.23.0)
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
 from weightbeam.model_mappings.blocks import (
+    INDEXER,
     LAYER,
     NORMS,
     common_dims,
     common_drops,
+    dense_then_routed,
     experts,
     gated_mlp,
+    indexers,
     is_fused,
-    layers,
     text_part,
     tied_head,
-    top,
 )
 from weightbeam.model_mappings.configuration import (
     copied,
@@ -57,7 +56,7 @@ def dims(c, layout):
 
 
 def latent_attention(c):
-    q_lora, indexer = c.count("q_lora_rank"), c.count("index_n_heads")
+    q_lora = c.count("q_lora_rank")
     return [
         rule("self_attention/query/kernel", "self_attn.q_proj.weight", "(heads q_dim) embed -> embed heads q_dim", "embed q_heads kv", when=not q_lora),
         rule("self_attention/wq_a/kernel", "self_attn.q_a_proj.weight", "q_lora embed -> embed q_lora", "embed q_lora_up_proj", when=q_lora),
@@ -67,42 +66,30 @@ def latent_attention(c):
         rule("self_attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "kv_lora", "norm"),
         rule("self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight", "(heads kv_dim) kv_lora -> kv_lora heads kv_dim", "kv_lora kv_heads kv_head_dim"),
         rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed"),
-        rule("self_attention/indexer/wq_b/kernel", "self_attn.indexer.wq_b.weight", "(index_heads index_dim) q_lora -> q_lora index_heads index_dim", "q_lora q_heads kv", when=indexer),
-        rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed kv", when=indexer),
-        rule("self_attention/indexer/k_norm/scale", "self_attn.indexer.k_norm.weight", "index_dim", "", when=indexer),
-        rule("self_attention/indexer/k_norm/bias", "self_attn.indexer.k_norm.bias", "index_dim", "", when=indexer),
-        rule("self_attention/indexer/weights_proj/kernel", "self_attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed q_heads", when=indexer),
     ]
+
+
+def decoder(c, layout, dense, full):
+    """The model whose first `dense` layers have no experts; the layers in `full` have an indexer of their own."""
+    n = c.size("num_hidden_layers")
+    routed = [
+        *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
+        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_moe -"),
+        rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2"),
+        *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"model.layers.{dense}.mlp.experts")),
+    ]
+    out = dense_then_routed(c, layout, dense, [*NORMS, *latent_attention(c)], routed)
+    if full:
+        out += indexers(layout, "decoder/dense_layers", range(dense), full, "dense_layers")
+        out += indexers(layout, "decoder/moe_layers", range(dense, n), full, "moe_layers")
+    if full and layout.mtp:
+        out.append(stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer/self_attention/indexer", f"{LAYER}self_attn.indexer.", n, INDEXER))
+    return out
 
 
 def stacks(c, layout):
     c = text_part(c)
-    dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
-    fused = is_fused(layout, f"model.layers.{dense}.mlp.experts")
-    routed = [
-        *NORMS,
-        *latent_attention(c),
-        *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
-        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_moe -"),
-        rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2"),
-        *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), fused),
-    ]
-    mtp = [
-        rule("mtp_1_embedding_norm/scale", "enorm.weight", "embed", "norm"),
-        rule("mtp_1_hidden_state_norm/scale", "hnorm.weight", "embed", "norm"),
-        rule("mtp_1_projection/kernel", "eh_proj.weight", "embed pair -> pair embed", "embed -"),
-    ]
-    out = [
-        top(c, layout),
-        *layers(layout, "decoder/dense_layers", range(dense), [*NORMS, *latent_attention(c), *gated_mlp()], name="dense_layers"),
-        *layers(layout, "decoder/moe_layers", range(dense, n), routed, name="moe_layers"),
-    ]
-    if layout.mtp:
-        out += [
-            stack("mtp_block/mtp_layer_1", LAYER, n, mtp),
-            stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, routed),
-        ]
-    return out
+    return decoder(c, layout, c.count("first_k_dense_replace"), range(c.size("num_hidden_layers")) if c.count("index_n_heads") else ())
 
 
 def drops(c, layout):
@@ -193,13 +180,13 @@ SIGMOID = (
     only("norm_topk_prob", True, NORM_TOPK, default=True),
 )  # fmt: skip
 V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
-INDEXER = (
+INDEX = (
     fixed("use_indexer", True),
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=2048),
 )
-V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEXER)
+V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
 K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):
