@@ -17,6 +17,7 @@ from weightbeam.model_mappings.families import (
     gemma3,
     gemma4,
     gemma4_small,
+    glm5_next,
     gpt_oss,
     identity,
     llama,
@@ -38,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     mixtral.FAMILY,
     deepseek.FAMILY,
     deepseek_v4.FAMILY,
+    glm5_next.FAMILY,
     olmo3.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
@@ -57,9 +59,11 @@ FAMILIES: tuple[Family, ...] = (
 # (configs/models/deepseek4.1-flash.yml, b7c38e9), and a mapping of Kimi K3 without the latent's projections
 # (checkpoint_conversion/utils/param_mapping.py and to_maxtext.py, pull request 4967, 25f141a).
 REFUSED = {
-    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices and look n-grams up in Engram tables; MaxText has only DeepSeek V4's, which do neither",
-    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; MaxText's mapping (pull request 4967) fills with zeros what it lacks",
-}  # fmt: skip
+    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
+    "MaxText has only DeepSeek V4's, which do neither",
+    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
+    "MaxText's mapping (pull request 4967) fills with zeros what it lacks",
+}
 
 ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
 
