@@ -66,6 +66,7 @@ from weightbeam.transforms.planning.layouts import (
     scan_axis_of,
     scan_of,
     version_of,
+    version_said,
 )
 from weightbeam.transforms.planning.options import AUTO, ExportOptions, options_from
 from weightbeam.transforms.planning.other_sizes import changed, describe, find_sizes
@@ -324,6 +325,7 @@ def _layouts(
     """The layouts that the checkpoint may be in: more than one where nothing says on which axis its layers are stacked."""
     shapes = {name: tensor.shape for name, tensor in table.released.items()}
     layout = layout_of(weights, scan_of(source, weights), table.naming.model, shapes)
+    layout = dataclasses.replace(layout, maxtext=version_said(source))
     layout = dataclasses.replace(layout, maxtext=version_of(table.family, table.config, layout, weights))
     said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
     axes = SCAN_AXES if said is None else (said,)

@@ -14,7 +14,7 @@ from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtex
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import PARAMETERS, expand, key_of
 from weightbeam.model_mappings.trees import is_scanned
-from weightbeam.model_mappings.versions import VERSIONS
+from weightbeam.model_mappings.versions import DEFAULT, VERSIONS
 
 EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
 TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
@@ -40,6 +40,13 @@ def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
     return axis if isinstance(axis, int) else None
 
 
+def version_said(source: OrbaxCheckpoint) -> str:
+    """The version of MaxText that a checkpoint was written for, by our record; the default where there is none."""
+    made = source.record.get("options")
+    version = made.get("maxtext") if isinstance(made, dict) else None
+    return version if version in VERSIONS else DEFAULT
+
+
 def layout_of(
     weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> Layout:
@@ -62,7 +69,7 @@ def layout_of(
 
 
 def version_of(family: Family, config: Config, layout: Layout, weights: Collection[str]) -> str:
-    """The version of MaxText whose arrays these are, by their keys; the newest where they are those of several.
+    """The version of MaxText whose arrays these are, by their keys; that of `layout` where they are those of several.
 
     Raises:
       ConfigError: `config.json` lacks what the table needs.
@@ -77,7 +84,7 @@ def version_of(family: Family, config: Config, layout: Layout, weights: Collecti
             not is_spare and key not in weights for key, is_spare in wanted.items()
         )
 
-    return min(VERSIONS, key=amiss)
+    return min(VERSIONS, key=lambda version: (amiss(version), version != layout.maxtext))
 
 
 def maxtext_of(

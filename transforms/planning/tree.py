@@ -24,7 +24,15 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.rules import PARAMS, Stack
 from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
-from weightbeam.transforms.planning.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of, version_of
+from weightbeam.transforms.planning.layouts import (
+    SCAN_AXES,
+    layout_of,
+    maxtext_of,
+    scan_axis_of,
+    scan_of,
+    version_of,
+    version_said,
+)
 
 OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state", "outer_opt_state")
 DICT = 2  # Orbax's number for the key of a dict
@@ -359,6 +367,7 @@ class _Layouts:
             family = family_of(self.config, model_name or model.name, family_name)
             self.naming = name_model(family, self.config, model_name or model.name)
             layout = layout_of(self.weights, self.scan, self.naming.model, model.shapes)
+            layout = dataclasses.replace(layout, maxtext=version_said(source))
             self.layout = dataclasses.replace(layout, maxtext=version_of(family, self.config, layout, self.weights))
             if self.scan and self.axis is None:
                 fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
