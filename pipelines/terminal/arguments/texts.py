@@ -149,7 +149,7 @@ vocabulary, as a release of their own that transformers loads and convert takes.
 byte under their new numbers, codes and scales among them; config.json, its lists by layer and its quantisation's names
 are cut alike. From the hub only what is kept is read.
 
-  weightbeam cut hf://deepseek-ai/DeepSeek-V3 mini --layers 0:2,58:61 --experts 0:16
+  weightbeam cut hf://deepseek-ai/DeepSeek-V3 mini --layers 0:4 --experts 0:16
   weightbeam cut ~/models/Qwen3-8B tiny --layers 0:4 --vocab_rows 1000
 
 plan, inspect, convert, quantize, dequantize and merge take --layers, --experts and --vocab_rows themselves.
