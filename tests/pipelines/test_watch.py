@@ -754,7 +754,7 @@ WRONGLY_TYPED = """
 targets.0: scan_layer: no such option; did you mean scan_layers?
 targets.0: save_dtype: invalid choice: 'int7'
 targets.0: --mesh=fdsp=8: MaxText's meshes have no axis 'fdsp'
-targets.1: colour: no such option; there are scan_layers,
+targets.1: colour: no such option; there are layers, experts, vocab_rows, scan_layers,
 runs.0.name: 'a b' should be letters
 runs.0.targets.0: kind: should be export, quantize or reshard
 runs.0.targets.0: on_nan: should be hold, publish or newest
