@@ -89,7 +89,7 @@ class Part:
     """
 
     def __init__(self, stack: Stack, rule: Rule, dims: dict[str, int], scan_axis: int):
-        self.rule = rule
+        self.stack, self.rule, self.dims, self.scan_axis = stack, rule, dims, scan_axis
         self.path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
         self.layers = stack.layers
         self.template = None if rule.source is None else stack.source + rule.source

@@ -181,14 +181,25 @@ def holds(dtype: np.dtype, values: np.dtype) -> bool:
 
 
 def make_arrays(
-    parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype
+    parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype | None
 ) -> tuple[Array, ...]:
-    """The arrays of a table, with the dtypes that the checkpoint's tensors give them."""
+    """The arrays of a table, with the dtypes that the checkpoint's tensors give them; without `save_dtype` each has the
+    one that holds all of its tensors' values.
+    """
     return tuple(_array(key_of(path), same, tensors, save_dtype) for path, same in parts.items())
 
 
-def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> Array:
+def _own_dtype(parts: Iterable[Part], tensors: Mapping[str, TensorSpec]) -> np.dtype:
+    """The narrowest dtype of the tensors that holds the values of all; bfloat16 for a constant."""
+    stored = {tensors[name].dtype for part in parts for name in part.tensors if name in tensors}
+    floats = sorted(filter(is_float, stored), key=lambda dtype: (dtype.itemsize, dtype.name))
+    holding = (dtype for dtype in floats if all(holds(dtype, other) for other in floats))
+    return next(holding, np.dtype(np.float32) if floats else np.dtype(ml_dtypes.bfloat16))
+
+
+def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype | None) -> Array:
     reasons: dict[str, None] = {}  # in order
+    save_dtype = _own_dtype(parts, tensors) if save_dtype is None else save_dtype
     dtype = save_dtype
     for part in parts:
         inexact = [op for op in part.rule.ops if not op.is_exact]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,27 @@ FP8_LLAMA = LLAMA | {
         "weight_block_size": [128, 128],
     },
 }
+
+
+def is_linear(name: str) -> bool:
+    """What DeepSeek stores in FP8: projections, not embeddings, norms or routers."""
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+
+
+def quantise(
+    tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: Any, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Codes of every size and a scale for each block; the last block of an axis may be partial."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        if not is_linear(name):
+            made[name] = values
+            continue
+        blocks = tuple(-(-size // step) for size, step in zip(values.shape, block, strict=True))
+        made[name] = (values.astype(np.float32) * rng.choice([0.01, 1, 300], values.shape)).astype(FP8)
+        made[f"{name}_scale_inv"] = rng.uniform(1e-4, 2e-2, blocks).astype(scale_dtype)
+    return made
 
 
 def fp8_llama(folder: Path) -> tuple[Path, dict[str, np.ndarray], dict[str, np.ndarray]]:

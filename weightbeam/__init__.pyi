@@ -98,7 +98,8 @@ def convert(
       vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
+      save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
+        each with its scales beside it, and everything else in its own dtype.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -415,7 +416,8 @@ def maxtext_config(
       vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
+      save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
+        each with its scales beside it, and everything else in its own dtype.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -537,7 +539,8 @@ def plan(
       vocab_rows: of the vocabulary take the first rows alone.
       scan_layers: stack the layers of a kind in one array, as in MaxText.
       param_scan_axis: where the stacked axis goes, as in MaxText.
-      save_dtype: dtype of every float array; computed in float32, cast once.
+      save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
+        each with its scales beside it, and everything else in its own dtype.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.

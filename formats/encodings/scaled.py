@@ -18,6 +18,7 @@ from weightbeam.formats.encodings.encoding import InOrder, cover
 from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.scales import CODES
 
 # FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays
 # it.
@@ -58,6 +59,15 @@ class Scaled(InOrder):
     zero: Tensor | None = None
     second: Tensor | None = None
     divides: bool = False
+
+    @property
+    def square(self) -> int | None:
+        """Rows, and columns, of a block, where these codes and scales are what MaxText's FP8 models compute on: E4M3 in
+        square blocks; else None.
+        """
+        plain = self.code == CODES and self.zero is None and self.second is None
+        *lead, rows, columns = self.block
+        return rows if plain and rows == columns > 1 and all(size == 1 for size in lead) else None
 
     @property
     def per_byte(self) -> int:

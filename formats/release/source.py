@@ -9,12 +9,12 @@ headers can't tell.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from weightbeam.formats.adapters import Merging
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, Plain, Scaled
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
 from weightbeam.formats.encodings.gptq import spare_biases
@@ -34,6 +34,7 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Problem, TensorSpec
+from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 
 # of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
 MAX_SPARE_BYTES = 1 << 26
@@ -50,6 +51,7 @@ class ReleaseTensors:
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
       spare: tensors that a table may have no place for if they hold nothing but zeros: see `drop_zero_biases`.
+      blocks: of each weight that stays codes (`as_codes`), the elements on each axis that share a scale.
     """
 
     encodings: Mapping[str, Encoding]
@@ -57,6 +59,7 @@ class ReleaseTensors:
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     spare: frozenset[str] = frozenset()
+    blocks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
@@ -79,6 +82,30 @@ class ReleaseTensors:
     def merged(self, merging: Merging) -> ReleaseTensors:
         """The same tensors with adapters merged into them."""
         return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
+
+    def as_codes(self, unneeded: Callable[[str], object]) -> ReleaseTensors:
+        """The same tensors with two in place of each quantised one: its codes, under its name, and its scales.
+
+        Args:
+          unneeded: whether a tensor is left out, and may be stored in any way.
+        """
+        encodings, blocks, problems = dict(self.encodings), dict(self.blocks), list(self.problems)
+        wanted = {name: one for name, one in self.encodings.items() if one.label is not None and not unneeded(name)}
+        for name, one in wanted.items():
+            if isinstance(one, Scaled) and one.square:
+                encodings |= {name: Plain(one.weight), name + TENSOR_SUFFIX: Plain(one.scale)}
+                blocks[name] = one.block
+            else:
+                problems.append(Problem("blocks", name, f"is {one.label}; MaxText keeps {CODES} in square blocks only"))
+        sizes = {block[-1] for block in blocks.values()}
+        if len(sizes) > 1:
+            message = f"blocks of {' and '.join(map(str, sorted(sizes)))}; MaxText's weight_block_size is one for all"
+            problems.append(Problem("blocks", "config.json", message))
+        if not wanted:
+            problems.append(
+                Problem("blocks", "config.json", f"none of its weights is quantised, so none can be kept as {CODES}")
+            )
+        return dataclasses.replace(self, encodings=encodings, blocks=blocks, problems=tuple(problems))
 
     def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
         """Reads the biases (GPTQ's) among tensors that a table has no use for, and drops those that are all zeros.

@@ -10,8 +10,10 @@ from typing import Any
 
 from weightbeam.formats.orbax.zarr import Format
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
+from weightbeam.model_mappings.scales import CODES
 from weightbeam.pipelines.terminal.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.cutting.mesh import base_rules, model_rules
@@ -144,6 +146,13 @@ def _model_totals(conversion: Conversion) -> Iterator[tuple[str, str]]:
         yield "MaxText flags", plan.maxtext.command_line()
     layout = "scanned" if options.scan_layers else "unscanned"
     yield "layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh")
+    if options.save_dtype == CODES:
+        keys = {array.key for array in plan.arrays}
+        kept = sum(is_scale(key, keys) for key in keys)
+        yield (
+            "weights",
+            f"{count(kept, 'array')} of FP8 codes, each with its scales beside it; the others in their own dtypes",
+        )
     if rules := rules_text(conversion):
         yield "sharding rules", rules
 

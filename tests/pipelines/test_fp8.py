@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import each
+from quantised import is_linear, quantise
 from safetensors.numpy import save_file
 from support import (
     BF16,
@@ -37,27 +38,6 @@ from weightbeam.formats.encodings import Scaled, ScaleError
 from weightbeam.formats.safetensors import Tensor, read_boxes, read_header
 
 CODES = np.arange(256, dtype=np.uint8).view(FP8)
-
-
-def is_linear(name: str) -> bool:
-    """What DeepSeek stores in FP8: projections, not embeddings, norms or routers."""
-    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
-
-
-def quantise(
-    tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: np.dtype, seed: int = 0
-) -> dict[str, np.ndarray]:
-    """Codes of every size and a scale for each block; the last block of an axis may be partial."""
-    rng = np.random.default_rng(seed)
-    made: dict[str, np.ndarray] = {}
-    for name, values in tensors.items():
-        if not is_linear(name):
-            made[name] = values
-            continue
-        blocks = tuple(-(-size // step) for size, step in zip(values.shape, block, strict=True))
-        made[name] = (values.astype(np.float32) * rng.choice([0.01, 1, 300], values.shape)).astype(FP8)
-        made[f"{name}_scale_inv"] = rng.uniform(1e-4, 2e-2, blocks).astype(scale_dtype)
-    return made
 
 
 def dequantise(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ from weightbeam.formats.targets.orbax import SEEN, OrbaxTarget
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, Plan, Problem
+from weightbeam.model_mappings.scales import CODES
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.source_sums import DamagedError, check_reads, note_reads
 from weightbeam.transforms.cutting.blocks import Block
@@ -35,12 +36,12 @@ from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of
 from weightbeam.transforms.cutting.virtual import Placement, references
-from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.options import COMPUTED, Delivery, Options
 from weightbeam.transforms.planning.transfer import Transfer
 
 # problems of one quantised tensor, which don't count where it is dropped
 PAIRING = {"unscaled", "scale", "orphan scale"}
-SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+SAVE_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*COMPUTED, CODES)}
 
 
 def rules_of(options: Options) -> Rules:
@@ -56,6 +57,11 @@ def meshes_of(options: Options) -> list[Mesh]:
     """
     axes = axes_in(rules_of(options))
     return [Mesh.parse(text, axes) for text in options.mesh]
+
+
+def dtype_of(options: Options) -> np.dtype | None:
+    """What every float array is cast to; None where each stays what it is."""
+    return None if options.save_dtype == CODES else SAVE_DTYPES[options.save_dtype]
 
 
 def format_of(options: Options) -> Format:

@@ -6,6 +6,7 @@
       │  _lay_out         MaxText's model, and the layout of the arrays
       │  _fold | merge    adapters: as arrays of their own (`--adapter_only`), or added to the tensors that they change
       │  _expand          the table's rules, at this model's sizes
+      │  _keep            weights that stay codes: a second array, of scales, beside each (`--save_dtype float8_e4m3fn`)
       │  make_arrays      the arrays, with the dtypes that the tensors give them
       │  _audit           every element used once, filled, or left out with a reason
       ▼  _cut             chunk grids, what stays in the source's files (`--virtual`), units
@@ -35,15 +36,23 @@ from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.keeping import (
+    check_modules,
+    is_scale,
+    keep_codes,
+    maxtext_keys,
+    without_mapping,
+)
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNaming, name_model, unknown_name
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, element_box, find_twins, make_units
 from weightbeam.transforms.cutting.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
-from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, format_of, meshes_of, rules_of
+from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, dtype_of, format_of, meshes_of, rules_of
 from weightbeam.transforms.planning.layouts import maxtext_of
 from weightbeam.transforms.planning.options import Options, options_from
 
@@ -114,6 +123,8 @@ def prepare(
         merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
+        if options.save_dtype == CODES:
+            table, source = _keep(family, table, source)
     except (ConfigError, UnknownFamilyError) as e:
         found = [
             *checkpoint.problems,
@@ -122,7 +133,7 @@ def prepare(
             *(problem for adapter in adapters for problem in adapter.problems),
         ]
         return _without_table(options, checkpoint, adapters, found, e)
-    arrays = make_arrays(table.parts, source.specs(), SAVE_DTYPES[options.save_dtype])
+    arrays = make_arrays(table.parts, source.specs(), dtype_of(options))
     if folding:
         arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
     unneeded = _unneeded(source, family, table)
@@ -211,6 +222,23 @@ def _expand(family: Family, config: Config, layout: Layout, naming: ModelNaming)
     return _Table(parts, drops, note, maxtext, (*warnings, *unknown_name(naming.model)))
 
 
+def _keep(family: Family, table: _Table, source: ReleaseTensors) -> tuple[_Table, ReleaseTensors]:
+    """The table, and the tensors, with codes and scales in place of the values of quantised weights."""
+    source = source.as_codes(lambda name: drop_reason(name, table.drops))
+    parts, problems = keep_codes(table.parts, source.blocks)
+    problems += check_modules(parts, family.name) if not problems else []
+    maxtext = table.maxtext
+    if maxtext:
+        settings = {**maxtext.settings, **maxtext_keys(parts, source.blocks)}
+        maxtext = dataclasses.replace(maxtext, settings=settings)
+    table = dataclasses.replace(
+        table, parts=parts, maxtext=maxtext, warnings=(*table.warnings, *without_mapping(family.name))
+    )
+    made = {name for same in parts.values() for part in same for name in part.tensors}
+    lost = {scale for name in source.blocks if problems and (scale := name + TENSOR_SUFFIX) not in made}
+    return table, dataclasses.replace(source, problems=(*source.problems, *problems), lost=source.lost | lost)
+
+
 def _unneeded(source: ReleaseTensors, family: Family, table: _Table) -> dict[Problem, str]:
     """The problems of one quantised tensor that don't count, since the table leaves the tensor out, each with the
     reason for that.
@@ -262,6 +290,7 @@ def _cut(
     try:
         grids = _grids(options, arrays, encodings, meshes)
         warnings = [warning for grid in grids for warning in grid.warnings]
+        problems += _uneven_scales(grids)
         if options.virtual:
             placements = place_arrays(arrays, encodings, meshes, grids)
             problems += problems_of(arrays, placements, format_of(options))
@@ -275,6 +304,14 @@ def _cut(
     except UnitBytesError as e:
         return _Cut(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
     return _Cut(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
+
+
+def _uneven_scales(grids: Sequence[Grid]) -> Iterator[Problem]:
+    """Meshes that don't divide the blocks of a kept kernel: MaxText can't make its model there (`IndivisibleError`)."""
+    keys = {grid.spec.key for grid in grids}
+    for grid in grids:
+        if is_scale(grid.spec.key, keys):
+            yield from (Problem("blocks", "--mesh", warning) for warning in grid.warnings)
 
 
 def _adapter_family(family: Family, folding: Folding) -> Family:

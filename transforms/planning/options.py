@@ -40,6 +40,7 @@ Kind = TypeVar("Kind")
 AUTO, KEEP = "auto", "keep"  # dtypes: as the release has it, as the checkpoint has it
 FULL, PARAMS = "full", "params"  # what of a training state is written
 COMPUTED = ("bfloat16", "float32")  # dtypes of a checkpoint's arrays
+CODED = "float8_e4m3fn"  # of arrays of codes, beside their scales
 RELEASED = ("bfloat16", "float16", "float32")  # and of a release's tensors
 
 
@@ -293,7 +294,8 @@ class Options(Excerpt):
 
     scan_layers: bool = _layout("stack the layers of a kind in one array, as in MaxText", True)
     param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
-    save_dtype: str = _layout("dtype of every float array; computed in float32, cast once", "bfloat16", choices=COMPUTED)
+    save_dtype: str = _layout(f"dtype of every float array; computed in float32, cast once. {CODED}: FP8 weights stay codes, "
+                              "each with its scales beside it, and everything else in its own dtype", "bfloat16", choices=(*COMPUTED, CODED))
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
     sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")

@@ -1,0 +1,105 @@
+"""A tree whose quantised weights stay codes: its arrays, and what MaxText must be told of them. Names and integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Problem, key_of
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES, BlockError, kept_parts
+
+VERSION = "0.2.5"
+MAPPED = frozenset(
+    {"qwen3_5"}
+)  # families whose FP8 releases MaxText has models for (src/maxtext/configs/models/*-fp8.yml)
+# The modules that MaxText can be told to leave unquantised: those that it asks `get_weight_dtype` for
+# (src/maxtext/common/common_types.py and models/qwen3.py, 0.2.5); `norm` stands for every norm.
+UNQUANTIZED = (
+    "token_embedder",
+    "logits_dense",
+    "gate",
+    "shared_expert_gate",
+    "conv1d",
+    "in_proj_ba",
+    "A_log",
+    "dt_bias",
+    "norm",
+)
+DECODER = "params/decoder/"
+
+Parts = Mapping[str, list[Part]]  # of each array, by its path
+Blocks = Mapping[str, Sequence[int]]  # of each tensor that stays codes, the elements on each axis that share a scale
+
+
+def keep_codes(parts: Parts, blocks: Blocks) -> tuple[dict[str, list[Part]], list[Problem]]:
+    """The arrays of a table with the scales of each that is made of codes behind it, and what can't be kept so."""
+    kept: dict[str, list[Part]] = {}
+    problems: list[Problem] = []
+    for path, same in parts.items():
+        kept[path] = same
+        coded = [name for part in same for name in part.tensors if name in blocks]
+        if not coded:
+            continue
+        plain = [name for part in same for name in part.tensors if name not in blocks]
+        try:
+            if plain:
+                raise BlockError(f"{coded[0]} is quantised, {plain[0]} isn't; MaxText has one array for them")
+            pairs = [kept_parts(part, blocks[part.tensors[0]]) for part in same]
+        except BlockError as e:
+            problems.append(Problem("blocks", key_of(path), f"its weights can't stay {CODES}: {e}", is_array=True))
+            continue
+        kept[path], kept[path + ARRAY_SUFFIX] = ([pair[which] for pair in pairs] for which in (0, 1))
+    return kept, problems
+
+
+def is_scale(key: str, keys: Iterable[str] | Mapping[str, Any]) -> bool:
+    """Whether an array holds the scales of another one among `keys`, by its key."""
+    return key.endswith(ARRAY_SUFFIX) and key.removesuffix(ARRAY_SUFFIX) in keys
+
+
+def modules_of(path: str) -> list[str]:
+    """The modules among `UNQUANTIZED` that an array belongs to."""
+    names = path.split("/")
+    return [
+        module
+        for module in UNQUANTIZED
+        if module in names or (module == "norm" and any("norm" in name for name in names))
+    ]
+
+
+def check_modules(parts: Parts, family: str) -> list[Problem]:
+    """Where a release is quantised otherwise than MaxText's FP8 model of this family can be; `parts` as they are kept."""
+    problems = []
+    for path, same in parts.items():
+        coded, modules = path + ARRAY_SUFFIX in parts, modules_of(path)
+        if family not in MAPPED or not path.startswith(DECODER) or is_scale(path, parts) or same[0].rule.source is None:
+            continue
+        if coded and modules:
+            message = f"is quantised; MaxText {VERSION}'s FP8 models compute with an unquantised {modules[0]}"
+            problems.append(Problem("blocks", key_of(path), message, is_array=True))
+        if not coded and not modules:
+            message = f"isn't quantised; MaxText {VERSION}'s FP8 model has codes there, and can't be told otherwise"
+            problems.append(Problem("blocks", key_of(path), message, is_array=True))
+    return problems
+
+
+def maxtext_keys(parts: Parts, blocks: Blocks) -> dict[str, Any]:
+    """What MaxText must be told of weights that stay codes."""
+    size = max((block[-1] for block in blocks.values()), default=0)
+    found = {module for path in parts if path + ARRAY_SUFFIX not in parts for module in modules_of(path)}
+    return {
+        "weight_dtype": CODES,
+        "weight_block_size": size,
+        "unquantized_modules": [module for module in UNQUANTIZED if module in found],
+    }
+
+
+def without_mapping(family: str) -> list[str]:
+    """That MaxText has no model for such weights of a family, where it hasn't."""
+    if family in MAPPED:
+        return []
+    return [
+        f"MaxText {VERSION} has no mapping of {family} weights in FP8: codes and scales lie as in its models that have one "
+        f"({', '.join(sorted(MAPPED))})"
+    ]
