@@ -33,6 +33,11 @@ class BlockError(ValueError):
     """The scales of a kernel can't be said as an array in blocks; the message says why."""
 
 
+def in_square(rank: int, size: int) -> tuple[int, ...]:
+    """A block of a tensor of this rank: so many rows and columns, and one index of what comes before."""
+    return (1,) * (rank - 2) + (size, size)
+
+
 def kept_parts(part: Part, block: Sequence[int]) -> tuple[Part, Part]:
     """What a line of the table makes of a quantised tensor that stays so: its codes, and its scales.
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 
 Path = tuple[str, ...]
 
@@ -33,6 +34,7 @@ DILOCO = {"inner_state", "outer_opt_state"}
 # beside its parameters, below `nnx_aux.model` (src/maxtext/layers/moe.py, common/checkpointing.py, 0.2.5)
 MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
+SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}$")
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -48,11 +50,13 @@ class Tree:
       kind: what wrote it, in a few words.
       weights: MaxText's key of each weight -> its key in the checkpoint.
       state: the keys of all other arrays.
+      scales: of each weight that is FP8 codes, MaxText's key of its scales, which are among the weights.
     """
 
     kind: str
     weights: Mapping[str, str]
     state: tuple[str, ...]
+    scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def recognize(paths: Iterable[Path]) -> Tree:
@@ -89,7 +93,20 @@ def recognize(paths: Iterable[Path]) -> Tree:
         raise TreeError(
             f"no weights among its {len(paths)} arrays, such as {'.'.join(paths[0])}" if paths else "no arrays"
         )
-    return Tree(kind, weights, tuple(state))
+    scales = _scales(weights)
+    return Tree(f"{kind}, FP8 codes with scales beside them" if scales else kind, weights, tuple(state), scales)
+
+
+def _scales(weights: Mapping[str, str]) -> dict[str, str]:
+    """Of each weight that is codes, MaxText's key of its scales (`model_mappings/scales.py`).
+
+    Raises:
+      TreeError: scales without the weight that they belong to.
+    """
+    scaled = {key.removesuffix(ARRAY_SUFFIX): key for key in weights if SCALES.search(key)}
+    if alone := next((key for codes, key in scaled.items() if codes not in weights), None):
+        raise TreeError(f"FP8 scales, {weights[alone]}, without the codes that they belong to")
+    return scaled
 
 
 def twins(key: str) -> set[str]:
@@ -165,7 +182,6 @@ def _refuse(paths: list[Path]) -> None:
     """Refuses the kinds of trees that hold no plain weights."""
     components = {component for path in paths for component in path}
     tops = {path[0] for path in paths if path}
-    keys = {".".join(path) for path in paths}
 
     def has(*names: str) -> bool:
         return bool(components.intersection(names))
@@ -185,11 +201,6 @@ def _refuse(paths: list[Path]) -> None:
     if any(component.endswith("_packed") for component in components):
         raise TreeError(
             "MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of"
-        )
-    scaled = sorted(key for key in keys if re.search(r"\.(kernel|wi_0|wi_1|wo)_scale(\.value)?$", key))
-    if scaled:
-        raise TreeError(
-            f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint"
         )
     if tops == {"checkpoint"}:
         raise TreeError("an old MaxText checkpoint (msgpack); save it anew with a MaxText that reads it")

@@ -13,11 +13,11 @@ bits (`packed.py`), nf4 and fp4 (`bitsandbytes.py`) and E2M1 (MXFP4, NVFP4) diff
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import ContentError
-from weightbeam.formats.safetensors import Tensor
 
 # values decoded at a time: their float32 form and the indices of their bytes stay in the cache
 STRIP_ELEMENTS = 1 << 16
@@ -40,7 +40,17 @@ class ScaleError(ContentError):
     """A scale is NaN or infinite."""
 
 
-def finite(scales: np.ndarray, tensor: Tensor) -> np.ndarray:
+class Located(Protocol):
+    """Something with a name in something with a path."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+
+def finite(scales: np.ndarray, tensor: Located) -> np.ndarray:
     """Scales in float32.
 
     Raises:

@@ -103,14 +103,32 @@ class Scaled(InOrder):
             second = finite(rest.pop(0), self.second)
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 scales = finite(scales / second if self.divides else scales * second, self.second)
-        codes, table = codes.view(np.uint8), table_of(self.code)
-        *lead, rows = (
-            np.arange(*span) // size - span[0] // size for span, size in zip(box[:-1], self.block, strict=False)
-        )
-        values = empty(extent(box), dtype)
-        with np.errstate(over="ignore", invalid="ignore"):  # a value beyond the largest float is infinite
-            for at in np.ndindex(values.shape[:-2]):
-                blocks = tuple(which[i] for which, i in zip(lead, at, strict=True))
-                zero = None if zeros is None else zeros[blocks]
-                decode_rows(codes[at], table, scales[blocks], self.block[-1], values[at], box[-1][0], zero, rows)
-        return values
+        return decode_blocks(codes, self.code, scales, zeros, self.block, box, empty(extent(box), dtype))
+
+
+def decode_blocks(
+    codes: np.ndarray,
+    code: str,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    block: tuple[int, ...],
+    box: Box,
+    values: np.ndarray,
+) -> np.ndarray:
+    """The values of a box of codes, into `values`.
+
+    Args:
+      codes: of the box.
+      code: what they are, see `table_of`.
+      scales, zeros: of the blocks that the box touches, in float32.
+      block: elements on each axis that share a scale.
+      box: where the codes are.
+    """
+    codes, table = codes.view(np.uint8), table_of(code)
+    *lead, rows = (np.arange(*span) // size - span[0] // size for span, size in zip(box[:-1], block, strict=False))
+    with np.errstate(over="ignore", invalid="ignore"):  # a value beyond the largest float is infinite
+        for at in np.ndindex(values.shape[:-2]):
+            blocks = tuple(which[i] for which, i in zip(lead, at, strict=True))
+            zero = None if zeros is None else zeros[blocks]
+            decode_rows(codes[at], table, scales[blocks], block[-1], values[at], box[-1][0], zero, rows)
+    return values

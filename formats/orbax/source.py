@@ -75,6 +75,16 @@ class OrbaxArray(InOrder):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def name(self) -> str:
+        """Of the array, for messages."""
+        return self.key
+
+    @property
+    def path(self) -> str:
+        """Of the item, for messages."""
+        return self.items
+
+    @property
     def place(self) -> tuple[str, int]:
         """Of the item, for `identity.same_folders`."""
         return self.items, self.folder

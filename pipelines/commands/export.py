@@ -411,13 +411,14 @@ def _edits(planned: Export) -> dict[str, Any]:
 
 def _dtype(planned: Export) -> str | None:
     """The dtype that `config.json` is to say; None where it stays as it is."""
-    if planned.options.save_dtype != AUTO:
+    if planned.options.save_dtype in SAVED:
         return planned.options.save_dtype
     config = planned.form.config
     if dtype_of_model(config) is None:  # engines would take float32, or float16
         names = (tensor.dtype.name for tensor in planned.layout.tensors.values())
         return Counter(name for name in names if name in SAVED).most_common(1)[0][0]
-    return "bfloat16" if any(key in config for key in ("quantization_config", "compression_config")) else None
+    decoded = any(key in config for key in ("quantization_config", "compression_config")) and not planned.kept
+    return "bfloat16" if decoded else None
 
 
 def _facts(planned: Export) -> dict[str, str]:

@@ -292,6 +292,11 @@ class Conversion(Transfer):
                 )
         return shards
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether quantised weights stay codes."""
+        return self.options.save_dtype == CODES
+
     def facts(self) -> dict[str, Any]:
         tensors = {
             tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
@@ -307,7 +312,9 @@ class Conversion(Transfer):
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
-            "config": {key: value for key, value in self.source.config.items() if key not in QUANT_CONFIGS},
+            "config": {
+                key: value for key, value in self.source.config.items() if self._is_kept or key not in QUANT_CONFIGS
+            },
             "tensors": tensors,
         }
 

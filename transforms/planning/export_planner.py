@@ -3,6 +3,7 @@ is read.
 
 metadata, config.json, headers of the release
   │  _find_table    whose table it is, which of MaxText's models, and the release's tensors by the table's names
+  │  _view          the checkpoint's weights: FP8 codes and scales as they are, or what they are the codes of
   │  _find_arrays   the table's arrays as the checkpoint has them, and the layout that they are in
   │  _find_drops    which tensors no array makes: those that the table leaves out, variables, copies of others
   │  _audit         the tensors that arrays become against the release's
@@ -29,16 +30,21 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, merge
 from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.orbax.scaled import ScaledArray, scaled_arrays, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit, drop_reason
+from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import NEXTN, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable, rename
+from weightbeam.model_mappings.keeping import is_scale, keep_codes
 from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX, in_square
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
 from weightbeam.transforms.cutting.chunk_blocks import Cut, chunk_grid, cut
 from weightbeam.transforms.cutting.files import FileLayout, plan_files
@@ -68,7 +74,7 @@ from weightbeam.transforms.planning.layouts import (
     version_of,
     version_said,
 )
-from weightbeam.transforms.planning.options import AUTO, ExportOptions, options_from
+from weightbeam.transforms.planning.options import AUTO, CODED, ExportOptions, options_from
 from weightbeam.transforms.planning.other_sizes import changed, describe, find_sizes
 from weightbeam.transforms.planning.text_model import has_towers, text_class, text_model
 
@@ -108,6 +114,34 @@ class _Table:
     def can_take(self, name: str) -> bool:
         """Whether a tensor can be taken from a release."""
         return self.parts is not None and name in self.released and self.released[name].name in self.parts.encodings
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """The checkpoint's weights, by MaxText's keys.
+
+    Attributes:
+      weights: codes and scales as they are, or what they are the codes of.
+      scaled: the weights whose codes and scales are taken as they are.
+    """
+
+    weights: Mapping[str, OrbaxArray | ScaledArray]
+    scaled: Mapping[str, ScaledArray]
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are such."""
+        return bool(self.scaled)
+
+    def parts(self, parts: Mapping[str, list[Part]]) -> tuple[Mapping[str, list[Part]], list[Problem]]:
+        """The parts of a table's arrays, those of scales among them, and what can't be read so."""
+        blocks = {}
+        for path, same in parts.items():
+            if scaled := self.scaled.get(key_of(path)):
+                for part in same:
+                    block = in_square(len(part.window_shape), max(scaled.block))
+                    blocks |= dict.fromkeys(part.tensors, block)
+        return keep_codes(parts, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,20 +236,26 @@ def plan_export(
       parts: the release that towers and prediction layers may be taken from, which has the names of `like`.
       slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
+    view = _view(options, source, like)
     try:
         table = _find_table(options, source, like, parts)
-        fit = _find_arrays(options, source, table)
-        cause, table, fit = _explain_sizes(options, source, like, table, fit)
+        fit = _find_arrays(options, source, table, view)
+        cause, table, fit = _explain_sizes(options, source, like, table, fit, view)
         drops = _find_drops(table, fit)
     except (ConfigError, UnknownFamilyError) as e:
         return _without_table(options, source, like, e)
     specs, dropped, problems = _audit(table, fit, drops)
     tensors = _name(options, table, drops, specs, dropped)
     problems += _without_parts(options, table, fit, tensors)
-    problems = [*cause, *_another_model(problems, source, like, table.config), *problems]
+    problems = [
+        *_without_kept(options, source, view),
+        *cause,
+        *_another_model(problems, source, like, table.config),
+        *problems,
+    ]
     merged, amiss = _merge(table, drops, tensors, adapters)
     problems = problems or amiss
-    carried = _carry(table, tensors, parts, bool(given))
+    carried = _carry(table, tensors, parts, bool(given) or view.kept)
     quantize = bool(options.quantize) and not problems
     written = _write_as(options, source, fit, tensors, carried, quantize, given)
     if quantize:
@@ -230,7 +270,7 @@ def plan_export(
         files,
         made.grids,
         made.units,
-        _lossy(fit.arrays, written, tensors.names, merged) | _rounded_again(carried, written.carried),
+        _lossy(fit.arrays, written, tensors.names, merged, view) | _rounded_again(carried, written.carried),
         _config_edits(table, fit, drops, tensors, like),
         table.form,
         (
@@ -241,13 +281,38 @@ def plan_export(
         tuple(adapters),
         merged,
         quantized=written.quantized,
-        quantization=_quantization(written, given),
+        quantization=_quantization(written, given, view, like),
         given=given,
         carried=carried,
         parts=parts if carried else None,
         unpacked=made.unpacked,
         slots=slots,
+        kept=view.kept,
     )
+
+
+def _view(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> _View:
+    """The checkpoint's weights as the export takes them: codes as they are where they are asked for, or where the
+    release has codes and nothing else is.
+    """
+    coded = bool(source.tree.scales)
+    kept = (
+        coded and not options.quantize and (options.save_dtype == CODED or (options.save_dtype == AUTO and like.coded))
+    )
+    return _View(source.weights if kept else values_of(source), scaled_arrays(source) if kept else {})
+
+
+def _without_kept(options: ExportOptions, source: OrbaxCheckpoint, view: _View) -> Iterator[Problem]:
+    """What codes that stay as they are don't go with."""
+    if options.save_dtype == CODED and not source.tree.scales:
+        message = f"{source.root} holds no FP8 codes; weightbeam quantize makes them"
+        yield Problem("option", f"--save_dtype={CODED}", message)
+    if options.quantize and source.tree.scales:
+        message = "its weights are FP8 codes already; weightbeam export writes them as they are"
+        yield Problem("quantised", source.root, message)
+    if view.kept and options.lora:
+        message = "an adapter can't be merged into FP8 codes; with --save_dtype bfloat16 it is merged into their values"
+        yield Problem("adapter", source.root, message)
 
 
 def _without_table(
@@ -301,16 +366,16 @@ def _released(like: Like, family: Family) -> dict[str, _Released]:
     }
 
 
-def _find_arrays(options: ExportOptions, source: OrbaxCheckpoint, table: _Table) -> _Fit:
+def _find_arrays(options: ExportOptions, source: OrbaxCheckpoint, table: _Table, view: _View) -> _Fit:
     """The arrays of the table as the checkpoint has them, in the layout that fits best.
 
     Raises:
       ConfigError: `config.json` lacks what the table needs.
     """
-    weights = source.weights
     if options.multimodal is False:
-        weights = {key: weight for key, weight in weights.items() if not key.startswith(TOWERS)}
-    tried = [_fit(table, weights, layout) for layout in _layouts(options, source, table, weights)]
+        kept = {key: weight for key, weight in view.weights.items() if not key.startswith(TOWERS)}
+        view = dataclasses.replace(view, weights=kept)
+    tried = [_fit(table, view, layout) for layout in _layouts(options, source, table, view.weights)]
     fitting = [fit for fit in tried if not fit.problems]
     if len(fitting) > 1 and len({fit.axes for fit in fitting}) > 1:
         choices = " or ".join(str(fit.layout.scan_axis) for fit in fitting)
@@ -320,7 +385,7 @@ def _find_arrays(options: ExportOptions, source: OrbaxCheckpoint, table: _Table)
 
 
 def _layouts(
-    options: ExportOptions, source: OrbaxCheckpoint, table: _Table, weights: Mapping[str, OrbaxArray]
+    options: ExportOptions, source: OrbaxCheckpoint, table: _Table, weights: Mapping[str, OrbaxArray | ScaledArray]
 ) -> list[Layout]:
     """The layouts that the checkpoint may be in: more than one where nothing says on which axis its layers are stacked."""
     shapes = {name: tensor.shape for name, tensor in table.released.items()}
@@ -332,12 +397,11 @@ def _layouts(
     return [dataclasses.replace(layout, scan_axis=axis) for axis in (axes if layout.scan else axes[:1])]
 
 
-def _fit(table: _Table, weights: Mapping[str, OrbaxArray], layout: Layout) -> _Fit:
+def _fit(table: _Table, view: _View, layout: Layout) -> _Fit:
     """The arrays of the table, in a layout, as the checkpoint has them."""
-    family = table.family
-    expanded = expand(family, table.config, layout)
+    family, weights = table.family, view.weights
+    expanded, problems = view.parts(expand(family, table.config, layout))
     arrays: list[Array] = []
-    problems: list[Problem] = []
     lacking: dict[str, str] = {}
     misfit = set[str]()
     for path, parts in expanded.items():
@@ -361,14 +425,14 @@ def _fit(table: _Table, weights: Mapping[str, OrbaxArray], layout: Layout) -> _F
 
 
 def _explain_sizes(
-    options: ExportOptions, source: OrbaxCheckpoint, like: Like, table: _Table, fit: _Fit
+    options: ExportOptions, source: OrbaxCheckpoint, like: Like, table: _Table, fit: _Fit, view: _View
 ) -> tuple[list[Problem], _Table, _Fit]:
     """Where the release's model has other sizes than the checkpoint's: that, and what there is beside it. Table and fit
     are those of the checkpoint's sizes then, so that nothing is told which only follows from the others.
     """
     if not fit.problems:
         return [], table, fit
-    shapes = {key: array.shape for key, array in source.weights.items()}
+    shapes = {key: array.shape for key, array in view.weights.items()}
     before = source.record.get("config")
     sizes = find_sizes(table.family, table.config, fit.layout, shapes, before if isinstance(before, Mapping) else {})
     if not sizes:
@@ -381,7 +445,7 @@ def _explain_sizes(
         for name in part.tensors
     }
     table = dataclasses.replace(table, config=changed(table.config, sizes))
-    return [cause], table, dataclasses.replace(_find_arrays(options, source, table), misfit=made)
+    return [cause], table, dataclasses.replace(_find_arrays(options, source, table, view), misfit=made)
 
 
 def _missing(key: str, family: Family) -> Problem:
@@ -431,7 +495,7 @@ def _audit(table: _Table, fit: _Fit, drops: _Drops) -> tuple[dict[str, TensorSpe
       taken from the release is none.
     """
     shapes = _tensor_shapes(fit.arrays)
-    specs = _specs(shapes, table.released, drops.copies, table.form)
+    specs = _specs(shapes, table.released, drops.copies, table.form) | _coded_specs(fit.arrays, shapes)
     dropped, found = audit(fit.arrays, specs, drops.reasons, table.family.name)
     explained = {fit.lacking[name] for name in drops.variables}
     problems = [one for one in fit.problems if one.kind != "missing" or one.subject not in explained]
@@ -468,6 +532,18 @@ def _specs(
         if name not in copies:
             specs[name] = TensorSpec(shapes.get(name, shape), _dtype(dtype), file)
     return specs
+
+
+def _coded_specs(arrays: Iterable[Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
+    """The tensors of arrays that are codes, or scales: they stay what they are."""
+    keys = {array.key for array in arrays}
+    coded = [array for array in arrays if array.key + ARRAY_SUFFIX in keys or is_scale(array.key, keys)]
+    return {
+        name: TensorSpec(shapes[name], array.dtype, array.key)
+        for array in coded
+        for part in array.parts
+        for name in part.tensors
+    }
 
 
 def _dtype(name: str) -> np.dtype:
@@ -587,7 +663,7 @@ def _write_as(
 
 
 def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
-    return DTYPES[options.save_dtype] if options.save_dtype != AUTO and is_float(released) else released
+    return DTYPES[options.save_dtype] if options.save_dtype in DTYPES and is_float(released) else released
 
 
 def _not_in_blocks(
@@ -708,15 +784,19 @@ def _plan(table: _Table, fit: _Fit, tensors: _Tensors, problems: Sequence[Proble
 
 
 def _lossy(
-    arrays: Iterable[Array], written: _Written, names: Mapping[str, tuple[str, ...]], merged: Iterable[str]
+    arrays: Iterable[Array],
+    written: _Written,
+    names: Mapping[str, tuple[str, ...]],
+    merged: Iterable[str],
+    view: _View,
 ) -> dict[str, str]:
     """By tensor, why its values aren't those of the array to the bit."""
-    rounded = {one: reason for name, reason in _rounded(arrays, written.dtypes).items() for one in names[name]}
+    rounded = {one: reason for name, reason in _rounded(arrays, written.dtypes, view).items() for one in names[name]}
     rounded |= {one: "merged in float32, rounded once" for name in merged for one in names[name]}
     return rounded | dict.fromkeys(sorted(written.quantized), REASON)
 
 
-def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[str, str]:
+def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype], view: _View) -> dict[str, str]:
     """By the table's name of a tensor, which operation or which cast rounds its values."""
     reasons: dict[str, str] = {}
     for array in arrays:
@@ -727,7 +807,8 @@ def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[st
                 if inexact:
                     reasons[name] = "; ".join(f"{op}, rounded once to {dtype.name}" for op in inexact)
                 elif is_float(array.dtype) and not holds(dtype, array.dtype):
-                    reasons[name] = f"{array.dtype.name}, rounded to {dtype.name}"
+                    stored = view.weights[array.key].label or array.dtype.name
+                    reasons[name] = f"{stored}, rounded to {dtype.name}"
     return reasons
 
 
@@ -797,8 +878,13 @@ def _is_absent(config: Mapping[str, Any], field: str, value: Any) -> bool:
     return not config.get(name) if value is None else config.get(name, True) == value
 
 
-def _quantization(written: _Written, given: Given | None) -> dict[str, Any]:
+def _quantization(written: _Written, given: Given | None, view: _View, like: Like) -> dict[str, Any]:
     """`quantization_config` as it will be; empty where nothing is quantised."""
+    if view.kept:
+        plain = [(name, dtype, shape) for name, dtype, shape in written.entries if dtype.name != CODED]
+        block = max(max(scaled.block) for scaled in view.scaled.values())
+        made = quantization_config([*plain, *written.carried], frozenset()) | {"weight_block_size": [block, block]}
+        return dict(Quantization.of(like.config).fields) or made
     if not written.quantized:
         return {}
     if given:

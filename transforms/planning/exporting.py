@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter
-from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.encodings import Encoding, Scaled, StoredArray, stored_bytes
+from weightbeam.formats.orbax.scaled import ScaledArray, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.unpacking import UnpackedArray, chunks, unpack
 from weightbeam.formats.record.naming import Naming
@@ -71,12 +72,14 @@ class Like:
       config: its `config.json`.
       tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
       told: what its name says of its content, see `naming.digest`; empty where it wasn't opened.
+      coded: whether its weights are codes and scales as MaxText keeps them, too.
     """
 
     root: str
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
     told: str = ""
+    coded: bool = False
 
     @classmethod
     def of(cls, checkpoint: HfCheckpoint, told: str = "") -> Like:
@@ -86,7 +89,8 @@ class Like:
         for name, encoding in source.encodings.items():
             dtype = encoding.weight.dtype.name if encoding.label is None else "bfloat16"
             tensors[name] = (dtype, encoding.shape, encoding.weight.path.rpartition("/")[2])
-        return cls(checkpoint.root, checkpoint.config, tensors, told)
+        coded = any(isinstance(one, Scaled) and one.square for one in source.encodings.values())
+        return cls(checkpoint.root, checkpoint.config, tensors, told, coded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Export(ComparesSource, ToRelease):
         hasn't. They count as arrays behind the last, of shards of one element.
       parts: that release; None where nothing is taken.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+      kept: whether codes and scales of the checkpoint are written as they are; else what they are the codes of.
     """
 
     options: ExportOptions
@@ -138,18 +143,26 @@ class Export(ComparesSource, ToRelease):
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slots: int | None = None
+    kept: bool = False
 
     kind, doing, title = "export", "exporting", "Export"
 
     @functools.cached_property
-    def encodings(self) -> dict[str, OrbaxArray]:
-        """The weights, by MaxText's keys."""
+    def encodings(self) -> Mapping[str, OrbaxArray | ScaledArray]:
+        """The weights, by MaxText's keys: as they are stored, or by their values."""
+        return self.source.weights if self.kept else values_of(self.source)
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, OrbaxArray]:
+        """The weights as they are stored."""
         return self.source.weights
 
     @functools.cached_property
     def source_bytes(self) -> int:
         """Bytes of what is read: arrays, and tensors that are taken from the release."""
-        arrays = sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
+        arrays = sum(
+            stored_bytes(self.encodings[array.key]) for array in self.plan.arrays if array.key in self.encodings
+        )
         return arrays + sum(map(stored_bytes, self.carried.values()))
 
     @property
@@ -170,22 +183,23 @@ class Export(ComparesSource, ToRelease):
 
     @functools.cached_property
     def _chunks(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.encodings[key])]
+        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self._stored[key])]
 
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
         key, index = self.chunks[number]
-        array = self.encodings[key]
+        array = self._stored[key]
         return unpack(array, index, place, summed=array in self.summed)
 
     @property
     def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
-        return [(self.encodings[key], index) for key, index in self.chunks]
+        return [(self._stored[key], index) for key, index in self.chunks]
 
     def keys_of(self, array: int) -> list[str]:
-        """The stored key of a weight; what is taken from the release has none."""
+        """The stored key of a weight, and that of its scales; what is taken from the release has none."""
         key = self.plan.arrays[array].key
-        return [self.encodings[key].key] if key in self.encodings else []
+        names = (key, self.source.tree.scales.get(key, key)) if key in self.encodings else ()
+        return [self._stored[name].key for name in dict.fromkeys(names)]
 
     def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         return self.compare_reads(staging, ledger)
@@ -196,9 +210,8 @@ class Export(ComparesSource, ToRelease):
         of_arrays = [block for block in self.units[unit] if block.array < len(self.grids)]
         for block in of_arrays:
             array = self.plan.arrays[block.array]
-            stored = self.encodings[array.key]
-            encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
-            fetches.append(Fetch(encoding, element_box(self.grids[block.array].spec, block.shards), stored.dtype))
+            box = element_box(self.grids[block.array].spec, block.shards)
+            fetches.append(Fetch(self._encoding(array.key, place), box, self.encodings[array.key].dtype))
         recipes = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, of_arrays).items():
             for box, inside in boxes:
@@ -214,6 +227,14 @@ class Export(ComparesSource, ToRelease):
                 recipes.append(RowsRecipe(tensor, box, ((len(fetches), itself(name, box)),)))
                 fetches.append(Fetch(self.carried[name], box, tensor.dtype))
         return Unit(unit, tuple(fetches), tuple(recipes))
+
+    def _encoding(self, key: str, place: Store) -> StoredArray:
+        """What boxes of a weight are read from: the checkpoint, or what its chunks were unpacked into."""
+        encoding = self.encodings[key]
+        if key not in self.unpacked:
+            return encoding
+        files = UnpackedArray(self._stored[key], place.url)
+        return ScaledArray(files, encoding.scale) if isinstance(encoding, ScaledArray) else files
 
     def settled(self) -> list[Any]:
         return [self.like.config, [adapter.identity for adapter in self.adapters]]
