@@ -7,7 +7,7 @@ from typing import Any
 
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Problem, key_of
-from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES, BlockError, kept_parts
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES, BlockError, in_square, kept_parts
 
 VERSION = "0.2.5"
 MAPPED = frozenset(
@@ -53,6 +53,23 @@ def keep_codes(parts: Parts, blocks: Blocks) -> tuple[dict[str, list[Part]], lis
     return kept, problems
 
 
+def keep_arrays(parts: Parts, sizes: Mapping[str, int]) -> tuple[dict[str, list[Part]], list[Problem]]:
+    """The same of a checkpoint whose arrays are there; `sizes` are those of a block, by the keys of the codes."""
+    blocks = {
+        name: in_square(len(part.window_shape), sizes[key_of(path)])
+        for path, same in parts.items()
+        if key_of(path) in sizes
+        for part in same
+        for name in part.tensors
+    }
+    return keep_codes(parts, blocks)
+
+
+def block_size(codes: Sequence[int], scales: Sequence[int]) -> int:
+    """Rows, and columns, of the blocks of an array of codes, by its shape and that of its scales."""
+    return max((n // max(1, count) for n, count in zip(codes, scales, strict=False)), default=1)
+
+
 def is_scale(key: str, keys: Iterable[str] | Mapping[str, Any]) -> bool:
     """Whether an array holds the scales of another one among `keys`, by its key."""
     return key.endswith(ARRAY_SUFFIX) and key.removesuffix(ARRAY_SUFFIX) in keys
@@ -84,9 +101,8 @@ def check_modules(parts: Parts, family: str) -> list[Problem]:
     return problems
 
 
-def maxtext_keys(parts: Parts, blocks: Blocks) -> dict[str, Any]:
-    """What MaxText must be told of weights that stay codes."""
-    size = max((block[-1] for block in blocks.values()), default=0)
+def maxtext_keys(parts: Parts, size: int) -> dict[str, Any]:
+    """What MaxText must be told of weights that stay codes, in blocks of this size."""
     found = {module for path in parts if path + ARRAY_SUFFIX not in parts for module in modules_of(path)}
     return {
         "weight_dtype": CODES,

@@ -92,6 +92,10 @@ class MaxTextConfig(Value, Mapping[str, Any]):
         """What the file says."""
         return {"model_name": self.model, "override_model_config": True, **self.settings}
 
+    def told(self, keys: Mapping[str, Any]) -> MaxTextConfig:
+        """The same with keys that `config.json` doesn't settle."""
+        return dataclasses.replace(self, settings={**self.settings, **keys})
+
     def overrides(self) -> dict[str, Any]:
         """The keys that `base.yml` and the model's file say otherwise."""
         said = keys_of(self.model) or base()

@@ -117,6 +117,11 @@ def twins(key: str) -> set[str]:
     return {f"{PREFIX}.{other}.{rest}" for other in ("params", *VARIABLES.values()) if other != collection}
 
 
+def has_scales(keys: Iterable[str]) -> bool:
+    """Whether weights of these keys are FP8 codes, with scales beside them."""
+    return any(SCALES.search(key) for key in keys)
+
+
 def is_state(key: str) -> bool:
     """Whether an array is a training state's, and no weight: the optimizer's, a counter, a random generator."""
     return key.partition(".")[0] in (*STATE, *DILOCO) or GENERATORS.search(key) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -13,14 +12,8 @@ from weightbeam.formats.encodings.nibbles import finite
 from weightbeam.formats.encodings.scaled import decode_blocks
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.safetensors import Allocate
-from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.scales import CODES
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,45 +55,13 @@ class ScaledArray(InOrder):
 
 
 def scaled_arrays(checkpoint: OrbaxCheckpoint) -> dict[str, ScaledArray]:
-    """The weights that are codes, each with its scales, by MaxText's keys.
-
-    Raises:
-      StorageError: scales don't lie over their weight in blocks, or it isn't of codes that are known.
-    """
+    """The weights that are codes, each with its scales, by MaxText's keys."""
     weights = checkpoint.weights
-    found = {}
-    for key, scale_key in checkpoint.tree.scales.items():
-        codes, scale = weights[key], weights[scale_key]
-        if codes.dtype.name != CODES:
-            raise StorageError(
-                f"{checkpoint.root}: {key} has scales beside it, and is {codes.dtype.name}; expected {CODES}"
-            )
-        if why := _why_not(codes, scale):
-            raise StorageError(
-                f"{checkpoint.root}: {scale_key} {scale.shape} doesn't lie over {key} {codes.shape} in blocks: {why}"
-            )
-        found[key] = ScaledArray(codes, scale)
-    return found
-
-
-def _why_not(codes: _Shaped, scale: _Shaped) -> str:
-    """Why scales don't lie over codes in square blocks; empty where they do."""
-    if len(codes.shape) != len(scale.shape):
-        return f"it has {len(scale.shape)} axes, not {len(codes.shape)}"
-    ratios = set()
-    for n, count in zip(codes.shape, scale.shape, strict=True):
-        if not count or n % count:
-            return f"{n:,} isn't whole blocks of {count:,}"
-        ratios.add(n // count)
-    return f"its blocks have several sizes, {sorted(ratios - {1})}" if len(ratios - {1}) > 1 else ""
+    return {key: ScaledArray(weights[key], weights[scale]) for key, scale in checkpoint.tree.scales.items()}
 
 
 def values_of(checkpoint: OrbaxCheckpoint) -> Mapping[str, OrbaxArray | ScaledArray]:
-    """The weights by their values: scales are out of sight.
-
-    Raises:
-      StorageError: as `scaled_arrays`.
-    """
+    """The weights by their values: scales are out of sight."""
     scaled = scaled_arrays(checkpoint)
     hidden = set(checkpoint.tree.scales.values())
     return {key: scaled.get(key, array) for key, array in checkpoint.weights.items() if key not in hidden}

@@ -37,6 +37,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.identity import Files, Seen, inode, same_folders, this_machine
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.plan import Problem
+from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import Tree, TreeError, recognize
 
 MAX_WHOLE_SHARD_BYTES = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
@@ -199,9 +200,14 @@ class OrbaxCheckpoint:
         """Which of the arrays are weights.
 
         Raises:
-          TreeError: it isn't known.
+          TreeError: it isn't known, or scales don't lie over their weights in square blocks.
         """
-        return recognize(_paths(self.metadata, self.arrays))
+        tree = recognize(_paths(self.metadata, self.arrays))
+        for key, scale_key in tree.scales.items():
+            codes, scale = (self.arrays[tree.weights[name]] for name in (key, scale_key))
+            if why := _why_not(codes, scale):
+                raise TreeError(f"{scale_key} {scale.shape} doesn't lie over {key} {codes.shape} in blocks: {why}")
+        return tree
 
     @property
     def weights(self) -> dict[str, OrbaxArray]:
@@ -270,6 +276,20 @@ class OrbaxCheckpoint:
             "record": self.record,
             "arrays": arrays,
         }
+
+
+def _why_not(codes: OrbaxArray, scale: OrbaxArray) -> str:
+    """Why an array doesn't hold the scales of square blocks of codes; empty where it does."""
+    if codes.dtype.name != CODES:
+        return f"the weight is {codes.dtype.name}, not {CODES}"
+    if len(codes.shape) != len(scale.shape):
+        return f"it has {len(scale.shape)} axes, not {len(codes.shape)}"
+    sizes = set()
+    for n, blocks in zip(codes.shape, scale.shape, strict=True):
+        if not blocks or n % blocks:
+            return f"{n:,} isn't {blocks:,} whole blocks"
+        sizes.add(n // blocks)
+    return f"its blocks have several sizes, {sorted(sizes - {1})}" if len(sizes - {1}) > 1 else ""
 
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:

@@ -103,7 +103,11 @@ class ReleaseTensors:
             problems.append(Problem("blocks", "config.json", message))
         if not wanted:
             problems.append(
-                Problem("blocks", "config.json", f"none of its weights is quantised, so none can be kept as {CODES}")
+                Problem(
+                    "blocks",
+                    "config.json",
+                    f"none of its weights is quantised, so none can be kept as {CODES}; weightbeam quantize makes such a release",
+                )
             )
         return dataclasses.replace(self, encodings=encodings, blocks=blocks, problems=tuple(problems))
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.orbax.scaled import values_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
@@ -48,9 +49,8 @@ from weightbeam.transforms.comparing.differences import CHANGED, EQUAL, ROUNDED,
 from weightbeam.transforms.cutting.files import natural
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
-from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import DiffOptions
+from weightbeam.transforms.planning.options import COMPUTED, DiffOptions
 
 MISSING, SHAPE = "missing", "shape"
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
@@ -400,8 +400,8 @@ def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
 
 
 def _arrays(checkpoint: OrbaxCheckpoint) -> Side:
-    """An Orbax checkpoint's weights by MaxText's keys."""
-    return {key: stored_operand(array) for key, array in checkpoint.weights.items()}
+    """An Orbax checkpoint's weights by MaxText's keys; FP8 codes by their values in float32."""
+    return {key: stored_operand(array) for key, array in values_of(checkpoint).items()}
 
 
 def _layer_by_layer(side: Side, other: Side) -> Side:
@@ -460,7 +460,7 @@ def _converted(
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
     options = dataclasses.replace(options, scan_layers=is_scanned(there))
-    dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in SAVE_DTYPES)
+    dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in COMPUTED)
     if dtypes:
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
     conversion = prepare(options, release)
@@ -469,7 +469,7 @@ def _converted(
 
     def stored(array: Array) -> Operand:
         other = there.get(array.key)
-        dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in SAVE_DTYPES else array.dtype
+        dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in COMPUTED else array.dtype
         made = dataclasses.replace(array, dtype=dtype)
         order = tuple(reversed(grids[array.key].growth))
         return Operand(

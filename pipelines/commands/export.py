@@ -115,7 +115,7 @@ class Exported(Shown):
             release, checkpoint = shlex.quote(self.folder), shlex.quote(self.export.source.root)
             lines.append(
                 f"compare:  weightbeam diff {checkpoint} {release}"
-                if self.export.adapters
+                if self.export.adapters or self.export.decoded
                 else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
             )
         if self.written.compared:

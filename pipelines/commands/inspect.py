@@ -27,6 +27,7 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
@@ -71,6 +72,14 @@ class OrbaxInspection(Inspection):
     arrays: Sequence[CheckpointArray]
     custom: Mapping[str, Any]
 
+    @property
+    def kind(self) -> str:
+        """What wrote its tree, and whether its weights are codes; empty where that isn't known."""
+        try:
+            return recognize(tuple(array.spec.key.split(".")) for array in self.arrays).kind
+        except TreeError:
+            return ""
+
     def blocks(self) -> Iterator[Block]:
         rows = Table(
             "array",
@@ -105,7 +114,8 @@ class OrbaxInspection(Inspection):
         held = count(len(self.arrays), "array") + (
             f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else ""
         )
-        yield from ("", f"{self.path}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
+        kind = f" ({self.kind})" if self.kind else ""
+        yield from ("", f"{self.path}{kind}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
         if self.custom:
             yield from _provenance(self.custom)
 
@@ -121,7 +131,8 @@ class OrbaxInspection(Inspection):
             }
             for array in self.arrays
         }
-        return {"path": self.path, "format": "orbax", "arrays": arrays, "custom_metadata": self.custom}
+        about = {"path": self.path, "format": "orbax", "tree": self.kind}
+        return {**about, "arrays": arrays, "custom_metadata": self.custom}
 
 
 @dataclasses.dataclass(repr=False)

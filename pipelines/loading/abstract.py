@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
+from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import VARIABLES, TreeError, recognize, twins
 from weightbeam.pipelines.loading.source import Described
 from weightbeam.pipelines.terminal.tables import count
@@ -158,6 +159,9 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
                     "dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"
                 )
             )
+        if target.dtype != array.dtype and CODES in (target.dtype.name, array.dtype.name):
+            message = f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}: FP8 codes are no values without their scales"
+            problems.append(_problem("dtype", target.key, message))
         if target.sharding is None and not array.has_axes:
             unknown.append(target.key)
         elif target.sharding is None:

@@ -28,7 +28,8 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.scales import CODES
+from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.report import collapse
@@ -170,6 +171,8 @@ def options_of(
     said: dict[str, Any] = (
         dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
     )
+    if has_scales(stores):
+        said["save_dtype"] = CODES
     if "scan_layers" in custom:
         said["scan_layers"] = custom["scan_layers"]
     said.setdefault("scan_layers", is_scanned(stores))

@@ -7,11 +7,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lazily import lazily
 from quantised import quantise
 from support import (
     DEEPSEEK,
@@ -23,18 +25,25 @@ from support import (
     QWEN3_MOE,
     assert_same_bits,
     call,
+    convert,
     converted,
+    digest,
     digests,
     headers_only,
     random_tensors,
+    restore,
     save,
     shapes,
     write_once,
 )
 
+import weightbeam
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Options
+
+jax = lazily("jax")
+safetensors = lazily("safetensors")
 
 KEPT = ("--save_dtype", "float8_e4m3fn")
 BLOCK = (4, 4)
@@ -216,3 +225,149 @@ def test_a_stack_that_is_quantised_in_part(tmp_path: Path, capsys: pytest.Captur
 def test_nothing_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save(tmp_path / "release", LLAMA, random_tensors(LLAMA))
     assert "none of its weights is quantised" in refused(capsys, source)
+
+
+# --- the ways back and across -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def checkpoint(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release as a checkpoint of codes and scales, which no test changes."""
+    return convert(release, tmp_path_factory.mktemp("kept") / "ck", *KEPT)
+
+
+def stored(folder: Path) -> dict[str, tuple]:
+    """Every tensor of a release as its files have it, by safetensors: dtype, shape, bytes."""
+    return {
+        name: (about["dtype"], about["shape"], bytes(about["data"]))
+        for file in folder.glob("*.safetensors")
+        for name, about in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def unnamed(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint as MaxText's converter leaves it: nothing says what it was made of, and with which options."""
+    shutil.copytree(checkpoint, folder / "0")
+    (folder / "0" / "conversion.json").unlink()
+    (folder / "0" / "_CHECKPOINT_METADATA").write_text("{}")
+    return folder / "0"
+
+
+@pytest.mark.parametrize(
+    "way", ["as it remembers", "like the release", "of an unnamed one", "asked for", "small units"]
+)
+def test_export_bit_for_bit(release: Path, checkpoint: Path, tmp_path: Path, way: str) -> None:
+    """Codes, scales and everything else are the release's own, and so is `quantization_config`."""
+    options = {
+        "as it remembers": (),
+        "like the release": ("--like", release),
+        "of an unnamed one": ("--like", release),
+        "asked for": KEPT,
+        "small units": ("--unit_bytes", "1M"),
+    }[way]
+    source = unnamed(checkpoint, tmp_path / "unnamed") if way == "of an unnamed one" else checkpoint
+    assert call("export", source, tmp_path / "out", *options) == 0
+    assert stored(tmp_path / "out") == stored(release)
+    said, wanted = (json.loads((folder / "config.json").read_bytes()) for folder in (tmp_path / "out", release))
+    assert said["quantization_config"] == wanted["quantization_config"]
+    assert call("verify", "--source", tmp_path / "out", "--checkpoint", source) == 0
+
+
+def test_export_of_values(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """With a dtype it is what `dequantize` makes of the release."""
+    assert call("dequantize", release, tmp_path / "wanted", "--save_dtype", "bfloat16") == 0
+    assert call("export", checkpoint, tmp_path / "out", "--save_dtype", "bfloat16") == 0
+    assert stored(tmp_path / "out") == stored(tmp_path / "wanted")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_bytes())
+
+
+def test_export_like_a_release_without_codes(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """What `--like` has in bfloat16 is written so, but for codes that are asked for."""
+    assert call("dequantize", release, tmp_path / "like", "--save_dtype", "bfloat16") == 0
+    assert call("export", checkpoint, tmp_path / "values", "--like", tmp_path / "like") == 0
+    assert stored(tmp_path / "values") == stored(tmp_path / "like")
+    assert call("export", checkpoint, tmp_path / "codes", "--like", tmp_path / "like", *KEPT) == 0
+    assert stored(tmp_path / "codes") == stored(release)
+    said = json.loads((tmp_path / "codes" / "config.json").read_bytes())["quantization_config"]
+    assert (said["quant_method"], said["weight_block_size"]) == ("fp8", [128, 128])
+
+
+@pytest.mark.parametrize("family", ["deepseek", "qwen3_moe"])
+@pytest.mark.parametrize("layout", ["true", "false"])
+def test_any_family_and_back(tmp_path: Path, family: str, layout: str) -> None:
+    """Both arrays of each kernel come back as the tensors that they were."""
+    source = in_blocks(tmp_path, FAMILIES[family])
+    kept = convert(source, tmp_path / "kept", *KEPT, "--scan_layers", layout)
+    assert call("export", kept, tmp_path / "out") == 0
+    assert stored(tmp_path / "out") == stored(source)
+
+
+def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Codes and scales together, apart and back, for a mesh; MaxText is told what it was."""
+    apart = converted(release, tmp_path / "wanted", *KEPT, "--scan_layers", "false")
+    assert call("reshard", checkpoint, tmp_path / "apart", "--scan_layers", "false", "--like", release) == 0
+    assert_same_bits(restore(tmp_path / "apart" / "0"), apart)
+    told = (tmp_path / "apart" / "0" / "maxtext.yml").read_text()
+    assert "weight_dtype: float8_e4m3fn\nweight_block_size: 128\nunquantized_modules: [token_embedder" in told
+    options = ("--scan_layers", "true", "--mesh", "fsdp=2", "--like", release)
+    assert call("reshard", tmp_path / "apart", tmp_path / "back", *options) == 0
+    assert digests(restore(tmp_path / "back" / "0")) == maxtext()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("reshard", ("--save_dtype", "bfloat16"), "is FP8 codes; weightbeam export writes their values"),
+        ("reshard", ("--mesh", "fsdp=4"), "kernel_scale: embed = 2 doesn't divide over fsdp=4"),
+        ("quantize", (), "its weights are FP8 codes already"),
+    ],
+)
+def test_what_codes_are_not_for(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    """No command takes codes for values: it says what else does."""
+    assert call(command, checkpoint, tmp_path / "out", *options) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_of_codes_from_values(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of values has none."""
+    values = convert(release, tmp_path / "values")
+    assert call("export", values, tmp_path / "out", *KEPT) == 2
+    assert "holds no FP8 codes; weightbeam quantize makes them" in " ".join(capsys.readouterr().err.split())
+
+
+def test_inspect_verify_and_diff(
+    release: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They know the tree, with a record of ours or without one."""
+    assert call("inspect", checkpoint) == 0
+    assert "(parameters, FP8 codes with scales beside them)" in " ".join(capsys.readouterr().out.split())
+    source = unnamed(checkpoint, tmp_path / "unnamed")
+    assert call("verify", "--source", release, "--checkpoint", source) == 0
+    assert call("diff", source, checkpoint) == 0
+    assert "70 equal" in " ".join(capsys.readouterr().out.split())
+    assert call("diff", checkpoint, release) == 0
+
+
+def test_load(release: Path, checkpoint: Path) -> None:
+    """Codes and scales on a mesh, of the checkpoint and of the release; never codes as values."""
+    made = weightbeam.load(str(checkpoint), mesh="fsdp=1")
+    of_release = weightbeam.load(str(release), mesh="fsdp=1", save_dtype="float8_e4m3fn")
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+    others = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(of_release)}
+    assert {key: digest(np.asarray(leaf)) for key, leaf in leaves.items()} == {
+        key: digest(np.asarray(leaf)) for key, leaf in others.items()
+    }
+    assert sum(leaf.dtype == FP8 for leaf in leaves.values()) == 34
+    plain = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.bfloat16, sharding=leaf.sharding), made
+    )
+    with pytest.raises(weightbeam.Refused, match="FP8 codes are no values without their scales"):
+        weightbeam.load(str(checkpoint), like=plain)

@@ -167,11 +167,11 @@ REFUSED: dict[str, Any] = {  # name: the tree, and what the message says of it
                 "params.params.decoder.layers.mlp.wi_0.kernel_scale": np.ones(1, F32),
             }
         ),
-        "FP8 weights with scales beside them",
+        "doesn't lie over",
     ),
     "13 FP8 experts": (
         lambda w: below("params.params.", w) | {"params.params.decoder.moe_layers.wi_0_scale": np.ones(1, F32)},
-        "FP8 weights with scales",
+        "FP8 scales",
     ),
     "14 MXFP4 experts": (
         lambda w: {

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from weightbeam.formats.orbax.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.plan import Array
+from weightbeam.model_mappings.keeping import is_scale
+from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, partition_spec
 
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
@@ -201,6 +202,15 @@ def make_grid(
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole)]))
     reading = Reading(whole, growth, stored.element_bytes, ((selecting_axes(array), stored.tensor_bytes),))
     return cut_array(array, partition_spec(array.logical_axes, rules), reading, meshes, unit_bytes, format, experts)
+
+
+def uneven_scales(grids: Iterable[Grid]) -> Iterator[Problem]:
+    """Meshes that don't divide the blocks of FP8 codes: MaxText 0.2.5 can't make its model there (`IndivisibleError`)."""
+    grids = list(grids)
+    keys = {grid.spec.key for grid in grids}
+    for grid in grids:
+        if is_scale(grid.spec.key, keys):
+            yield from (Problem("blocks", "--mesh", warning) for warning in grid.warnings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.transforms.cutting.units import Fetch
@@ -34,16 +35,17 @@ class Operand:
     lossy: str | None = None
 
 
-def stored_operand(encoding: Encoding | OrbaxArray) -> Operand:
-    """A tensor in a release's file, or an array of an Orbax checkpoint."""
+def stored_operand(encoding: Encoding | OrbaxArray | ScaledArray) -> Operand:
+    """A tensor in a release's file, or an array of an Orbax checkpoint, codes and scales as one."""
+    held = encoding.codes if isinstance(encoding, ScaledArray) else encoding
     dtype = np.dtype(np.float32)
     if encoding.label is None:
-        dtype = encoding.dtype if isinstance(encoding, OrbaxArray) else encoding.weight.dtype
+        dtype = encoding.dtype if isinstance(encoding, OrbaxArray) else cast(Encoding, encoding).weight.dtype
 
     def fetch(box: Box) -> np.ndarray:
         fetches = [Fetch(cast(Encoding, encoding), box, dtype)]
         return decode(fetches, read(fetches)[0])[0]
 
     order = tuple(axis for axis in encoding.order if axis not in encoding.indivisible)
-    grain = encoding.chunk if isinstance(encoding, OrbaxArray) else (1,) * len(encoding.shape)
+    grain = held.chunk if isinstance(held, OrbaxArray) else (1,) * len(encoding.shape)
     return Operand(encoding.shape, dtype, order, grain, fetch)

@@ -38,7 +38,6 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.keeping import (
     check_modules,
-    is_scale,
     keep_codes,
     maxtext_keys,
     without_mapping,
@@ -49,7 +48,7 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, exp
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, element_box, find_twins, make_units
-from weightbeam.transforms.cutting.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid
+from weightbeam.transforms.cutting.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid, uneven_scales
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, dtype_of, format_of, meshes_of, rules_of
@@ -226,11 +225,10 @@ def _keep(family: Family, table: _Table, source: ReleaseTensors) -> tuple[_Table
     """The table, and the tensors, with codes and scales in place of the values of quantised weights."""
     source = source.as_codes(lambda name: drop_reason(name, table.drops))
     parts, problems = keep_codes(table.parts, source.blocks)
-    problems += check_modules(parts, family.name) if not problems else []
+    problems += check_modules(parts, family.name) if source.blocks and not problems else []
     maxtext = table.maxtext
-    if maxtext:
-        settings = {**maxtext.settings, **maxtext_keys(parts, source.blocks)}
-        maxtext = dataclasses.replace(maxtext, settings=settings)
+    if maxtext and source.blocks:
+        maxtext = maxtext.told(maxtext_keys(parts, max(block[-1] for block in source.blocks.values())))
     table = dataclasses.replace(
         table, parts=parts, maxtext=maxtext, warnings=(*table.warnings, *without_mapping(family.name))
     )
@@ -290,7 +288,7 @@ def _cut(
     try:
         grids = _grids(options, arrays, encodings, meshes)
         warnings = [warning for grid in grids for warning in grid.warnings]
-        problems += _uneven_scales(grids)
+        problems += uneven_scales(grids)
         if options.virtual:
             placements = place_arrays(arrays, encodings, meshes, grids)
             problems += problems_of(arrays, placements, format_of(options))
@@ -304,14 +302,6 @@ def _cut(
     except UnitBytesError as e:
         return _Cut(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
     return _Cut(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
-
-
-def _uneven_scales(grids: Sequence[Grid]) -> Iterator[Problem]:
-    """Meshes that don't divide the blocks of a kept kernel: MaxText can't make its model there (`IndivisibleError`)."""
-    keys = {grid.spec.key for grid in grids}
-    for grid in grids:
-        if is_scale(grid.spec.key, keys):
-            yield from (Problem("blocks", "--mesh", warning) for warning in grid.warnings)
 
 
 def _adapter_family(family: Family, folding: Folding) -> Family:

@@ -39,12 +39,12 @@ from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import NEXTN, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable, rename
-from weightbeam.model_mappings.keeping import is_scale, keep_codes
+from weightbeam.model_mappings.keeping import is_scale, keep_arrays
 from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.scales import ARRAY_SUFFIX, in_square
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
 from weightbeam.transforms.cutting.chunk_blocks import Cut, chunk_grid, cut
 from weightbeam.transforms.cutting.files import FileLayout, plan_files
@@ -135,13 +135,7 @@ class _View:
 
     def parts(self, parts: Mapping[str, list[Part]]) -> tuple[Mapping[str, list[Part]], list[Problem]]:
         """The parts of a table's arrays, those of scales among them, and what can't be read so."""
-        blocks = {}
-        for path, same in parts.items():
-            if scaled := self.scaled.get(key_of(path)):
-                for part in same:
-                    block = in_square(len(part.window_shape), max(scaled.block))
-                    blocks |= dict.fromkeys(part.tensors, block)
-        return keep_codes(parts, blocks)
+        return keep_arrays(parts, {key: max(scaled.block) for key, scaled in self.scaled.items()})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,6 +152,11 @@ class Export(ComparesSource, ToRelease):
         """The weights, by MaxText's keys: as they are stored, or by their values."""
         return self.source.weights if self.kept else values_of(self.source)
 
+    @property
+    def decoded(self) -> bool:
+        """Whether FP8 codes of the checkpoint become values."""
+        return bool(self.source.tree.scales) and not self.kept
+
     @functools.cached_property
     def _stored(self) -> dict[str, OrbaxArray]:
         """The weights as they are stored."""

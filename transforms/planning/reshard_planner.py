@@ -24,11 +24,20 @@ from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
-from weightbeam.transforms.cutting.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
+from weightbeam.transforms.cutting.grid import (
+    Grid,
+    Reading,
+    UnitBytesError,
+    count_experts,
+    cut_array,
+    largest_divisor,
+    uneven_scales,
+)
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.planning.adapting import MaxTextAdapter, adapt, beside
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import (
+    CODED,
     FULL,
     KEEP,
     PARAMS,
@@ -86,7 +95,7 @@ def plan_reshard(
     problems = [*amiss, *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
-    problems += [*_lossless_only(arrays, source), *adapted.problems]
+    problems += [*_lossless_only(arrays, source), *adapted.problems, *_codes_only(options, arrays, source)]
     ways: tuple[Way, ...] = ()
     units: list[tuple[Block, ...]] = []
     warnings: list[str] = []
@@ -94,6 +103,7 @@ def plan_reshard(
         planner = _Planner(options, source, around, rules, meshes, count_experts(arrays), adapted.kernels)
         ways = tuple(planner.way(kept, array) for kept, array in zip(tree.arrays, arrays, strict=True))
         problems, warnings = planner.problems, list(dict.fromkeys(planner.warnings))
+        problems += uneven_scales(way.grid for way in ways)
         if not problems:
             total = sum(way.grid.working_bytes(array.shape) for array, way in zip(arrays, ways, strict=True))
             groups = _read_together(arrays, ways, source)
@@ -175,6 +185,18 @@ def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Pro
             )
             problems.append(Problem("dtype", array.key, message, is_array=True))
     return problems
+
+
+def _codes_only(options: ReshardOptions, arrays: Sequence[Array], source: OrbaxCheckpoint) -> Iterator[Problem]:
+    """What would take FP8 codes for values: they stay as they are, beside their scales."""
+    coded = [array.key for array in arrays if source.arrays[array.parts[0].tensors[0]].dtype.name == CODED]
+    way = (
+        "weightbeam export writes their values as a release, with --save_dtype bfloat16, which weightbeam convert takes"
+    )
+    if coded and options.save_dtype != KEEP:
+        yield Problem("option", f"--save_dtype={options.save_dtype}", f"{coded[0]} is FP8 codes; {way}")
+    if coded and options.lora:
+        yield Problem("adapter", source.root, f"{coded[0]} is FP8 codes, which nothing can be added to; {way}")
 
 
 class _Planner:

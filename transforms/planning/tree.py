@@ -17,13 +17,15 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT, Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import numbers, spans, spelled
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.keeping import block_size, keep_arrays, maxtext_keys
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.rules import PARAMS, Stack
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
-from weightbeam.model_mappings.trees import VALUE, TreeError
+from weightbeam.model_mappings.trees import VALUE, TreeError, has_scales
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
     layout_of,
@@ -350,6 +352,7 @@ class _Layouts:
     ):
         self.taken = taken
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
+        self.sizes = _block_sizes(self.weights)
         self.family: Family | None = None
         self.reason, self.note = "", ""
         self.of = model.of
@@ -443,13 +446,18 @@ class _Layouts:
             if at and not {*self.taken.layers} & {*map(int, stacks.by_target[at[1]].layers.flat)}
         }
 
+    def parts(self, scan: bool | None, axis: int | None) -> dict[str, list[Part]]:
+        """The parts of the table's arrays in a layout, those of the scales of FP8 codes among them."""
+        assert self.family is not None
+        return keep_arrays(expand(self.family, self.config, self.at(scan, axis)), self.sizes)[0]
+
     def misfit(self) -> str:
         """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
         table.
         """
         if self.family is None:
             return ""
-        parts = expand(self.family, self.config, self.at(self.scan, self.axis))
+        parts = self.parts(self.scan, self.axis)
         held = {key: stored.shape for key, stored in self.weights.items()}
         wanted = {
             key: same[0].shape
@@ -473,7 +481,10 @@ class _Layouts:
         if self.taken:
             config = Config(self.taken.model.config)
             naming = name_model(self.family, config, self.naming.model)
-        return maxtext_of(self.family, config, self.at(scan, axis), naming)[0]
+        made = maxtext_of(self.family, config, self.at(scan, axis), naming)[0]
+        if not made or not self.sizes:
+            return made
+        return made.told(maxtext_keys(self.parts(scan, axis), max(self.sizes.values())))
 
     def describe(self, tree: NewTree) -> NewTree:
         """A tree with what is known of its model."""
@@ -494,7 +505,7 @@ class _Layouts:
         if self.family is not None:
             return {
                 tuple(path.removeprefix(f"{PARAMS}/").split("/")): parts[0].logical_axes
-                for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()
+                for path, parts in self.parts(scan, axis).items()
             }
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
@@ -506,6 +517,12 @@ class _Layouts:
         }
 
 
+def _block_sizes(weights: Mapping[str, OrbaxArray]) -> dict[str, int]:
+    """Of each weight that is FP8 codes, rows and columns of a block, by its key."""
+    scaled = {key.removesuffix(ARRAY_SUFFIX): array for key, array in weights.items() if has_scales([key])}
+    return {key: block_size(weights[key].shape, scale.shape) for key, scale in scaled.items() if key in weights}
+
+
 def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
     """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only
     the first.
@@ -514,7 +531,9 @@ def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mappi
     for axis in SCAN_AXES:
         parts = {
             key_of(path): same[0]
-            for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()
+            for path, same in keep_arrays(
+                expand(family, config, dataclasses.replace(layout, scan_axis=axis)), _block_sizes(weights)
+            )[0].items()
         }
         places = {key: part.target_axes for key, part in parts.items()}
         if (
