@@ -142,7 +142,8 @@ def _window(window: Window, block: Sequence[int]) -> Window:
             raise BlockError(
                 f"its window of the tensor, {cut.start or 0}:{cut.stop or ''}:{cut.step or 1}, cuts blocks of {size}"
             )
-        divided.append(slice(*(None if bound is None else bound // size for bound in (cut.start, cut.stop)), cut.step))
+        start, stop = (None if bound is None else bound // size for bound in (cut.start, cut.stop))
+        divided.append(slice(start, stop, cut.step))
     return tuple(divided)
 
 

@@ -241,7 +241,7 @@ def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
     ]
     lines += size_lines(planned, threads, output)
     if planned.chunks:
-        nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
+        nbytes = sum(planned.source.weights[key].nbytes for key in planned.unpacked)
         lines.append(
             f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
@@ -48,7 +49,10 @@ def version_said(source: OrbaxCheckpoint) -> str:
 
 
 def layout_of(
-    weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]
+    weights: Mapping[str, OrbaxArray | ScaledArray],
+    scan: bool | None,
+    model: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Layout:
     """The layout, with the stacked axis left open.
 
