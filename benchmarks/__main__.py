@@ -19,6 +19,7 @@ from benchmarks import figures
 
 SECTIONS = {
     "convert": "bench",
+    "kept": "kept",
     "export": "export",
     "reshard": "reshard",
     "merging": "merging",
