@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every round into this file")
     args = parser.parse_args()
     figures, details = [], {"layers": args.layers, "rounds": args.rounds}
-    for kind in models.MODELS:
+    for kind in LIMITS:
         more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
         figures += more
     if args.memory:
