@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-
 from weightbeam.model_mappings.axes import Axes
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import Rule, Stack
@@ -120,7 +118,7 @@ def adapter_table(stacks: Sequence[Stack], adapted: Collection[str]) -> AdapterT
             for side in "ab":
                 template = stack.source + name_of(rule, side)
                 of_layers = (
-                    (template.format(layer=layer), name) for layer, name in zip(_layers(stack), names, strict=True)
+                    (template.format(layer=layer), name) for (_, layer), name in zip(stack.places, names, strict=True)
                 )
                 factors |= {factor: Factors(name, window) for factor, name in of_layers}
         if rules:
@@ -134,14 +132,10 @@ def adapter_table(stacks: Sequence[Stack], adapted: Collection[str]) -> AdapterT
     return AdapterTable(made, factors, refused)
 
 
-def _layers(stack: Stack) -> list[int]:
-    return [int(layer) for layer in np.asarray(stack.layers).flat]
-
-
 def _tensors(stack: Stack, rule: Rule) -> list[str]:
     """The tensors of a rule, one for each layer; none where experts are tensors of their own, which have no factors
     anyway.
     """
     if rule.source is None or rule.name_axes:
         return []
-    return [(stack.source + rule.source).format(layer=layer) for layer in _layers(stack)]
+    return [(stack.source + rule.source).format(layer=layer) for _, layer in stack.places]

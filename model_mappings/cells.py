@@ -92,6 +92,7 @@ class Part:
         self.stack, self.rule, self.dims, self.scan_axis = stack, rule, dims, scan_axis
         self.path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
         self.layers = stack.layers
+        self.places = dict(stack.places)
         self.template = None if rule.source is None else stack.source + rule.source
 
         tensor_axes = rule.axes.left[len(rule.name_axes) :]
@@ -129,16 +130,20 @@ class Part:
         """The tensors of all cells, in the cells' order."""
         if self.template is None:
             return ()
-        layers = [int(layer) for layer in self.layers.flat]
         named = [dict(zip(self.rule.name_axes, name, strict=True)) for name in np.ndindex(self.name_shape)]
-        return tuple(self.template.format(layer=layer, **name) for layer in layers for name in named)
+        return tuple(self.template.format(layer=layer, **name) for layer in self.places.values() for name in named)
 
     @property
     def elements(self) -> int:
         """Elements of the array that the part makes; none for a constant."""
         if self.rule.source is None:
             return 0
-        return math.prod(self.window_shape) * self.layers.size * math.prod(self.name_shape)
+        return math.prod(self.window_shape) * len(self.places) * math.prod(self.name_shape)
+
+    @property
+    def fill(self) -> float | None:
+        """The value of the array's elements that no tensor supplies; None where the rule leaves none over."""
+        return 0.0 if self.rule.fill is None and len(self.places) < self.layers.size else self.rule.fill
 
     def source_box(self) -> tuple[range, ...]:
         """The indices of each axis of the tensor that a cell takes."""
@@ -167,6 +172,8 @@ class Part:
                 if len(axis) == 1 and axis[0].kind != "free":
                     (layer if axis[0].kind == "layer" else name)[axis[0].which] = range(start, stop)
         for at in itertools.product(*layer):
+            if at not in self.places:
+                continue
             for named in itertools.product(*name):
                 yield Cell(self, at, named)
 

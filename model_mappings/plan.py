@@ -213,7 +213,7 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
             elif not inexact and is_float(stored) and not holds(save_dtype, stored):
                 reasons[f"{stored.name}, rounded to {save_dtype.name}"] = None
         reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
-    fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
+    fill = next((part.fill for part in parts if part.fill is not None), None)
     gap = sum(part.elements for part in parts) < math.prod(parts[0].shape)
     return Array(
         key,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -145,13 +145,17 @@ def rule(
     ]
 
 
+ABSENT = -1  # stands in a stack's layers where the array has a place and no layer's tensors: zeros
+
+
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """A table repeated over layers.
 
     Attributes:
       target, source: prefixes of the rules'; `{layer}` in `source` stands for the layer's number.
-      layers: Hugging Face's layer numbers; the shape of this integer array *is* the stacked axes (0-d: not stacked).
+      layers: Hugging Face's layer numbers, or `ABSENT`; the shape of this integer array *is* the stacked axes (0-d: not
+        stacked).
       names: MaxText's logical name of each stacked axis.
       rules: the table.
       collection: the collection of MaxText's variables that the arrays belong to. Only in `params` does the user say on
@@ -176,6 +180,11 @@ class Stack:
             for rule in self.rules
         )
         return dataclasses.replace(self, rules=rules)
+
+    @property
+    def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The place of each layer on the stacked axes, and its number."""
+        return ((index, int(layer)) for index, layer in np.ndenumerate(self.layers) if layer != ABSENT)
 
 
 def stack(

@@ -22,7 +22,7 @@ import numpy as np
 
 from weightbeam.model_mappings.axes import Axes, Side
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.rules import PARAMS, Rule, Stack, Window
+from weightbeam.model_mappings.rules import ABSENT, PARAMS, Rule, Stack, Window
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -62,14 +62,14 @@ class Copy(Part):
     """What arrays of one checkpoint make of an array of another one, element for element.
 
     Attributes:
-      keys: the sources' keys; the shape of this array is the axes that they are stacked on.
+      keys: the sources' keys, None where there is none; the shape of this array is the axes that they are stacked on.
     """
 
     def __init__(
         self, keys: np.ndarray, sizes: Mapping[str, int], left: Side, right: Side, window: Window = (), at: int = 0
     ):
         rule = Rule("", "", window, Axes(left, right), (), None, (), {}, None)
-        numbers = np.arange(keys.size).reshape(keys.shape)
+        numbers = np.where(np.equal(keys, None), ABSENT, np.arange(keys.size).reshape(keys.shape))
         super().__init__(Stack("", "", numbers, (None,) * keys.ndim, (rule,)), rule, dict(sizes), at)
         self.keys = keys
 
@@ -80,7 +80,7 @@ class Copy(Part):
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
         """The keys of all sources."""
-        return tuple(map(str, self.keys.flat))
+        return tuple(str(self.keys[place]) for place in self.places)
 
 
 def _words(shape: Shape) -> tuple[dict[str, int], Side]:
@@ -182,9 +182,7 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
     where = {}  # (the source's prefix of a stack, layer) -> the stack's target in the old layout, index
     for target, stack in before.by_target.items():
         if not after.has(target, stack):
-            where |= {
-                (stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)
-            }
+            where |= {(stack.source, layer): (target, index) for index, layer in stack.places}
     made: list[Moved] = []
     faults: list[StackingError] = []
 
@@ -203,8 +201,9 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
         start, target = found
         moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
     for target, stack in after.by_target.items():
-        layers = [where[one] for layer in stack.layers.flat if (one := (stack.source, int(layer))) in where]
-        if before.has(target, stack) or not layers or len(layers) < stack.layers.size:
+        numbers = [layer for _, layer in stack.places]
+        layers = [where[one] for layer in numbers if (one := (stack.source, layer)) in where]
+        if before.has(target, stack) or not layers or len(layers) < len(numbers):
             continue
         for root, rest in moving.get(layers[0][0], ()):
             if stack.layers.ndim and before.by_target[layers[0][0]].layers.ndim:
@@ -253,7 +252,9 @@ def _gather(
         raise StackingError(
             paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}"
         )
-    keys = np.array([arrays[path].key for path in paths], dtype=object).reshape(stack.layers.shape)
+    keys = np.full(stack.layers.shape, None, dtype=object)
+    for (place, _), path in zip(stack.places, paths, strict=True):
+        keys[place] = arrays[path].key
     at = after.at(root, len(shape))
     return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
 

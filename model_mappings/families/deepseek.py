@@ -1,30 +1,15 @@
 """DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2 to K2.6: latent attention, a dense prefix, shared experts, an indexer (V3.2).
 
 Latent and rotary parts stay side by side in MaxText as in Hugging Face, and the rotary part is interleaved on both sides:
-no permutation. The multi-token-prediction module is the layer behind the last; its copies of embedding and head, and its
-own last norm, have no array in MaxText, which applies the model's (AI-Hypercomputer/maxtext,
-src/maxtext/layers/multi_token_prediction.py and decoders.py, e591f30).
+no permutation.
 
 Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower that MaxText doesn't have. transformers (v5.23.0)
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-import dataclasses
 import functools
 
-from weightbeam.model_mappings.blocks import (
-    LAYER,
-    NORMS,
-    common_dims,
-    common_drops,
-    experts,
-    gated_mlp,
-    is_fused,
-    layers,
-    text_part,
-    tied_head,
-    top,
-)
+from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, text_part, tied_head
 from weightbeam.model_mappings.configuration import (
     copied,
     count,
@@ -43,10 +28,10 @@ from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
+from weightbeam.model_mappings.sparse_decoder import INDEXER, PREDICTION, bias_variables, dense_then_routed, indexers, spare_bias
 
 MOE = "DeepSeekMoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"
-BIAS = "MoEBiasVar"  # the collection of the routers' biases (src/maxtext/layers/moe.py, 0.2.5)
 
 
 def dims(c, layout):
@@ -61,7 +46,7 @@ def dims(c, layout):
 
 
 def latent_attention(c):
-    q_lora, indexer = c.count("q_lora_rank"), c.count("index_n_heads")
+    q_lora = c.count("q_lora_rank")
     return [
         rule("self_attention/query/kernel", "self_attn.q_proj.weight", "(heads q_dim) embed -> embed heads q_dim", "embed_attn q_heads kv", when=not q_lora),
         rule("self_attention/wq_a/kernel", "self_attn.q_a_proj.weight", "q_lora embed -> embed q_lora", "embed_attn q_lora_up_proj", when=q_lora),
@@ -71,51 +56,33 @@ def latent_attention(c):
         rule("self_attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "kv_lora", "norm"),
         rule("self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight", "(heads kv_dim) kv_lora -> kv_lora heads kv_dim", "kv_lora kv_heads kv_head_dim"),
         rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed_attn"),
-        rule("self_attention/indexer/wq_b/kernel", "self_attn.indexer.wq_b.weight", "(index_heads index_dim) q_lora -> q_lora index_heads index_dim", "q_lora q_heads kv", when=indexer),
-        rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed_attn kv", when=indexer),
-        rule("self_attention/indexer/k_norm/scale", "self_attn.indexer.k_norm.weight", "index_dim", "", when=indexer),
-        rule("self_attention/indexer/k_norm/bias", "self_attn.indexer.k_norm.bias", "index_dim", "", when=indexer),
-        rule("self_attention/indexer/weights_proj/kernel", "self_attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed_attn q_heads", when=indexer),
     ]
+
+
+def decoder(c, layout, dense, full, is_newest):
+    """The model whose first `dense` layers have no experts; the layers in `full` have an indexer of their own."""
+    n = c.size("num_hidden_layers")
+    bias = rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2")
+    routed = [
+        *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
+        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_router -"),
+        spare_bias(bias, is_newest),
+        *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"model.layers.{dense}.mlp.experts")),
+    ]
+    norm = rule("mtp_1_final_norm/scale", "shared_head.norm.weight", "embed", "norm", when=is_newest)
+    out = dense_then_routed(c, layout, dense, [*NORMS, *latent_attention(c)], routed, norm)
+    if full:
+        out += indexers(layout, "decoder/dense_layers", range(dense), full, "dense_layers")
+        out += indexers(layout, "decoder/moe_layers", range(dense, n), full, "moe_layers")
+    if full and layout.mtp:
+        out.append(stack(f"{PREDICTION}/self_attention/indexer", f"{LAYER}self_attn.indexer.", n, INDEXER))
+    return out + bias_variables(c, layout, dense, bias, is_newest)
 
 
 def stacks(c, layout, is_newest=True):
-    """The table; in the newest MaxText the router's bias is a variable of its own, beside which the parameter of that name is only
-    read where a model is loaded for decoding (`from_pretrained`), and a prediction layer has its own last norm.
-    """
     c = text_part(c)
-    bias = [rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2")]
-    spare = [dataclasses.replace(each, spare=is_newest) for each in bias[0]]
-    dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
-    fused = is_fused(layout, f"model.layers.{dense}.mlp.experts")
-    routed = [
-        *NORMS,
-        *latent_attention(c),
-        *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
-        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_router -"),
-        spare,
-        *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), fused),
-    ]
-    mtp = [
-        rule("mtp_1_embedding_norm/scale", "enorm.weight", "embed", "norm"),
-        rule("mtp_1_hidden_state_norm/scale", "hnorm.weight", "embed", "norm"),
-        rule("mtp_1_projection/kernel", "eh_proj.weight", "embed pair -> pair embed", "embed -"),
-        rule("mtp_1_final_norm/scale", "shared_head.norm.weight", "embed", "norm", when=is_newest),
-    ]
-    out = [
-        top(c, layout),
-        *layers(layout, "decoder/dense_layers", range(dense), [*NORMS, *latent_attention(c), *gated_mlp()], name="dense_layers"),
-        *layers(layout, "decoder/moe_layers", range(dense, n), routed, name="moe_layers"),
-    ]
-    if layout.mtp:
-        out += [
-            stack("mtp_block/mtp_layer_1", LAYER, n, mtp),
-            stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, routed),
-        ]
-    if is_newest and spare:
-        out += layers(layout, "decoder/moe_layers", range(dense, n), bias, name="moe_layers", collection=BIAS)
-        out += [stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, bias, collection=BIAS)] if layout.mtp else []
-    return out
+    full = range(c.size("num_hidden_layers")) if c.count("index_n_heads") else ()
+    return decoder(c, layout, c.count("first_k_dense_replace"), full, is_newest)
 
 
 def drops(c, layout):
@@ -207,13 +174,13 @@ SIGMOID = (
     only("norm_topk_prob", True, NORM_TOPK, default=True),
 )  # fmt: skip
 V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
-INDEXER = (
+INDEX = (
     fixed("use_indexer", True),
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=2048),
 )
-V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEXER)
+V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
 K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):

@@ -46,7 +46,23 @@ def sizes(*numbers: int, **others: Any) -> dict[str, Any]:
     return dict(zip(SIZES, numbers, strict=True)) | others
 
 
-# src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json
+# models of MaxText's branches: src/maxtext/configs/models of pull requests 4832 (83a6fce) and 4704 (75d2826), and the keys
+# that base.yml has only there
+BRANCHES = dict(use_index_share=False, index_share_pattern="FSSS")
+GLM5 = sizes(
+    6144, 64, 64, 12288, 78, decoder_block="glm5", vocab_size=154880, normalization_layer_epsilon=1e-5, q_lora_rank=2048, qk_nope_head_dim=192,
+    v_head_dim=256, norm_topk_prob=True, indexer_n_heads=32, rope_factor=1,
+)  # fmt: skip
+GLM = {
+    "glm5.1-744b": dict(rope_max_timescale=1000000, max_position_embeddings=202752),
+    "glm5.2-744b": dict(rope_max_timescale=8000000, max_position_embeddings=1048576, use_index_share=True, index_share_pattern="FF" + "FSSS" * 19),
+}  # fmt: skip
+HY3 = sizes(
+    4096, 64, 8, 13312, 80, decoder_block="hy3", vocab_size=120832, head_dim=128, normalization_layer_epsilon=1e-5, first_num_dense_layers=1,
+    num_experts=192, num_experts_per_tok=8, base_moe_mlp_dim=1536, shared_experts=1, routed_score_func="sigmoid", routed_bias=True,
+    routed_scaling_factor=2.826, norm_topk_prob=True, use_qk_norm=True, rope_max_timescale=11158840,
+)  # fmt: skip
+# src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json; the first word is the model that it is like
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2-236b": ("deepseek2-16b", sizes(5120, 128, 128, 12288, 60, base_moe_mlp_dim=1536, num_experts=160, q_lora_rank=1536, routed_scaling_factor=16.0)),
     "gemma3-27b": ("gemma3-12b", sizes(5376, 32, 16, 21504, 62, head_dim=128)),
@@ -57,6 +73,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3.2-1b": ("llama3.1-8b", sizes(2048, 32, 8, 8192, 16, head_dim=64) | LLAMA32),
     "llama3.2-3b": ("llama3.1-8b", sizes(3072, 24, 8, 8192, 28, head_dim=128) | LLAMA32),
     "mixtral-8x22b": ("mixtral-8x7b", sizes(6144, 48, 8, 16384, 56, base_moe_mlp_dim=16384, vocab_size=32768)),
+    **{name: ("deepseek3.2-671b", GLM5 | changes) for name, changes in GLM.items()},
+    "hy3-295b": ("", HY3),
     "olmo3-32b": ("olmo3-7b", sizes(5120, 40, 8, 27648, 64)),
     "qwen2.5-14b": ("qwen2.5-7b", sizes(5120, 40, 8, 13824, 48)),
     "qwen3-coder-480b-a35b": ("qwen3-480b-a35b", {}),
@@ -76,14 +94,14 @@ def clean(value: Any) -> Any:
 
 def compact(found: dict[str, Any]) -> dict[str, Any]:
     """`base` and `models`, as the package holds them."""
-    base = {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | {VISION: ""}
+    base = {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | BRANCHES | {VISION: ""}
     full = {
         name: base | {key: clean(value) for key, value in said.items() if key in base}
         for name, said in found["models"].items()
         if not UNSUPPORTED.match(name)
     }
     for name, (like, changes) in OTHERS.items():
-        full[name] = full[like] | changes
+        full[name] = full.get(like, base) | changes
     for name in full:  # to MaxText the name says it
         if name.startswith("llama3.1-"):
             full[name]["rope_type"] = "llama3.1"

@@ -25,6 +25,7 @@ from weightbeam.formats.safetensors import read_boxes
 from weightbeam.model_mappings.boxes import Box, Range
 from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.plan import Array, holds, is_float
+from weightbeam.model_mappings.rules import ABSENT
 
 if TYPE_CHECKING:  # whose plan is handed in
     from weightbeam.transforms.planning.conversion import Conversion
@@ -330,7 +331,9 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayRe
 
 
 def _filled(array: Array, scan_axis: int) -> Iterator[tuple[range, ...]]:
-    """The boxes of an array that no tensor supplies: all of it, or what its segments leave over on an axis."""
+    """The boxes of an array that no tensor supplies: all of it, places without a layer, or what its segments leave over
+    on an axis.
+    """
     whole = tuple(range(n) for n in array.shape)
     made = [part for part in array.parts if part.rule.source is not None]
     if not made:
@@ -339,6 +342,8 @@ def _filled(array: Array, scan_axis: int) -> Iterator[tuple[range, ...]]:
     right = list(made[0].rule.axes.right)
     at = _stacked_at(made[0].path, scan_axis, len(right))
     right[at:at] = [()] * made[0].layers.ndim
+    for index in np.argwhere(made[0].layers == ABSENT):
+        yield (*whole[:at], *(range(i, i + 1) for i in index), *whole[at + len(index) :])
     for axis, factors in enumerate(right):
         if len(factors) == 1 and factors[0] in made[0].rule.segments:
             taken = sorted((part.rule.segments[factors[0]].start, part.rule.segments[factors[0]].size) for part in made)
@@ -366,9 +371,7 @@ def tasks(conversion: Conversion) -> list[CompareTask]:
     """All comparisons, each of about `TASK_BYTES`."""
     made = []
     for number, array in enumerate(conversion.plan.arrays):
-        total = sum(
-            part.layers.size * math.prod(part.name_shape) for part in array.parts if part.rule.source is not None
-        )
+        total = sum(len(part.tensors) for part in array.parts)
         step = max(1, TASK_BYTES * total // max(1, array.nbytes))
         made += [CompareTask(number, first, min(first + step, total)) for first in range(0, total, step)] or [
             CompareTask(number, 0, 0)

@@ -241,9 +241,7 @@ def _parts(
         for rule in stack.rules:
             path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
             if rule.source and not rule.name_axes and f"{key_of(path)}_lora_a" in weights:
-                adapted |= {
-                    (stack.source + rule.source).format(layer=int(layer)) for layer in np.asarray(stack.layers).flat
-                }
+                adapted |= {(stack.source + rule.source).format(layer=layer) for _, layer in stack.places}
     table = adapter_table(stacks, adapted)
     own = dataclasses.replace(
         family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks, earlier={}

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from weightbeam.formats.adapters.kernels import AdaptedKernel, LoraFactor, LoraPair
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.model_mappings.adapters import name_of
@@ -205,11 +203,11 @@ def _layers(part: Part, places: Mapping[str, _Place]) -> dict[tuple[int, ...], l
     if part.rule.source is None or part.rule.name_axes:
         return {}
     layers = {}
-    for index in np.ndindex(part.layers.shape):
-        rule = dataclasses.replace(part.rule, source=part.tensor(index, ()))
+    for cell in part.cells():
+        rule = dataclasses.replace(part.rule, source=cell.tensor)
         found = [places[factor] for side in "ab" if (factor := name_of(rule, side)) in places]
         if len(found) == 2:
-            layers[index] = found
+            layers[cell.layer] = found
     return layers
 
 

@@ -410,7 +410,7 @@ def _fit(table: _Table, view: _View, layout: Layout) -> _Fit:
             problems.append(Problem("shape", key, message, is_array=True))
             misfit.update(name for part in parts for name in part.tensors)
         else:
-            fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
+            fill = next((part.fill for part in parts if part.fill is not None), None)
             arrays.append(Array(key, shape, weights[key].dtype, parts[0].logical_axes, tuple(parts), fill))
     unknown = weights.keys() - set(map(key_of, expanded))
     message = f"the {family.name} table makes no tensor of it"

@@ -172,7 +172,7 @@ def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels
     lossy = None if dtype == stored or holds(dtype, stored) else f"{stored.name}, rounded to {dtype.name}"
     if merged := next((kernels[key] for key in kept.part.tensors if key in kernels), None):
         lossy = f"{merged.label} in float32, rounded once to {dtype.name}"
-    return Array(kept.key, kept.part.shape, dtype, kept.names, (kept.part,), None, lossy)
+    return Array(kept.key, kept.part.shape, dtype, kept.names, (kept.part,), kept.part.fill, lossy)
 
 
 def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Problem]:
