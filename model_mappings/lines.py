@@ -6,6 +6,9 @@ AI-Hypercomputer/maxtext, src/maxtext/models and layers, e591f30.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import (
     Line,
@@ -105,6 +108,12 @@ def experts(
         size("num_experts", number, default=lambda c: c[other]),
         size("num_experts_per_tok", "num_experts_per_tok"),
     )
+
+
+def mlp_layer_types(keys: Mapping[str, Any]) -> list[str]:
+    """transformers' list of the layers that have experts, of MaxText's keys."""
+    dense = keys["first_num_dense_layers"]
+    return ["dense"] * dense + ["sparse"] * (keys["base_num_decoder_layers"] - dense)
 
 
 NORM_TOPK = "MaxText divides the weights of the chosen experts by their sum all the same; logits differ much. There is no way round"

@@ -9,10 +9,10 @@ models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token predi
 
 from weightbeam.model_mappings.blocks import dense_prefix, with_defaults
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived
+from weightbeam.model_mappings.configuration import copied, derived, unless
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.lines import architecture, eps
+from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
 
 KINDS = {"F": "full", "S": "shared"}  # an indexer of its own, or the choice of the last layer before it that has one
 DENSE = 3
@@ -51,6 +51,11 @@ def layers_of(keys):
     return [KINDS[kind] for kind in (pattern * n)[:n]]
 
 
+def latent_limit(c, model):
+    eps = c.get("rms_norm_eps", 1e-5)
+    return None if eps == 1e-6 else f"rms_norm_eps is {eps}: in the norms of the two latents transformers adds 1e-6, MaxText's layer this; logits differ a little"
+
+
 LINES = (
     *deepseek.SIGMOID, *deepseek.INDEX, *architecture("glm5", "GlmMoeDsaForCausalLM", "glm_moe_dsa"), eps(1e-5),
     derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
@@ -58,6 +63,8 @@ LINES = (
     derived("use_index_share", lambda c, model: is_sharing(c)),
     derived("index_share_pattern", lambda c, model: "".join(kind[0].upper() for kind in indexer_types(c)), when=is_sharing),
     copied("indexer_types", layers_of),
+    copied("mlp_layer_types", mlp_layer_types),
+    unless(latent_limit),
 )  # fmt: skip
 
 FAMILY = Family(

@@ -20,7 +20,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.configuration import copied, derived, fixed, real, size
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.lines import TIED, architecture, dense, eps
+from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, mlp_layer_types
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rules import rule
 
@@ -62,7 +62,7 @@ LINES = (
     *dense(11_158_840), *architecture("hy3", "HYV3ForCausalLM", "hy_v3"), *TIED, eps(1e-5), *expert_lines(),
     size("shared_experts", "num_shared_experts", default=1),
     derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
-    copied("mlp_layer_types", lambda keys: ["dense"] * (first := keys["first_num_dense_layers"]) + ["sparse"] * (keys["base_num_decoder_layers"] - first)),
+    copied("mlp_layer_types", mlp_layer_types),
     real("routed_scaling_factor", "router_scaling_factor", default=2.826),
     fixed("routed_score_func", "sigmoid"),
     fixed("routed_bias", True),

@@ -136,6 +136,15 @@ KIMI_VISION = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4, pos_emb_width=4
 )
 
+# 7 layers, the indexers of 4 shared: one of the dense ones, one behind the boundary, and the last
+GLM5 = V3 | INDEXER | dict(
+    vocab_size=88, num_hidden_layers=7, first_k_dense_replace=2, n_group=1, topk_group=1, n_routed_experts=6, index_n_heads=5, index_head_dim=12,
+    indexer_types=["full", "shared", "shared", "full", "shared", "full", "shared"],
+)  # fmt: skip
+HY3 = MOE | dict(
+    head_dim=20, num_hidden_layers=3, num_experts=6, num_shared_experts=2, vocab_size=92, num_key_value_heads=1
+)
+
 # case -> (class, what its config has besides BASE, or a multimodal model's parts, max_shard_size)
 CASES = {
     "llama3.1": ("Llama", {}, "300KB"),
@@ -280,6 +289,9 @@ MODELS = {
         ),
         "100KB",
     ),
+    "glm5": ("GlmMoeDsa", GLM5, "100KB"),
+    "glm5-full": ("GlmMoeDsa", GLM5 | dict(indexer_types=None, num_hidden_layers=3), None),
+    "hy3": ("HYV3", HY3, "100KB"),
 }
 
 

@@ -94,7 +94,9 @@ def clean(value: Any) -> Any:
 
 def compact(found: dict[str, Any]) -> dict[str, Any]:
     """`base` and `models`, as the package holds them."""
-    base = {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | BRANCHES | {VISION: ""}
+    base = (
+        {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | BRANCHES | {VISION: ""}
+    )
     full = {
         name: base | {key: clean(value) for key, value in said.items() if key in base}
         for name, said in found["models"].items()

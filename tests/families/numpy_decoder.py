@@ -97,3 +97,33 @@ def attend(
 
 def gated(x: np.ndarray, layer: Arrays, act: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     return (act(x @ layer["wi_0.kernel"]) * (x @ layer["wi_1.kernel"])) @ layer["wo.kernel"]
+
+
+def dense_then_routed(arrays: Arrays, is_scanned: bool) -> list[dict[str, np.ndarray]]:
+    """Each layer's arrays, the dense ones first (src/maxtext/layers/nnx_decoders.py, `is_deepseek`)."""
+    if not is_scanned:
+        return numbered(arrays, "decoder.dense_layers_") + numbered(arrays, "decoder.moe_layers_")
+    stacks = [below(arrays, f"decoder.{kind}.") for kind in ("dense_layers", "moe_layers")]
+    # on axis 1, or behind the only one
+    depths = [next(iter(stack.values())).shape[1] for stack in stacks]
+    return [
+        {key: values[:, i] for key, values in stack.items()}
+        for stack, depth in zip(stacks, depths, strict=True)
+        for i in range(depth)
+    ]
+
+
+def routed(x: np.ndarray, moe: Arrays, chosen: int, factor: float) -> np.ndarray:
+    """DeepSeek V3's experts without groups: the bias chooses, the sigmoids without it weigh, and a shared expert is
+    added (src/maxtext/layers/moe.py, `deepseek_routing`, `deepseek_scale_weights`).
+    """
+    scores = 1 / (1 + np.exp(-(x @ moe["MoeBlock_0.gate.kernel"])))
+    best = np.argsort(-(scores + moe["MoeBlock_0.gate.bias"]), -1)[:, :chosen]
+    weights = np.take_along_axis(scores, best, -1)
+    weights = weights / weights.sum(-1, keepdims=True) * factor
+    out = gated(x, below(moe, "shared_experts."), silu)
+    for token, (experts, shares) in enumerate(zip(best, weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            one = {f"{name}.kernel": moe[f"MoeBlock_0.{name}"][expert] for name in ("wi_0", "wi_1", "wo")}
+            out[token] += share * gated(x[token], one, silu)
+    return out

@@ -40,6 +40,9 @@ ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
     "olmo3-7b": {"rope_type": ("default", "yarn")},  # likewise: the release has YaRN
     "qwen3-4b-thinking-2507": {"rope_max_timescale": (1_000_000, 5_000_000)},  # likewise
     "qwen3-omni-30b-a3b": {"position_id_per_seconds": (25, 13)},  # likewise: transformers' defaults
+    # with a factor of 1 nothing depends on it
+    "glm5.1-744b": {"original_max_position_embeddings": (202752, 4096)},
+    "glm5.2-744b": {"original_max_position_embeddings": (1048576, 4096)},
     "deepseek4-tiny": {"qk_rope_head_dim": (64, 32), "indexer_topk": (512, 16), "sliding_window_size": (128, 32), "routed_scaling_factor": (1.5, 1),
                        # a test model with the large one's config.json
                        "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096)},

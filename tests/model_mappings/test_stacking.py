@@ -48,7 +48,9 @@ def test_every_model_is_restacked_as_maxtext_builds_it(scanned, unscanned):
         assert {array.path: array.part.shape for array in moved} == wanted
         assert len(moved) == len(wanted)
         assert not unused(held_of(shapes), moved)
-        assert sum(array.part.elements for array in moved) == sum(map(np.prod, shapes.values()))
+        # of places without a layer, which scanned arrays may have, nothing is made
+        sizes = [sum(map(np.prod, tree.values())) for tree in (shapes, wanted)]
+        assert sum(array.part.elements for array in moved) == min(sizes)
 
 
 def test_trees_have_both_layouts():
