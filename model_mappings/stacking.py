@@ -69,7 +69,8 @@ class Copy(Part):
         self, keys: np.ndarray, sizes: Mapping[str, int], left: Side, right: Side, window: Window = (), at: int = 0
     ):
         rule = Rule("", "", window, Axes(left, right), (), None, (), {}, None)
-        numbers = np.where(np.equal(keys, None), ABSENT, np.arange(keys.size).reshape(keys.shape))
+        places = [ABSENT if key is None else number for number, key in enumerate(keys.flat)]
+        numbers = np.array(places).reshape(keys.shape)
         super().__init__(Stack("", "", numbers, (None,) * keys.ndim, (rule,)), rule, dict(sizes), at)
         self.keys = keys
 
