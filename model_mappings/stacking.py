@@ -276,9 +276,10 @@ def _select(
     rank = len(shape) - count
     here, there = before.at(root, rank), after.at(root, rank)
     _check(path, shape, here, before.by_target[held])
-    first = layers[0][1]
-    wanted = {(held, tuple(map(int, np.add(first, index)))) for index in np.ndindex(stack.layers.shape)}
-    if {*layers} != wanted:
+    places = [place for place, _ in stack.places]
+    first = tuple(map(int, np.subtract(layers[0][1], places[0])))
+    wanted = {(held, tuple(map(int, np.add(first, place)))) for place in places}
+    if {*layers} != wanted or min(first) < 0:
         raise StackingError(
             path,
             "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
