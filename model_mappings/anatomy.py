@@ -14,8 +14,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from weightbeam.model_mappings.config import TEXT_SECTIONS, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, rename
 from weightbeam.model_mappings.rules import Rule
@@ -108,10 +106,11 @@ def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
     """
     layout = Layout(scan="unscanned" not in family.layouts, mtp=family.mtp, shapes=shapes)
     stacks, dims = family.stacks(config, layout), family.dims(config, layout)
-    prefixes = {stack.source for stack in stacks if "{layer}" in stack.source}
-    if len(prefixes) != 1:
+    sources = {stack.source for stack in stacks if "{layer}" in stack.source}
+    of_layer = min(sources, key=len, default="")
+    if not of_layer or not all(source.startswith(of_layer) for source in sources):
         return None
-    prefix = _escaped(prefixes.pop())
+    prefix = _escaped(of_layer)
     drops = family.drops(config, dataclasses.replace(layout, mtp=False))
     beside = [entry[:-1] for entry, why in drops.items() if isinstance(why, Prediction) and entry.endswith(".*")]
     heads = [prefix % r"\d+", *(rf"{re.escape(entry)}(?:\w+\.)*?\d+\." for entry in beside)]
@@ -120,7 +119,8 @@ def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
     single = set[str]()
     axes, opposed = defaultdict[str, dict[str, Axis]](dict), defaultdict[str, dict[str, str]](dict)
     for stack, rule in rules:
-        name = (head if "{layer}" in stack.source else re.escape(stack.source)) + re.escape(str(rule.source))
+        below = stack.source.removeprefix(of_layer)
+        name = (head if "{layer}" in stack.source else "") + re.escape(f"{below}{rule.source}")
         if rule.name_axes == (EXPERT,):
             single.add(name.partition(r"\{expert\}")[0] + r"(\d+)\.")
             continue
@@ -198,8 +198,8 @@ def blocks_of(family: Family, config: Config, shapes: Shapes, scan: bool) -> Blo
     places, stacked = defaultdict[int, set[object]](set), set[object]()
     for stack in family.stacks(config, layout):
         held = frozenset((rule.target, rule.source) for rule in stack.rules)
-        for index in np.ndindex(stack.layers.shape) if "{layer}" in stack.source else ():
+        for index, layer in stack.places if "{layer}" in stack.source else ():
             place = (stack.target, *index[1:], held) if index else held  # one that isn't stacked is what it holds
-            places[int(stack.layers[index])].add(place)
+            places[layer].add(place)
             stacked |= {place} if index else set()
     return Blocks(places, len(stacked))

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.family import rename
 Path = tuple[str, ...]
 
 VALUES = {  # lists of a value per layer; values behind the last layer's are prediction layers'
-    "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "indexer_types", "compress_ratios", "swiglu_limits",
+    "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "compress_ratios", "swiglu_limits",
     "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size",
 }  # fmt: skip
 NUMBERS = {  # lists of layers
@@ -28,11 +28,16 @@ NUMBERS = {  # lists of layers
 FIRST = {  # how many of the first
     "first_k_dense_replace", "num_hash_layers", "max_window_layers", "num_dense_layers", "moe_layer_start_index",
 }  # fmt: skip
+SHARED = {
+    "indexer_types",
+    "index_topk_pattern",
+}  # for each layer "full", or "shared": it takes what the last full one chose
 LAST = {"num_kv_shared_layers"}  # how many of the last
 EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
     "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers",
 }  # fmt: skip
+KNOWN = VALUES | NUMBERS | SHARED
 NOT_LAYERS = re.compile(r"architectures|.*_token_ids?|.*_ids|keys_to_ignore.*|mrope_section")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
@@ -223,6 +228,30 @@ def _last(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return len(shared)
 
 
+def _shared(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Likewise; each must find the choice of the layer where it was."""
+    own = [layer for layer, kind in enumerate(value) if kind in ("full", "F")]
+    for layer in cut.kept:
+        source = max((other for other in own if other <= layer), default=None)
+        if source not in cut.layers:
+            return _Refused(f"says that layer {layer} takes the tokens that layer {source} chose, which isn't kept")
+    return _values(value, part, cut) if isinstance(value, list) else "".join(_values([*value], part, cut))
+
+
+def _frequency(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Which layers choose tokens of their own, where no list says it."""
+    if any(part.get(key) for key in SHARED):
+        return value
+    first = part.get("index_skip_topk_offset", 2)
+    places = [[max(layer - first + 1, 0) % value for layer in (old, cut.layers[old])] for old in cut.kept]
+    for old, (before, after) in zip(cut.kept, places, strict=True):
+        if before != after:
+            return _Refused(
+                f"is {value}: layer {old} would be layer {cut.layers[old]}, at another place among those that share"
+            )
+    return value
+
+
 def _every(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     moved = [layer for layer in cut.kept if layer % value != cut.layers[layer] % value]
     if moved:
@@ -247,6 +276,8 @@ _Change = Callable[[Any, Mapping[str, Any], Renumbered], Any]
 _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns, and how
     (lambda key, value, cut: key in LAYERS and value == cut.count, lambda value, part, cut: len(cut.kept)),
     (lambda key, value, cut: key in NEXTN and cut.numbered_mtp, lambda value, part, cut: len(cut.layers) - len(cut.kept)),
+    (lambda key, value, cut: key in SHARED and isinstance(value, list | str) and len(value) == cut.count, _shared),
+    (lambda key, value, cut: key == "index_topk_freq" and type(value) is int and value > 1, _frequency),
     (_is_list_of_layers, _values),
     (lambda key, value, cut: key in NUMBERS and isinstance(value, list), _numbers),
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
@@ -254,7 +285,7 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
     (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),
     (
-        lambda key, value, cut: isinstance(value, list) and len(value) == cut.count > 1 and key not in VALUES | NUMBERS and not NOT_LAYERS.fullmatch(key),
+        lambda key, value, cut: isinstance(value, list) and len(value) == cut.count > 1 and key not in KNOWN and not NOT_LAYERS.fullmatch(key),
         _unknown,
     ),
 )  # fmt: skip

@@ -35,6 +35,10 @@ class Held(NamedTuple):
     shape: Shape
 
 
+NO_LAYER = (
+    "its layers have none of these arrays, and stacked there are zeros of which nothing here tells the type; "
+    "convert the release, or keep the layers apart (--scan_layers false)"
+)
 MODULES = "nnx_aux"  # the root of the state of NNX modules, whose layers are stacked on axis 0
 
 
@@ -204,6 +208,8 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
     for target, stack in after.by_target.items():
         numbers = [layer for _, layer in stack.places]
         layers = [where[one] for layer in numbers if (one := (stack.source, layer)) in where]
+        if _is_empty(target, stack, before):
+            faults.append(StackingError(target, NO_LAYER))
         if before.has(target, stack) or not layers or len(layers) < len(numbers):
             continue
         for root, rest in moving.get(layers[0][0], ()):
@@ -258,6 +264,12 @@ def _gather(
         keys[place] = arrays[path].key
     at = after.at(root, len(shape))
     return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
+
+
+def _is_empty(target: Path, stack: Stack, before: Stacks) -> bool:
+    """Whether a stack has places, none of them with a layer, where the old layout has layers with such arrays."""
+    sources = {other.source for other in before.by_target.values()}
+    return not before.has(target, stack) and stack.source in sources and not [*stack.places]
 
 
 def _select(

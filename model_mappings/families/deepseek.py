@@ -9,7 +9,17 @@ says `model.language_model.` in memory, and its `save_pretrained` writes `blocks
 
 import functools
 
-from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, text_part, tied_head
+from weightbeam.model_mappings.blocks import (
+    LAYER,
+    NORMS,
+    common_dims,
+    common_drops,
+    experts,
+    gated_mlp,
+    is_fused,
+    text_part,
+    tied_head,
+)
 from weightbeam.model_mappings.configuration import (
     copied,
     count,
@@ -28,7 +38,14 @@ from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.sparse_decoder import INDEXER, PREDICTION, bias_variables, dense_then_routed, indexers, spare_bias
+from weightbeam.model_mappings.sparse_decoder import (
+    INDEXER,
+    PREDICTION,
+    bias_variables,
+    dense_then_routed,
+    indexers,
+    spare_bias,
+)
 
 MOE = "DeepSeekMoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"

@@ -7,12 +7,15 @@ models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token predi
 (ROCm/ATOM, pull request 1362).
 """
 
-from weightbeam.model_mappings.blocks import dense_prefix, with_defaults
+import functools
+
+from weightbeam.model_mappings.blocks import with_defaults
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, unless
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
+from weightbeam.model_mappings.sparse_decoder import dense_prefix
 
 KINDS = {"F": "full", "S": "shared"}  # an indexer of its own, or the choice of the last layer before it that has one
 DENSE = 3
@@ -72,6 +75,7 @@ FAMILY = Family(
     models={"glm5.[0-9]*": ("glm_moe_dsa",)},
     dims=dims,
     stacks=stacks,
+    earlier={"e591f30": functools.partial(stacks, is_newest=False)},
     drops=deepseek.drops,
     copies=deepseek.copies,
     configuration={"glm_moe_dsa": LINES},

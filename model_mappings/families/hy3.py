@@ -7,22 +7,16 @@ vllm/model_executor/models/hy_v3_mtp.py, 03742c0. transformers says `gate`, `e_s
 in memory (v5.23.0, conversion_mapping.py), the hub's files say what the table does.
 """
 
-from weightbeam.model_mappings.blocks import (
-    NORMS,
-    attention,
-    common_dims,
-    dense_prefix,
-    dense_then_routed,
-    experts,
-    gated_mlp,
-    is_fused,
-)
+import functools
+
+from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, experts, gated_mlp, is_fused
 from weightbeam.model_mappings.configuration import copied, derived, fixed, real, size
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, mlp_layer_types
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rules import rule
+from weightbeam.model_mappings.sparse_decoder import bias_variables, dense_prefix, dense_then_routed, spare_bias
 
 MOE = "Hy3MoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"
@@ -36,8 +30,10 @@ def dims(c, layout):
     )
 
 
-def stacks(c, layout):
+def stacks(c, layout, is_newest=True):
     first = dense_prefix(c, DENSE)
+    bias = rule(f"{ROUTER}/gate/bias", "mlp.expert_bias", "expert", "-")
+    norm = rule("mtp_1_final_norm/scale", "final_layernorm.weight", "embed", "norm", when=is_newest)
     table = [
         *NORMS,
         *attention(),
@@ -46,16 +42,17 @@ def stacks(c, layout):
     ]
     routed = [
         *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_mlp", "shared_mlp"),
-        rule(f"{ROUTER}/gate/kernel", "mlp.router.gate.weight", "expert embed -> embed expert", "embed_moe -"),
-        rule(f"{ROUTER}/gate/bias", "mlp.expert_bias", "expert", "-"),
+        rule(f"{ROUTER}/gate/kernel", "mlp.router.gate.weight", "expert embed -> embed expert", "embed_router -"),
+        spare_bias(bias, is_newest),
         *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"model.layers.{first}.mlp.experts")),
     ]
-    return dense_then_routed(c, layout, first, table, routed)
+    return dense_then_routed(c, layout, first, table, routed, norm) + bias_variables(c, layout, first, bias, is_newest)
 
 
 def drops(c, layout):
     norm = f"model.layers.{c.size('num_hidden_layers')}.final_layernorm.weight"
-    return deepseek.drops(c, layout) | ({norm: "MaxText's MTP block applies the model's last norm"} if layout.mtp else {})
+    is_dropped = layout.mtp and layout.maxtext in FAMILY.earlier
+    return deepseek.drops(c, layout) | ({norm: "MaxText's MTP block applies the model's last norm"} if is_dropped else {})
 
 
 LINES = (
@@ -75,6 +72,7 @@ FAMILY = Family(
     models={"hy3-[0-9]*": ("hy_v3",)},
     dims=dims,
     stacks=stacks,
+    earlier={"e591f30": functools.partial(stacks, is_newest=False)},
     drops=drops,
     copies=deepseek.copies,
     configuration={"hy_v3": LINES},

@@ -57,6 +57,14 @@ def test_values_by_layer() -> None:
     )  # fmt: skip
 
 
+def test_layers_that_share_an_indexer() -> None:
+    """Each with the layer whose choice it takes."""
+    config = dict(num_hidden_layers=5, indexer_types=["full", "shared", "full", "shared", "shared"], index_topk_freq=2)
+    assert cut(config, [0, 2, 4], 5) == config | dict(num_hidden_layers=3, indexer_types=["full", "full", "shared"])
+    config = dict(num_hidden_layers=5, index_topk_pattern="FSFSS")
+    assert cut(config, [2, 4], 5) == dict(num_hidden_layers=2, index_topk_pattern="FS")
+
+
 def test_prediction_layers() -> None:
     """Behind the last layer they are kept with their values, or dropped with their number; elsewhere they stay."""
     config = dict(num_hidden_layers=3, num_nextn_predict_layers=1, compress_ratios=[1, 2, 3, 9])
@@ -84,6 +92,9 @@ def test_sections() -> None:
         (dict(full_attention_interval=4), [0, 1, 2, 4], "layer 4 would be layer 3, at another place of its block"),
         (dict(new_list=[0.1] * 8), [0, 1], "whether there is one for each isn't known"),
         (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
+        (dict(indexer_types=["full", "shared"] * 4), [0, 3], "layer 3 takes the tokens that layer 2 chose"),
+        (dict(index_topk_pattern="FSSFSSSS"), [0, 1, 5], "layer 5 takes the tokens that layer 3 chose"),
+        (dict(index_topk_freq=4, index_skip_topk_offset=3), [0, 3, 4], "another place among those that share"),
         (
             dict(quantization_config={"ignore": ["re:.*layers\\.[0-3]\\..*"]}),
             [0],

@@ -53,6 +53,8 @@ CUTS: Mapping[str, tuple[str, str | None, int]] = {
     "cases/deepseek3.2": ("0:3", "0:4", 160),
     "models/kimi_k25": ("0:2", "0:4", 160),
     "cases/deepseek4": ("0:5", None, 160),
+    "models/glm5": ("0:1,3:6", "0:4", 80),
+    "models/hy3": ("0,2", "2:6", 80),
     "cases/olmo3": ("4:8", None, 160),
     "cases/gpt-oss": ("2:4", "1:3", 160),
     "models/llama4": ("4:8", "0:2", 160),
@@ -71,7 +73,7 @@ CUTS: Mapping[str, tuple[str, str | None, int]] = {
 UNSCANNED = ("cases/gemma4-small", "models/qwen3_vl_moe", "models/qwen3_omni")  # MaxText has them so only
 ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.weight|.*\.tid2eid")
 EXPERTS = re.compile(  # of a text model as transformers has it in memory: all experts in one tensor
-    r".*layers\.\d+\.((mlp|feed_forward)\.)?(experts\.(gate_up_proj|down_proj)(_bias)?|(gate|router)\.(weight|bias|e_score_correction_bias)"
+    r".*layers\.\d+\.((mlp|feed_forward)\.)?(experts\.(gate_up_proj|down_proj)(_bias)?|(gate|router)\.(weight|bias)|((gate|router)\.)?e_score_correction_bias"
     r"|router\.(proj\.weight|per_expert_scale))"
 )
 PER_LAYER = {

@@ -10,12 +10,18 @@ from support import assert_same_bits, call, converted, read_tensors
 
 from weightbeam.model_mappings.trees import recognize
 
-BIAS = "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+BIAS = "MoeBlock_0.gate.bias"
 
 
 @pytest.fixture(scope="module")
 def folder(generated: Path) -> Path:
     return generated / "cases" / "deepseek3"
+
+
+@pytest.mark.parametrize("model", ["models/glm5", "models/hy3"])
+def test_so_does_that_of_models_of_pull_requests(generated: Path, tmp_path: Path, model: str) -> None:
+    """As 0.2.5 has it in the same layers of its own models."""
+    test_the_bias_lies_in_both_places_and_comes_back(generated / model, tmp_path, "true")
 
 
 @pytest.mark.parametrize("scan", ["true", "false"])
@@ -38,7 +44,7 @@ def test_the_bias_lies_in_both_places_and_comes_back(folder: Path, tmp_path: Pat
 
 def test_a_training_state_holds_the_newest_bias_with_its_modules() -> None:
     """What training began with is state, where it is kept."""
-    where = ("decoder", "moe_layers", *BIAS.split("."))
+    where = ("decoder", "moe_layers", "DeepSeekMoeBlock_0", *BIAS.split("."))
     begun, newest = ("params", "MoEBiasVar", *where), ("nnx_aux", "model", *where, "value")
     kernel = ("params", "params", "decoder", "decoder_norm", "scale")
     for paths in ([begun, kernel, newest], [newest, kernel, begun]):

@@ -15,12 +15,13 @@ from trained import SHARED, trained_like
 from weightbeam.formats.orbax import find_items, open_arrays
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
-MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, collections, pairs
+MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, collections, places without a layer, pairs
     "cases/llama3.1": "1:3",
     "cases/deepseek3": "1:4",
     "cases/gemma3": "0:6",
     "cases/gemma4-moe": "6:12",
     "cases/deepseek4": "1:5",
+    "models/glm5": "3:6",
     "cases/gemma2": "2:4",
 }
 
@@ -60,6 +61,24 @@ def test_as_the_cut_is_converted(
     for name in ("cut", "wanted"):
         assert call("export", tmp_path / name, tmp_path / f"{name}-hf") == 0
     assert read_config(tmp_path / "cut-hf") == read_config(tmp_path / "wanted-hf")
+
+
+@pytest.mark.parametrize("before", ["true", "false"])
+def test_where_no_layer_of_a_stack_has_an_array(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str
+) -> None:
+    """GLM-5.2's layers with experts, of which none that is taken has an indexer: no arrays unscanned; scanned there would
+    be zeros, which only a conversion makes.
+    """
+    source, taken = generated / "models" / "glm5", ["--layers", "0:3"]
+    assert call("convert", source, tmp_path / "whole", "--scan_layers", before) == 0
+    reshard(tmp_path / "whole", tmp_path / "refused", *taken, "--scan_layers", "true", status=2)
+    assert "stacked there are zeros" in capsys.readouterr().err
+    wanted = converted(source, tmp_path / "wanted", "--scan_layers", "false", *taken)
+    assert_same_bits(restore(reshard(tmp_path / "whole", tmp_path / "cut", "--scan_layers", "false", *taken)), wanted)
+    zeros = converted(source, tmp_path / "scanned", "--scan_layers", "true", *taken)
+    assert not any(zeros[key].any() for key in zeros if "moe_layers.self_attention.indexer" in key)
+    assert_same_bits(restore(reshard(tmp_path / "scanned", tmp_path / "apart", "--scan_layers", "false")), wanted)
 
 
 @needs_shared

@@ -22,7 +22,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.rules import PARAMS, Stack
+from weightbeam.model_mappings.rules import ABSENT, PARAMS, Stack
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError, has_scales
@@ -96,11 +96,10 @@ class TakenLayers:
 
     def renamed(self, stack: Stack) -> Stack:
         """A stack of the new model by the whole one's numbers."""
-        return (
-            dataclasses.replace(stack, layers=np.array(self.layers)[stack.layers])
-            if "{layer}" in stack.source
-            else stack
-        )
+        if "{layer}" not in stack.source:
+            return stack
+        whole = np.array([*self.layers, ABSENT])  # a place without a layer stays one: ABSENT is the last
+        return dataclasses.replace(stack, layers=whole[stack.layers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,15 +435,17 @@ class _Layouts:
 
     def left_out(self, old: _Old, moved: Sequence[Moved]) -> dict[str, str]:
         """The keys of a layer's arrays that nothing is made of, with the reason: only where layers are taken."""
-        if self.taken is None:
-            return {}
+        taken = set(self.taken.layers if self.taken else ())
         stacks, arrays = self.stacks(self.scan, self.axis), old.arrays
-        found = ((path, stacks.find(path)) for path in unused(arrays, moved))
-        return {
-            arrays[path].key: "of layers that aren't taken"
-            for path, at in found
-            if at and not {*self.taken.layers} & {*map(int, stacks.by_target[at[1]].layers.flat)}
-        }
+        left = {}
+        for path in unused(arrays, moved):
+            if at := stacks.find(path):
+                layers = {layer for _, layer in stacks.by_target[at[1]].places}
+                if not layers:
+                    left[arrays[path].key] = "of places without a layer"
+                elif taken and not taken & layers:
+                    left[arrays[path].key] = "of layers that aren't taken"
+        return left
 
     def parts(self, scan: bool | None, axis: int | None) -> dict[str, list[Part]]:
         """The parts of the table's arrays in a layout, those of the scales of FP8 codes among them."""
