@@ -28,6 +28,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "open": "loading.tree",
     "inspect": "commands.inspect",
     "diff": "commands.diff",
+    "logits": "commands.logits",
     "materialize": "commands.materialize",
     "cut": "commands.cut",
     "dequantize": "commands.dequantize",

@@ -31,6 +31,7 @@ __all__ = [
     "fit",
     "inspect",
     "load",
+    "logits",
     "materialize",
     "maxtext_config",
     "merge",

@@ -11,6 +11,7 @@ from weightbeam.pipelines.commands.diff import Comparison
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.fit import fit as fit
 from weightbeam.pipelines.commands.inspect import Inspection
+from weightbeam.pipelines.commands.logits import Logits
 from weightbeam.pipelines.commands.merge import Merged
 from weightbeam.pipelines.commands.plan import Plan as Plan
 from weightbeam.pipelines.commands.reshard import Resharded
@@ -38,6 +39,7 @@ __all__ = [
     "fit",
     "inspect",
     "load",
+    "logits",
     "materialize",
     "maxtext_config",
     "merge",
@@ -337,6 +339,43 @@ def inspect(
 
     Raises:
       Refused: it can't be read.
+    """
+
+def logits(
+    source: str,
+    other: str | None = None,
+    *,
+    hf_token_secret: str | None = None,
+    prompt: str | None = None,
+    token_ids: Sequence[int] = (),
+    dtype: str = "float32",
+    tolerance: float | None = None,
+    maxtext: str | None = None,
+    maxtext_model: str | None = None,
+    save_logits: str | None = None,
+    progress: bool | Report = True,
+) -> Logits:
+    """Runs a model on some tokens with transformers' own layers, the weights of one layer in memory at a time; and
+    another one, or MaxText, beside it. What differs doesn't raise: see `Logits.ok`. Needs torch and transformers.
+
+    Args:
+      source: a release, quantised or not: a folder, `gs://…`, `hf://…`.
+      other: what is compared with it: a release, an Orbax checkpoint of the model, or a PEFT adapter for it.
+      progress: shown on standard error, told to a callback, or False for neither.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      prompt: text, which the release's tokenizer makes tokens of.
+      token_ids: tokens by their numbers, such as 1,15043,3186, in place of prompt=.
+      dtype: of the weights as they are computed with, and so of the arithmetic.
+      tolerance: the relative difference of what a layer makes, |a - b| / |a|, that counts as none (default: 0, with
+        maxtext= 1e-4).
+      maxtext: compare with MaxText itself: the Python of an environment that has it; converts the release into a
+        temporary folder.
+      maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
+      save_logits: write the logits (token, vocab) too, as numpy's .npy.
+
+    Raises:
+      Refused: it can't be done: everything that stands against it.
+      Failed: it failed on the way.
     """
 
 def materialize(

@@ -29,6 +29,7 @@ from weightbeam.transforms.planning.values import (
     dtype_name,
     fraction,
     natural,
+    naturals,
     positive,
     ranges,
     secret,
@@ -92,7 +93,7 @@ class Option:
     @property
     def annotation(self) -> str:
         """The type of the keyword."""
-        types = {boolean: "bool", size: "int | str", natural: "int", positive: "int", counts: "Sequence[int]"}
+        types = {boolean: "bool", size: "int | str", natural: "int", positive: "int", counts: "Sequence[int]", naturals: "Sequence[int]"}
         types |= dict.fromkeys((amount, distance, fraction), "float")
         found = self.takes or ("str | Sequence[str]" if self.several else types.get(self.read, "str"))
         return f"{found} | None" if self.default is None else found
@@ -107,6 +108,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "checkpoint": dict(metavar="URL"),
     "compression": dict(choices=("none", "zstd")),
     "create_pr": TRUTH,
+    "dtype": dict(read=dtype_name, choices=RELEASED),
     "fail_over": dict(read=distance, metavar="X"),
     "experts": dict(read=ranges, metavar="A:B"),
     "family": dict(metavar="NAME|FILE.py"),
@@ -127,9 +129,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "multimodal": TRUTH,
     "output": dict(metavar="URL"),
     "overwrite": TRUTH,
+    "prompt": dict(metavar="TEXT"),
     "param_scan_axis": dict(read=natural, metavar="N"),
     "resume": TRUTH,
     "sample": dict(read=fraction, metavar="SHARE"),
+    "save_logits": dict(metavar="FILE"),
     "save_dtype": dict(read=dtype_name),
     "scan_layers": TRUTH,
     "sha256": TRUTH,
@@ -137,6 +141,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "source": dict(metavar="URL"),
     "state": dict(choices=(FULL, PARAMS)),
     "step": dict(read=natural, metavar="N"),
+    "token_ids": dict(read=naturals, metavar="N,N,…"),
     "tokenizer": dict(metavar="URL"),
     "tolerance": dict(read=distance, metavar="X"),
     "unit_bytes": dict(read=size, metavar="BYTES"),
@@ -472,6 +477,19 @@ class DiffOptions(Token):
     fail_over: float | None = option("end with status 1 only where a tensor's relative change is over X: |a - b| / |a|, of its norms")
     maxtext_model: str | None = option("the MaxText model, where one is an Orbax checkpoint and neither can settle it")
     family: str | None = option("the table (default: by config.json)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsOptions(Token):
+    """Of a model that is run on some tokens."""
+
+    prompt: str | None = option("text, which the release's tokenizer makes tokens of")
+    token_ids: tuple[int, ...] = option("tokens by their numbers, such as 1,15043,3186, in place of --prompt", ())
+    dtype: str = option("of the weights as they are computed with, and so of the arithmetic", "float32")
+    tolerance: float | None = option("the relative difference of what a layer makes, |a - b| / |a|, that counts as none (default: 0, with --maxtext 1e-4)")
+    maxtext: str | None = option("compare with MaxText itself: the Python of an environment that has it; converts the release into a temporary folder", metavar="PYTHON")
+    maxtext_model: str | None = option("the MaxText model, where neither config.json nor the checkpoint can settle it")
+    save_logits: str | None = option("write the logits (token, vocab) too, as numpy's .npy")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,11 @@ def ranges(text: str) -> str:
         raise argparse.ArgumentTypeError(str(e)) from e
 
 
+def naturals(text: str) -> tuple[int, ...]:
+    """Integers from 0 on, with commas between them."""
+    return tuple(natural(number.strip()) for number in text.split(","))
+
+
 def amount(text: str) -> float:
     """A number above 0."""
     try:

@@ -21,6 +21,7 @@ from weightbeam.transforms.planning.options import (
     FromHub,
     InspectOptions,
     Linking,
+    LogitsOptions,
     MaterializeOptions,
     MergeOptions,
     Option,
@@ -253,6 +254,11 @@ COMMANDS = {
             "diff", "compare any two checkpoints, tensor by tensor", texts.DIFF, "A B [options]",
             {"a": Option("a", "a release or an Orbax checkpoint: a folder, gs:// or (releases) hf://", metavar="A"), "b": Option("b", "another", metavar="B")},
             (DiffOptions,), words=True, progress=True,
+        ),
+        Command(
+            "logits", "run a model on the CPU, a layer at a time, and compare its logits with another's or MaxText's", texts.LOGITS, "RELEASE [OTHER] [options]",
+            _place("source", _ANY) | _place("other", "what is compared with it: a release, an Orbax checkpoint of the model, or a PEFT adapter for it"),
+            (LogitsOptions,), progress=True,
         ),
         Command(
             "inspect", "show what a checkpoint holds", texts.INSPECT, "CHECKPOINT [options]",

@@ -112,6 +112,20 @@ Exit status: 0 the same within the tolerance, or no tensor changed by more than 
 compared.
 """
 
+LOGITS = """\
+Says what a model makes of some tokens: transformers' own layers on the CPU, with the weights of one layer in memory at
+a time, quantised ones by their values. With a second one, a release, an Orbax checkpoint read back through its table,
+or an adapter, says how far the logits are apart, and the first layer where both part. With --maxtext the second one is
+MaxText itself: the release is converted, and run there with the maxtext.yml that convert writes and nothing else.
+
+  weightbeam logits ~/models/Qwen3-8B --prompt "The capital of France is"
+  weightbeam logits ~/models/Qwen3-8B qwen3-8b-fp8 --token_ids 785,6722,315
+  weightbeam logits ~/models/Qwen3-8B --token_ids 785,6722,315 --maxtext ~/maxtext/bin/python
+
+Needs torch and transformers: pip install 'weightbeam[models]'. Layers are counted from 0.
+
+Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, 2 it can't be done.
+"""
 
 RESHARD = """\
 Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with

@@ -1,0 +1,112 @@
+"""Whose weights a model runs with: tensors by the release's names, each read when its layer is reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters import merge, open_adapter
+from weightbeam.formats.orbax.source import OrbaxCheckpoint
+from weightbeam.formats.release.files import small_files
+from weightbeam.formats.release.source import open_source
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.storage import open_store
+from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.pipelines.running.prepare import describe, refuse
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.cutting.blocks import Block
+from weightbeam.transforms.cutting.tensor_rows import rows_of
+from weightbeam.transforms.cutting.units import Fetch
+from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, decode, make, read
+from weightbeam.transforms.execution.operands import Operand, stored_operand
+from weightbeam.transforms.planning.exporting import Export
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A model's configuration and weights.
+
+    Attributes:
+      where: as the user named it.
+      config: `config.json`.
+      tensors: by the release's names; quantised ones by their values.
+      sources: what is read.
+      small: the small files of the release, its tokenizer among them.
+    """
+
+    where: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Operand]
+    sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...]
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def of_release(where: str, lora: str | None = None) -> Side:
+    """A release, with an adapter merged into it where one is named.
+
+    Raises:
+      Refused: problems stand against it: all of them.
+      StorageError: it can't be looked at.
+    """
+    checkpoint = open_hf(where)
+    source, adapters = open_source(checkpoint), [open_adapter(lora)] if lora else []
+    if adapters:
+        kind = checkpoint.config.get("model_type", "")
+        source = source.merged(merge(source.encodings, adapters, {}, kind, source.lost))
+    if problems := [*checkpoint.problems, *source.problems]:
+        raise Refused(f"{lora or where}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    return Side(
+        lora or where,
+        checkpoint.config,
+        {name: stored_operand(encoding) for name, encoding in source.encodings.items()},
+        (checkpoint, *(adapter.files for adapter in adapters)),
+        small_files(open_store(checkpoint.root)),
+    )
+
+
+def of_checkpoint(where: str, export: Export, small: Mapping[str, bytes]) -> Side:
+    """An Orbax checkpoint as its export would write it; `small` are the small files of the release that it is like.
+
+    Raises:
+      Refused: it can't be exported: all that stands against it.
+    """
+    refuse(export.plan.problems, export.source)
+    return Side(where, export.form.config, _tensors_of(export), (export.source,), small)
+
+
+def _tensors_of(export: Export) -> dict[str, Operand]:
+    """The tensors that an export would write, each made of the arrays that it lies in."""
+    everything = [
+        Block(
+            number,
+            tuple((0, -(-size // step)) for size, step in zip(grid.spec.shape, grid.spec.shard, strict=True)),
+            0,
+            ("", 0),
+        )
+        for number, grid in enumerate(export.grids)
+    ]
+    arrays = [export.encodings[grid.spec.key] for grid in export.grids]
+
+    def fetch(name: str, box: Box) -> np.ndarray:
+        tensor = export.layout.tensors[name]
+        made = np.empty(tensor.shape, tensor.dtype)
+        for part, pieces in rows[tables_name[name]]:
+            fetches = [Fetch(arrays[number], piece.source.box, arrays[number].dtype) for number, piece in pieces]
+            values = decode(fetches, read(fetches)[0])
+            recipe = BoxRecipe(part, tensor.dtype, None, tuple((at, piece) for at, (_, piece) in enumerate(pieces)))
+            made[tuple(slice(*span) for span in part)] = make(recipe, arrange(fetches, values, recipe.pieces)).reshape(
+                extent(part)
+            )
+        return made[tuple(slice(*span) for span in box)]
+
+    rows = rows_of(export.plan.arrays, export.grids, everything)
+    tables_name = {name: table for table, names in export.names.items() for name in names}
+    return {
+        name: Operand(tensor.shape, tensor.dtype, (), (1,) * len(tensor.shape), functools.partial(fetch, name))
+        for name, tensor in export.layout.tensors.items()
+    }

@@ -1,0 +1,196 @@
+"""`weightbeam logits`: transformers' own model, loaded by its own `from_pretrained`, is what each is compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lazily import lazily
+from quantised import fp8_llama
+from safetensors.numpy import load_file, save_file
+from support import LLAMA, call, convert, make_release, peft_adapter, save
+
+import weightbeam as wb
+
+torch, transformers = lazily("torch"), lazily("transformers")
+TOKENS = [1, 5, 9, 60, 3, 5]
+DENSE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=96,
+)  # fmt: skip
+EXPERTS = DENSE | dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+LATENT = DENSE | dict(
+    num_key_value_heads=4, head_dim=8, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8, n_group=2, topk_group=1,
+    num_experts_per_tok=2,
+)  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", DENSE),
+    "qwen3, tied": ("Qwen3Config", DENSE | dict(tie_word_embeddings=True)),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "gemma3": ("Gemma3TextConfig", DENSE | dict(num_hidden_layers=6)),
+    "gpt_oss": ("GptOssConfig", DENSE | dict(num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def write(folder: Path, family: str, **other: Any) -> Path:
+    """A model of random weights in bfloat16, as transformers saves it."""
+    kind, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes | other)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def by_transformers(folder: Path, **options: Any) -> np.ndarray:
+    """The logits of the whole model, loaded at once."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def in_mxfp4(release: Path) -> Path:
+    """A gpt-oss of experts in MXFP4, as it is released: random codes, scales near 1."""
+    (file,) = release.glob("*.safetensors")
+    tensors, rng = load_file(file), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(121, 124, (experts, rows, columns // 32), np.uint8)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((release / "config.json").read_text())
+    (release / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return release
+
+
+def change(release: Path, name: str, by: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Changes a tensor of a release of one file."""
+    (file,) = release.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] = by(tensors[name]).astype(tensors[name].dtype)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_are_those_of_transformers_whole_model(tmp_path: Path, family: str) -> None:
+    release = write(tmp_path / "hf", family)
+    made = wb.logits(str(release), token_ids=TOKENS, progress=False)
+    np.testing.assert_array_equal(made.logits, by_transformers(release))
+
+
+def test_fp8_is_run_as_its_values(tmp_path: Path) -> None:
+    """Those that the release's own codes and scales make, saved as a plain release and run by transformers."""
+    coded, _, values = fp8_llama(tmp_path / "fp8")
+    plain = save(tmp_path / "plain", LLAMA, values)
+    made = wb.logits(str(coded), token_ids=TOKENS, progress=False)
+    np.testing.assert_array_equal(made.logits, by_transformers(plain))
+
+
+def test_mxfp4_is_run_as_transformers_dequantises_it(tmp_path: Path) -> None:
+    release = in_mxfp4(write(tmp_path / "hf", "gpt_oss"))
+    made = wb.logits(str(release), token_ids=TOKENS, progress=False)
+    whole = by_transformers(release, quantization_config=transformers.Mxfp4Config(dequantize=True))
+    np.testing.assert_array_equal(made.logits, whole)
+
+
+def test_a_fault_is_named_by_its_layer_and_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = (write(tmp_path / name, "qwen3_moe") for name in ("good", "bad"))
+    assert call("logits", good, bad, "--token_ids", "1,5,9") == 0
+    assert "no layer parts" in capsys.readouterr().out
+    change(bad, "model.layers.1.self_attn.k_proj.weight", lambda values: -values)
+    assert call("logits", good, bad, "--token_ids", "1,5,9", "--json", tmp_path / "found.json") == 1
+    assert "they part in layer 1, in self_attn" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())["beside"]
+    assert (found["parts_at"]["layer"], found["parts_at"]["module"]) == (1, "self_attn")
+    assert "self_attn.k_proj.weight" in found["parts_at"]["tensors"]
+    assert found["logits"]["tokens"] == 3
+    assert found["logits"]["kl"] > 0
+
+
+def test_a_fault_in_one_expert_is_named(tmp_path: Path) -> None:
+    good, bad = (write(tmp_path / name, "deepseek_v3") for name in ("good", "bad"))
+    for expert in range(8):
+        change(bad, f"model.layers.2.mlp.experts.{expert}.down_proj.weight", lambda values: -values)
+    found = wb.logits(str(good), str(bad), token_ids=TOKENS, progress=False).beside
+    assert found.parts_at.name == "2/mlp"
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_a_checkpoint_is_read_back_through_its_table(tmp_path: Path, scan: str) -> None:
+    """Stored in float32 it has the release's bits; in bfloat16 Llama's query is rounded, in the first layer."""
+    release = make_release(tmp_path / "hf", LLAMA)
+    options = ("--maxtext_model", "llama2-7b", "--scan_layers", scan)
+    exact = convert(release, tmp_path / "exact", "--save_dtype", "float32", *options)
+    rounded = convert(release, tmp_path / "rounded", *options)
+    assert wb.logits(str(release), str(exact), token_ids=TOKENS, progress=False).ok
+    found = wb.logits(str(release), str(rounded), token_ids=TOKENS, progress=False).beside
+    assert found.ok == (LLAMA["hidden_size"] // LLAMA["num_attention_heads"] in (16, 64, 256))
+
+
+def test_an_adapter_is_run_in_its_release(tmp_path: Path) -> None:
+    """As PEFT runs it."""
+    import peft
+
+    release = write(tmp_path / "hf", "llama")
+    adapter, _ = peft_adapter(tmp_path / "lora", {"model.layers.1.self_attn.o_proj": (64, 64)})
+    found = wb.logits(str(release), str(adapter), token_ids=TOKENS, progress=False).beside
+    assert found.parts_at.name == "1/self_attn"
+    model = transformers.AutoModelForCausalLM.from_pretrained(release, dtype=torch.bfloat16)
+    peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = wb.logits(str(tmp_path / "merged"), str(release), token_ids=TOKENS, progress=False).beside
+    assert abs(merged.logits.largest - found.logits.largest) < 1e-2 * found.logits.largest
+
+
+def test_logits_are_saved(tmp_path: Path) -> None:
+    release = write(tmp_path / "hf", "llama")
+    assert call("logits", release, "--token_ids", "1,5", "--save_logits", tmp_path / "l.npy", "--dtype", "bf16") == 0
+    assert np.load(tmp_path / "l.npy").shape == (2, 96)
+
+
+def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    release = write(tmp_path / "hf", "llama")
+    other = write(tmp_path / "other", "qwen3_moe", vocab_size=64, num_hidden_layers=2)
+    unknown = save(tmp_path / "unknown", {"model_type": "nobody"}, {})
+    lacking = make_release(tmp_path / "lacking", LLAMA)
+    (file,) = lacking.glob("*.safetensors")
+    kept = {name: values for name, values in load_file(file).items() if ".q_proj" not in name}
+    save_file(kept, file)
+
+    def refused(*words: object) -> str:
+        assert call("logits", *words) == 2
+        return capsys.readouterr().err
+
+    said = refused(release, "--save_logits", tmp_path / "no" / "l.npy")
+    assert "--prompt and --token_ids" in said
+    assert "no such folder" in said
+    assert "0 to 95, and no 96, 500" in refused(release, "--token_ids", "500,1,96")
+    assert "no tokenizer" in refused(release, "--prompt", "hello")
+    said = refused(release, other, "--token_ids", "1")
+    assert all(fact in said for fact in ("model_type", "vocabulary: 96", "layers: 3"))
+    assert "no such model" in refused(unknown, "--token_ids", "1")
+    said = refused(lacking, "--token_ids", "1")
+    assert said.count("q_proj.weight: no tensor of the release becomes it") == LLAMA["num_hidden_layers"]
+    assert "can't be run" in refused(release, "--token_ids", "1", "--maxtext", tmp_path / "python")
+
+
+MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
+with_maxtext = pytest.mark.skipif(
+    not MAXTEXT, reason="WEIGHTBEAM_MAXTEXT_PYTHON names no Python of an environment with MaxText"
+)
+
+
+@with_maxtext
+@pytest.mark.slow("MaxText, which is imported and compiles, half a minute each")
+@pytest.mark.parametrize("family", ["llama", "qwen3, tied"])
+def test_maxtext_makes_the_same(tmp_path: Path, family: str) -> None:
+    release = write(tmp_path / "hf", family)
+    model = {"llama": "llama2-7b"}.get(family, "qwen3-0.6b")
+    found = wb.logits(str(release), token_ids=TOKENS, maxtext=MAXTEXT, maxtext_model=model, progress=False)
+    assert found.ok, str(found)
+    assert len(found.beside.layers) > 3 * 3
