@@ -35,6 +35,8 @@ from weightbeam.transforms.planning.options import Delivery, Linking, Options, o
 
 LOG = logging.getLogger("weightbeam")
 DELIVERY = Delivery()
+# src/maxtext/trainers/post_train/sft/train_sft.py against pre_train/train.py, 0.2.5, as run
+SFT_ONLY = "            only MaxText's SFT applies an adapter; pre_train ignores lora.* without a word"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,6 +100,7 @@ class Converted(Shown):
             )
         has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
         lines += report.maxtext_lines(self.maxtext, str(self.items.parent), has_file)
+        lines += [SFT_ONLY] if conversion.options.adapter_only else []
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
         lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")

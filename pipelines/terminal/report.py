@@ -193,12 +193,14 @@ def model_text(plan: Plan) -> str:
 
 
 def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
-    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line. Of an adapter it reads
-    rank and alpha from the metadata.
+    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line. Of an adapter that is
+    rank and alpha, too: it compares them with the metadata, but only after it has made the factors.
     """
     plan, options = conversion.plan, conversion.options
-    adapter = {"lora.enable_lora": True, "lora.lora_restore_path": path}
-    flags: dict[str, Any] = adapter if options.adapter_only else {"load_parameters_path": path}
+    flags: dict[str, Any] = {"load_parameters_path": path}
+    if options.adapter_only and conversion.folding:
+        scale = {f"lora.{key}": value for key, value in conversion.folding.metadata.items()}
+        flags = {"lora.enable_lora": True, "lora.lora_restore_path": path} | scale
     if plan.maxtext:
         flags |= {"scan_layers": options.scan_layers} | plan.maxtext.flags()
     else:

@@ -108,7 +108,9 @@ def test_the_checkpoint_is_as_maxtext_reads_it(
     )
     step = tmp_path / "out" / "0"
     said = capsys.readouterr().out
-    assert f"in MaxText: lora.enable_lora=true lora.lora_restore_path={step / 'items'} scan_layers=true" in said
+    scale = "lora.lora_rank=5 lora.lora_alpha=5"
+    assert f"in MaxText: lora.enable_lora=true lora.lora_restore_path={step / 'items'} {scale} scan_layers=true" in said
+    assert "only MaxText's SFT applies an adapter; pre_train ignores lora.* without a word" in said
     assert "load_parameters_path" not in said
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     assert set(tree) == {"decoder"}
