@@ -391,7 +391,7 @@ def test_quiet_verbose_and_a_log(source: Path, tmp_path: Path, capfd: pytest.Cap
 
 def test_verbose_shows_the_work(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where it is staged, each unit that is done, and where it is published; nothing of it otherwise."""
-    words = ("staged in", "units, 0 of them done already", "unit 0 is done: ", "all units are done", "published as")
+    words = ("staged in", "units are done already", "unit 0 is done: ", "all units are done", "published as")
     assert call("convert", source, tmp_path / "quiet") == 0
     assert not any(word in capfd.readouterr().err for word in words)
     assert call("convert", source, tmp_path / "out", "-v") == 0

@@ -740,7 +740,8 @@ def test_everything_wrong_with_a_configuration_is_said_at_once(
     file.write_text(WRONG)
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
-    places = ["output:", "models.1: */tiny: should be", "models.2:", "models.3: tiny: should be", "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
+    places = ["output:", "models.1: */tiny: should be", "models.2:", "models.3: tiny: should be",
+              "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
               "max_bytes:", "quiet_minutes:", "runner: unknown options", "--project=PROJECT is missing", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
     assert [place for place in places if place not in said] == []
     assert "somewhere" not in said
