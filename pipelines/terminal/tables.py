@@ -63,7 +63,8 @@ class Table:
 
     A name is never broken. Where a table is too wide for its terminal, what neighbouring names in the first column have
     in common becomes a line above them, as much as it takes where no row gets a line of its own by that; else the columns
-    in `spare` are left out, one after the other; then the last column is wrapped.
+    in `spare` are left out, one after the other; then the last column is wrapped. A cell of it with a word, such as a path,
+    that is longer than the column has lines of its own below its row.
 
     Args:
       headings: of the columns; one that begins with `>` is aligned right. All empty: no line of headings.
@@ -150,11 +151,16 @@ class Table:
         room = max(width - sum(widths[:-1]) - GAP * (len(columns) - 1), NARROWEST // 2)
         *first, last = columns
         cells = [row[c].rjust(w) if self._right[c] else row[c].ljust(w) for c, w in zip(first, widths, strict=False)]
-        wrapped = [row[last].rjust(min(widths[-1], room))] if self._right[last] else _wrap(row[last], room)
         before = (" " * GAP).join([*cells, ""]) if cells else ""
-        for number, part in enumerate(wrapped):
-            text = ((before if number == 0 else " " * len(before)) + part).rstrip()
-            yield f"{BOLD}{text}{PLAIN}" if bold else text
+        if self._right[last]:
+            lines = [before + row[last].rjust(min(widths[-1], room))]
+        elif before and max(map(len, row[last].split(" "))) > room:
+            lines = [before, *(" " * 2 * GAP + part for part in _wrap(row[last], width - 2 * GAP))]
+        else:
+            first_part, *parts = _wrap(row[last], room)
+            lines = [before + first_part, *(" " * len(before) + part for part in parts)]
+        for line in lines:
+            yield f"{BOLD}{line.rstrip()}{PLAIN}" if bold else line.rstrip()
 
 
 Block = Table | str  # what is shown below one another

@@ -1,24 +1,43 @@
 """Messages in the language in which one was asked.
 
 A message names an option as the command line does: `--resume`, `--like`, `--state params`, `--mesh=fsdp=8`. Who called a
-function reads `resume=True`, `like=`, `state="params"`, `mesh="fsdp=8"`. Commands that a message quotes (`weightbeam diff
-…`) and Beam's options are the same in both.
+function reads `resume=True`, `like=`, `state="params"`, `mesh="fsdp=8"`, and a command that a message quotes as the call
+that does the same: `weightbeam.diff("a", "b")`. Beam's options and commands without a function are the same in both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from weightbeam.transforms.planning import options
 
 WORDS = r"true|false|full|params|none|zstd|hard|symlink|copy|b?float(?:16|32)|[A-Z]{2,}|\d+"  # values behind a blank
 PATHS = r"'[^'\n]+'|(?:[/~]|gs://|hf://)[^\s:;,)]*[^\s:;,.)]"  # and others: as a shell has them
 MODELS = r"[a-z]+\d[\w.]*-\w+"
+# The commands that are functions, too, with what their words without an option stand for, in order.
+FUNCTIONS = {
+    **dict.fromkeys(("convert", "export", "reshard", "cut", "dequantize", "quantize", "merge"), ("source", "output")),
+    "plan": ("source",),
+    "fit": ("source", "maxtext_model"),
+    "verify": ("source", "checkpoint"),
+    "materialize": ("checkpoint", "output"),
+    "diff": ("a", "b"),
+    "inspect": ("checkpoint",),
+}
+_NAMES = "|".join(FUNCTIONS)
+COMMAND = re.compile(
+    rf"(?m)`weightbeam (?P<quoted>{_NAMES})(?P<told>(?: [^`\n]*)?)`"
+    rf"|(?:^|(?P<apart>(?<=  )|(?<=[:?] )))weightbeam (?P<name>{_NAMES}) (?P<words>[^;\n`]+)"  # begins a line, or behind a label
+    rf"|weightbeam (?P<bare>{_NAMES})\b(?P<flags>(?: --[a-z]\w*)*)"  # in a sentence
+)
+ALL_PROBLEMS = "weightbeam plan --json lists all"
+WORD = re.compile(r" ?('(?:[^']|'\"'\"')*'|[^\s']+)")  # as a shell has it
 TOKEN = re.compile(
-    r"weightbeam [a-z]+(?:(?!, | \()[^;\n`])*"  # a command, which stays as it is
+    r"weightbeam [a-z]+(?:(?!, | \()[^;\n`])*"  # another command, which stays as it is
     r"|the same command"
     r"|--accept (?P<accepted>[\w.]+)"
     rf"|--(?P<name>[a-z]\w*)(?:=(?P<given>[^\s=:;,]+=[^\s:;]*[^\s:;,.]|(?:{WORDS})\b)|=| (?P<value>\w+=[\w=,]*\w|(?:{WORDS})\b|{PATHS}|{MODELS}))?"
@@ -56,7 +75,74 @@ def worded(text: str) -> str:
 
 def in_python(text: str) -> str:
     """A text about options as who calls functions would say it."""
-    return TOKEN.sub(_in_python, text)
+    return TOKEN.sub(_in_python, COMMAND.sub(_as_call, text.replace(ALL_PROBLEMS, ".problems has all")))
+
+
+def _as_call(found: re.Match[str]) -> str:
+    """The call that does the same as a command."""
+    if found["bare"]:
+        if not found["flags"]:
+            return f"weightbeam.{found['bare']}"
+        return _call(found["bare"], found["flags"].split(), ("…",))
+    if found["quoted"]:
+        return f"`{_call(found['quoted'], found['told'].split(), ('…',))}`"
+    words = list(WORD.finditer(found["words"]))
+    taken = _count_taken([word[1] for word in words], len(FUNCTIONS[found["name"]]), found["apart"] is None)
+    if not taken:
+        return f"weightbeam.{found['name']} {COMMAND.sub(_as_call, found['words'])}"
+    end = words[taken - 1].end()
+    return _call(found["name"], [word[1] for word in words[:taken]]) + found["words"][end:]
+
+
+def _count_taken(words: Sequence[str], places: int, in_sentence: bool) -> int:
+    """How many words are the command's: options with their values, and as many others as it has places for; in a sentence
+    a word in lower-case letters isn't.
+    """
+    taken = 0
+    while taken < len(words):
+        word = words[taken]
+        if word.startswith("--"):
+            taken += 1 + (word[2:] not in FLAGS and "=" not in word)
+        elif places and not (in_sentence and re.fullmatch(r"[a-z]+", word)):
+            places, taken = places - 1, taken + 1
+        else:
+            break
+    return min(taken, len(words))
+
+
+def _call(name: str, words: Sequence[str], places: Sequence[str] = ()) -> str:
+    """A function's call: what stands in its places, and keywords.
+
+    Args:
+      name: the function's.
+      words: the command's.
+      places: what stands there if the command doesn't say it.
+    """
+    said, keywords, left = list[str](), dict[str, list[str]](), list(words)
+    while left:
+        word = left.pop(0)
+        option, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            said.append(_value(word))
+        elif equals or option not in FLAGS:
+            keywords.setdefault(option, []).append(_value(value or (left.pop(0) if left else "…")))
+        else:
+            keywords[option] = ["True"]
+    if name == "verify":  # takes the checkpoint first
+        said.reverse()
+    several = {
+        key: ", ".join(values) if len(values) == 1 else f"[{', '.join(values)}]" for key, values in keywords.items()
+    }
+    return f"weightbeam.{name}({', '.join([*(said or places), *(f'{key}={value}' for key, value in several.items())])})"
+
+
+def _value(word: str) -> str:
+    """A word of a shell's as Python has it; what stands for something stays as it is."""
+    if word in ("true", "false"):
+        return word.capitalize()
+    if word == "…" or re.fullmatch(r"[A-Z]+|\d+", word):
+        return word
+    return json.dumps(word.strip("'"), ensure_ascii=False)
 
 
 def _in_python(found: re.Match[str]) -> str:

@@ -366,15 +366,10 @@ def _read_checkpoints(url: str) -> str:
         raise ValueError(str(e)) from e
 
 
-def _each(check: Callable[[str], Any], message: str) -> AfterValidator:
-    """Refuses the first text that doesn't pass."""
-
-    def apply(texts: list[str]) -> list[str]:
-        if wrong := [text for text in texts if not check(text)]:
-            raise ValueError(f"{', '.join(wrong)}: {message}")
-        return texts
-
-    return AfterValidator(apply)
+def _read_pattern(text: str) -> str:
+    if not PATTERN.fullmatch(text):
+        raise ValueError(f"{text}: should be organisation/model; the model may have wildcards")
+    return text
 
 
 def _as_argument(read: Callable[[str], Any]) -> BeforeValidator:
@@ -441,9 +436,7 @@ class WatchConfig(pydantic.BaseModel):
     )
 
     output: Annotated[InstanceOf[Store], BeforeValidator(_read_output)]
-    models: Annotated[
-        list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")
-    ] = []
+    models: list[Annotated[str, AfterValidator(_read_pattern)]] = []
     targets: list[Annotated[InstanceOf[TargetConfig], BeforeValidator(_read_target)]] = []
     runs: list[Run] = []
     revision: str = "main"

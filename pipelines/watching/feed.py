@@ -60,7 +60,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def names(self) -> tuple[list[str], list[str]]:
-        """What there are versions of; and why some of it can't be listed."""
+        """What there are versions of, or may come to be; and why some of it can't be listed."""
 
     @abc.abstractmethod
     def is_wanted(self, name: str) -> bool:

@@ -10,6 +10,7 @@ from weightbeam import __version__
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
+from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     VERIFIED,
@@ -32,19 +33,33 @@ class ReleaseFeed(Feed):
 
     def __init__(self, config: WatchConfig):
         self._config, self.output = config, config.output
+        self._unmatched: set[str] = set()  # patterns, as said before
 
     @property
     def targets(self) -> Collection[VersionTarget]:
         return self._config.targets
 
     def names(self) -> tuple[list[str], list[str]]:
-        return releases.find_models(self._config.models, self._config.since)
+        found, problems = releases.find_models(self._config.models, self._config.since)
+        unmatched = {name for name in found if releases.is_pattern(name)}
+        for pattern in sorted(unmatched - self._unmatched):
+            warn(f"models: {pattern}: {self.waits_for(pattern)}")
+        self._unmatched = unmatched
+        return found, problems
 
     def is_wanted(self, name: str) -> bool:
         return releases.is_wanted(name, self._config.models)
 
     def versions(self, name: str) -> Iterable[ReleaseCommit]:
+        if releases.is_pattern(name):
+            return []
         return [releases.find_release(name, self._config.revision)]
+
+    def waits_for(self, name: str) -> str | None:
+        if not releases.is_pattern(name):
+            return None
+        since = f" that has changed since {self._config.since}" if self._config.since else ""
+        return f"no model of the hub matches it{since}"
 
     def judge(self, version: Version) -> list[str] | Waiting:
         assert isinstance(version, ReleaseCommit)

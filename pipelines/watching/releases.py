@@ -102,24 +102,31 @@ def is_wanted(repo: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(repo, pattern) for pattern in patterns)
 
 
+def is_pattern(name: str) -> bool:
+    """Whether what a configuration calls a model has wildcards."""
+    return any(mark in name for mark in WILDCARDS)
+
+
 def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> tuple[list[str], list[str]]:
     """Which models match.
 
     Returns:
-      Their names; those that a wildcard found only if they have changed since.
+      Their names; those that a wildcard found only if they have changed since; and each pattern that nothing matches.
       Why the models of some authors can't be listed.
     """
     problems: list[str] = []
     found: dict[str, None] = {}
     wild: dict[str, list[str]] = {}
     for pattern in patterns:
-        if any(mark in pattern for mark in WILDCARDS):
+        if is_pattern(pattern):
             wild.setdefault(pattern.partition("/")[0], []).append(pattern)
         else:
             found[pattern] = None
     for author, theirs in wild.items():
         try:
-            found |= {name: None for name in _names_of(author, since) if is_wanted(name, theirs)}
+            there = [name for name in _names_of(author, since) if is_wanted(name, theirs)]
+            unmatched = [pattern for pattern in theirs if not any(is_wanted(name, [pattern]) for name in there)]
+            found |= dict.fromkeys([*there, *unmatched])
         except StorageError as e:
             problems.append(str(e))
     return list(found), problems

@@ -340,6 +340,20 @@ def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys:
     assert [name for name in hub.repositories if name in shown] == ["acme/old-named", "acme/new-llama"]
 
 
+def test_patterns_that_match_nothing(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are said, each by its name, and are no failure: a model may come."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    watch.set(models=["acme/*", "acme/tinny*", "nobody/*"], licenses=[])
+    assert watch.once() == 0
+    said = capsys.readouterr()
+    for pattern in ("acme/tinny*", "nobody/*"):
+        assert f"{pattern}      waiting  no model of the hub matches it" in said.out
+        assert f"{pattern}: no model of the hub matches it" in said.err
+    assert said.err.count("matches it") == said.out.count("matches it") == 2
+
+
 def test_an_author_who_cant_be_listed_holds_up_nobody_else(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -706,7 +720,7 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
 
 WRONG = """
 output: hf://acme/out
-models: [acme/*, "*/tiny"]
+models: [acme/*, "*/tiny", 3, tiny]
 targets:
   - {name: A Name, save_dtype: int8, scan_layers: maybe, virtual: true}
   - {name: mesh, mesh: [fsdp=16, wheels=4]}
@@ -726,7 +740,8 @@ def test_everything_wrong_with_a_configuration_is_said_at_once(
     file.write_text(WRONG)
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
-    places = ["output:", "models:", "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
+    places = ["output:", "models.1: */tiny: should be", "models.2:", "models.3: tiny: should be",
+              "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
               "max_bytes:", "quiet_minutes:", "runner: unknown options", "--project=PROJECT is missing", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
     assert [place for place in places if place not in said] == []
     assert "somewhere" not in said

@@ -14,13 +14,13 @@ from support import LLAMA, random_tensors, save
 import weightbeam as wb
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines import api
-from weightbeam.pipelines.terminal.arguments.commands import SHELL
+from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import make_parser
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table
-from weightbeam.pipelines.terminal.wording import KEYWORDS, at_the_shell, worded
+from weightbeam.pipelines.terminal.wording import FUNCTIONS, KEYWORDS, at_the_shell, worded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,23 @@ class One(Shown):
         ("--virtual: leaves the bytes", "virtual: leaves the bytes"),
         ("(--mesh was fsdp=4, is fsdp=8)", "(mesh was fsdp=4, is fsdp=8)"),
         ("… and 17 more; --json FILE has all", "… and 17 more; to_json() has all"),
-        # commands and Beam's options are the same in both
-        ("weightbeam reshard a b --state params", "weightbeam reshard a b --state params"),
-        ("weightbeam plan --json lists all; --resume", "weightbeam plan --json lists all; resume=True"),
-        ("weightbeam diff compares them, or --lora names it", "weightbeam diff compares them, or lora= names it"),
-        ("`weightbeam reshard --lora` merges it; --lora", "`weightbeam reshard --lora` merges it; lora="),
+        # a command is the call that does the same
+        ("weightbeam reshard /a /b --state params", 'weightbeam.reshard("/a", "/b", state="params")'),
+        ("compare:  weightbeam diff '/a b/c' q", 'compare:  weightbeam.diff("/a b/c", "q")'),
+        ("compares them:\n  weightbeam diff a b", 'compares them:\n  weightbeam.diff("a", "b")'),
+        ("how much? weightbeam diff a b", 'how much? weightbeam.diff("a", "b")'),
+        ("say where it is: weightbeam verify SOURCE q", 'say where it is: weightbeam.verify("q", SOURCE)'),
+        ("check it: weightbeam verify --source gs://a --checkpoint b", 'check it: weightbeam.verify(source="gs://a", checkpoint="b")'),
+        ("  weightbeam convert a OUT --virtual --mesh fsdp=8 --mesh tensor=2", '  weightbeam.convert("a", OUT, virtual=True, mesh=["fsdp=8", "tensor=2"])'),
+        ("weightbeam inspect '/a b' lists what it holds.", 'weightbeam.inspect("/a b") lists what it holds.'),
+        ("weightbeam export writes it, which weightbeam convert takes", "weightbeam.export writes it, which weightbeam.convert takes"),
+        ("already: weightbeam inspect, verify and export take it", "already: weightbeam.inspect, verify and export take it"),
+        ("weightbeam diff compares them, or --lora names it", "weightbeam.diff compares them, or lora= names it"),
+        ("`weightbeam reshard --lora` merges it; --lora", "`weightbeam.reshard(…, lora=…)` merges it; lora="),
+        ("; weightbeam plan --virtual says why", "; weightbeam.plan(…, virtual=True) says why"),
+        ("2 more; weightbeam plan --json lists all; --resume", "2 more; .problems has all; resume=True"),
+        # Beam's options, and commands without a function, are the same in both
+        ("`weightbeam help virtual` says it", "`weightbeam help virtual` says it"),
         ("--runner=FlinkRunner: no such", "--runner=FlinkRunner: no such"),
     ],
 )  # fmt: skip
@@ -86,6 +98,16 @@ def test_the_options_that_are_keywords() -> None:
     functions = [function for name in api.HOMES if inspect.isfunction(function := getattr(api, name))]
     keywords = {name for function in functions for name in inspect.signature(function).parameters}
     assert options & keywords - SHELL == KEYWORDS
+
+
+def test_the_commands_that_are_functions() -> None:
+    """Are all of them, with the places that both have."""
+    assert FUNCTIONS.keys() == COMMANDS.keys() & api.HOMES.keys()
+    for name, places in FUNCTIONS.items():
+        parameters = inspect.signature(getattr(api, name)).parameters.values()
+        takes = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+        assert takes == list(reversed(places) if name == "verify" else places)
+        assert [place for place in COMMANDS[name].places if place in takes] == list(places)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class _ExpandFn(beam.DoFn):
 
     def process(self, units: int) -> Iterator[tuple[int, bool]]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
-            LOG.debug("%s units, %s of them done already", f"{units:,}", f"{len(self.done):,}")
+            LOG.debug("%s of %s units are done already", f"{len(self.done):,}", f"{units:,}")
             for number in range(units):
                 # those too: so the assembly happens even if nothing else is left to do
                 yield number, number in self.done
