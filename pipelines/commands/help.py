@@ -24,11 +24,12 @@ WIDEST = 100  # columns of a page that is drawn; longer lines are hard to read
 
 
 def topics() -> dict[str, str]:
-    """Every page of the manual, by its name; they lie in the manual's folder and in those below it."""
+    """Every page of the manual but for its list, by its name; they lie in the manual's folder and in those below it."""
     manual = importlib.resources.files("weightbeam") / "docs"
     places = [manual, *(place for place in manual.iterdir() if place.is_dir())]
     pages = {page.name: page for place in places for page in place.iterdir() if page.name.endswith(".md")}
-    return {name.removesuffix(".md"): pages[name].read_text(encoding="utf-8") for name in sorted(pages)}
+    names = sorted(pages.keys() - {"index.md"})
+    return {name.removesuffix(".md"): pages[name].read_text(encoding="utf-8") for name in names}
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
