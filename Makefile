@@ -6,7 +6,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(RUN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE # else every process compiles the project and the tests anew
 
-.PHONY: demo check test test-landing test-slow test-nightly test-all mutants durations soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
+.PHONY: demo check test test-landing test-slow test-nightly test-all mutants durations soak dataflow-dry-run pin-packages pin-images lint format bench bench-full docs clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
@@ -69,6 +69,9 @@ pin-packages: .venv/test ## write the hashes of the image's packages to deploy/r
 pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfile: needs docker and the network
 	$(RUN)/python -m deploy.pins images
 
+docs: .venv/docs ## the site, in out/site/html: notebooks are run, and a broken link, a page without a place or a name without a docstring fails
+	$(RUN)/python -m deploy.site $(if $(PUBLISH),--publish $(PUBLISH))
+
 .venv/core .venv/test: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
 
 .venv/core: pyproject.toml
@@ -82,6 +85,10 @@ pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfil
 	@echo "installing PyTorch, transformers and the linters into .venv: 5 GB, some minutes"
 	$(RUN)/python -m pip install --quiet torch==2.13.0
 	$(RUN)/python -m pip install --quiet --editable '.[test,models]'
+	touch $@
+
+.venv/docs: .venv/test
+	$(RUN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:

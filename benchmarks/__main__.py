@@ -50,7 +50,7 @@ def main() -> int:
         default=Path(__file__).with_name("results.json"),
         help="where the results are kept",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", default=Path("docs/bench.png"))
+    parser.add_argument("--picture", type=Path, metavar="FILE", default=Path("docs/reference/bench.png"))
     args = parser.parse_args()
     for section in () if args.show else args.only:
         command = [sys.executable, "-m", f"benchmarks.{SECTIONS[section]}", "--json", args.json]

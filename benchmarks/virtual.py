@@ -1,4 +1,4 @@
-"""What `docs/virtual.md` claims, measured:
+"""What `docs/howto/virtual.md` claims, measured:
 
     python -m benchmarks.virtual --folder out/bench --rounds 5
 

@@ -102,7 +102,7 @@ class Family:
     @property
     def support(self) -> str:
         """What is supported, in a line: layouts and towers. What isn't, and what the table was compared with, stands in
-        docs/families.md.
+        docs/reference/families.md.
         """
         parts = [
             " and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"),

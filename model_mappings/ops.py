@@ -1,6 +1,6 @@
 """Value operations: what MaxText folds into a weight. Two are enough for every family.
 
-They run in float32 and are followed by exactly one cast to the stored dtype (`docs/numerics.md`).
+They run in float32 and are followed by exactly one cast to the stored dtype (`docs/explanation/numerics.md`).
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def support_table() -> str:
 
 
 def models_table() -> str:
-    """The MaxText models of each family, as a Markdown table, for `docs/families.md`."""
+    """The MaxText models of each family, as a Markdown table, for `docs/reference/families.md`."""
     rows = ["| family | MaxText models | compared with the trees of |", "|" + "---|" * 3]
     rows += [
         f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES

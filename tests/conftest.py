@@ -35,7 +35,7 @@ LANDING = (
         "loading/test_load.py",
         "loading/test_meeting.py",
     ),
-    *("test_docs.py", "test_mutants.py", "test_package.py", "test_readme.py"),
+    *("test_docs.py", "test_docstrings.py", "test_mutants.py", "test_package.py", "test_readme.py"),
 )
 EVERY = 5.0  # seconds between two lines of progress
 

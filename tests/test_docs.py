@@ -18,7 +18,7 @@ from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.terminal.arguments.parser import parse
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -74,7 +74,7 @@ def test_the_code_of_the_page_on_jax_runs(tmp_path: Path) -> None:
     save(tmp_path / "hf", config, {name: np.ones(shape, BF16) for name, shape in tiny.shapes(config).items()})
     (tmp_path / "page.py").write_text(
         "from pathlib import Path\nrelease, checkpoint = 'hf', Path('ckpt').absolute()\n"
-        + "\n".join(blocks(ROOT / "docs" / "jax.md", "python"))
+        + "\n".join(blocks(ROOT / "docs" / "howto" / "jax.md", "python"))
     )
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     ran = run(sys.executable, "page.py", cwd=tmp_path, env=os.environ | devices, status=0)

@@ -115,7 +115,7 @@ def test_a_command_that_is_not_named_is_not_reached(graph: Graph) -> None:
 def test_a_golden_file_leads_to_its_test(graph: Graph) -> None:
     readers = {path for path, _ in graph.reading("tests/golden/llama-scanned.txt")}
     assert "tests/model_mappings/test_golden_plans.py" in readers
-    assert "tests/test_docs.py" in {path for path, _ in graph.reading("docs/lora.md")}
+    assert "tests/test_docs.py" in {path for path, _ in graph.reading("docs/howto/lora.md")}
 
 
 def test_what_is_called_is_reached(graph: Graph) -> None:
@@ -191,4 +191,4 @@ def test_what_changed_is_told_by_lines(graph: Graph) -> None:
     lines = range(first.end_lineno, first.end_lineno + 1)
     assert check.changed_definitions(graph, {path: [lines]}) == {(path, "hold")}
     assert check.changed_definitions(graph, {path: [range(1, 2)]}) == graph.whole(path)
-    assert any(file == "tests/test_docs.py" for file, _ in check.changed_definitions(graph, {"docs/lora.md": []}))
+    assert any(file == "tests/test_docs.py" for file, _ in check.changed_definitions(graph, {"docs/howto/lora.md": []}))

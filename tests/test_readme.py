@@ -12,7 +12,7 @@ from weightbeam.model_mappings import registry
 ROOT = Path(__file__).parent.parent
 FILES = {
     registry.support_table: "README.md",
-    registry.models_table: "docs/families.md",
+    registry.models_table: "docs/reference/families.md",
     table.support_table: "README.md",
     table.refused: "README.md",
 }

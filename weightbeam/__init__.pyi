@@ -131,9 +131,18 @@ def convert(
       link: how virtual=True puts the source's files into a folder (into a bucket: copy).
       sha256: with virtual=True, read the source's files once and record their hashes.
 
+    Returns:
+      Where the checkpoint is, what it took in seconds and bytes, what is strange about its values, and what MaxText must be
+      told.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> made = wb.convert("models/qwen3", "made", mesh="fsdp=8", progress=False)
+      >>> made.path.endswith("made/0/items"), made.maxtext["scan_layers"]
+      (True, 'true')
     """
 
 def cut(
@@ -173,9 +182,16 @@ def cut(
       overwrite: replace what is there, or throw away what a stopped command staged.
       create_pr: on the hub, open a pull request.
 
+    Returns:
+      Where the smaller release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.cut("models/qwen3", "one_layer", layers="0:1", progress=False)
+      <weightbeam.Merged: .../one_layer: 14 tensors in 1 file, ...>
     """
 
 def dequantize(
@@ -215,9 +231,16 @@ def dequantize(
       overwrite: replace what is there, or throw away what a stopped command staged.
       create_pr: on the hub, open a pull request.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.dequantize("models/qwen3-fp8", "plain", save_dtype="float32", progress=False)
+      <weightbeam.Merged: .../plain: 25 tensors in 1 file, ...>
     """
 
 def diff(
@@ -244,9 +267,17 @@ def diff(
       maxtext_model: the MaxText model, where one is an Orbax checkpoint and neither can settle it.
       family: the table (default: by config.json).
 
+    Returns:
+      The tensors of both sides: equal, different and by how much, or on one side alone.
+
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.diff("models/qwen3", "ckpt", progress=False)
+      >>> compared.ok
+      True
     """
 
 def export(
@@ -308,9 +339,17 @@ def export(
       overwrite: replace what is there, or throw away what a stopped command staged.
       create_pr: on the hub, open a pull request.
 
+    Returns:
+      Where the release is, and what it took; of an adapter, the folder for PEFT.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> tuned = wb.export("ckpt", "tuned", progress=False)
+      >>> wb.diff("models/qwen3", "tuned", progress=False).ok
+      True
     """
 
 def inspect(
@@ -337,8 +376,15 @@ def inspect(
       source: folder with the model's config.json, for a checkpoint that doesn't tell its logical axes.
       maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
 
+    Returns:
+      The arrays or tensors, with shapes, dtypes, chunks and bytes; for each mesh, bytes read by the bytes that are needed.
+
     Raises:
       Refused: it can't be read.
+
+    Example:
+      >>> wb.inspect("ckpt").brief()
+      '.../ckpt/0/items (parameters): 15 arrays (step among them), ...'
     """
 
 def logits(
@@ -412,9 +458,17 @@ def materialize(
       resume: go on with what a stopped command staged.
       overwrite: replace what is there, or throw away what a stopped command staged.
 
+    Returns:
+      Where the new checkpoint is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> linked = wb.convert("models/qwen3", "linked", virtual=True, scan_layers=False, progress=False)
+      >>> wb.materialize("linked", "whole", mesh="fsdp=8", progress=False)
+      <weightbeam.Converted: .../whole/0/items: 25 arrays, ...>
     """
 
 def maxtext_config(
@@ -483,8 +537,15 @@ def maxtext_config(
         a folder, names on the hub, names of this machine's folders in gs://).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
 
+    Returns:
+      The keys by their names, in MaxText's order.
+
     Raises:
       Refused: no such source, no table for it, or `config.json` doesn't say it all.
+
+    Example:
+      >>> wb.maxtext_config("models/qwen3")["base_emb_dim"]
+      64
     """
 
 def merge(
@@ -529,9 +590,16 @@ def merge(
       overwrite: replace what is there, or throw away what a stopped command staged.
       create_pr: on the hub, open a pull request.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.merge("models/qwen3", "merged", lora="adapter,0.5", progress=False)  # at half its weight
+      <weightbeam.Merged: .../merged: 25 tensors in 1 file, ...>
     """
 
 def plan(
@@ -609,8 +677,19 @@ def plan(
       worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
       worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
 
+    Returns:
+      The plan: its arrays with shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
+      lossy or left out, and all problems.
+
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
+
+    Example:
+      >>> plan = wb.plan("models/qwen3", mesh="fsdp=8")
+      >>> plan.problems
+      ()
+      >>> {array.key: array.shape for array in plan.arrays}["params.params.decoder.layers.mlp.wi_0.kernel"]
+      (64, 2, 128)
     """
 
 def quantize(
@@ -666,9 +745,16 @@ def quantize(
       overwrite: replace what is there, or throw away what a stopped command staged.
       create_pr: on the hub, open a pull request.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.quantize("models/qwen3", "smaller", progress=False)
+      <weightbeam.Merged: .../smaller: 39 tensors in 1 file, ...>
     """
 
 def reshard(
@@ -734,9 +820,16 @@ def reshard(
       resume: go on with what a stopped command staged.
       overwrite: replace what is there, or throw away what a stopped command staged.
 
+    Returns:
+      Where the new checkpoint is, what it took, and how each array went: copied or cut anew.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.reshard("ckpt", "ckpt8", mesh="fsdp=8", scan_layers=False, progress=False)
+      <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays, ...>
     """
 
 def verify(
@@ -773,7 +866,16 @@ def verify(
       scan_layers: whether layers are stacked.
       param_scan_axis: where the stacked axis is (default: 1).
 
+    Returns:
+      What was compared, in elements and arrays, and what differs, by how much.
+
     Raises:
       Refused: it can't be compared.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.verify("ckpt", progress=False)
+      >>> compared.ok
+      True
+      >>> compared.check()  # raises `Failed` where anything differs
     """

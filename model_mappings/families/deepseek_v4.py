@@ -217,7 +217,7 @@ LINES = (
     derived("compressed_rope_max_timescale", lambda c, model: number(c.get("compress_rope_theta", 160_000)), "compress_rope_theta"),
     derived("rope_type", lambda c, model: "default"),
     derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
-    unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText: e591f30 doesn't load them, 0.2.5's trainer does: see docs/numerics.md, DeepSeek V4"),
+    unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText: e591f30 doesn't load them, 0.2.5's trainer does: see docs/explanation/numerics.md, DeepSeek V4"),
 )  # fmt: skip
 
 FAMILY = Family(

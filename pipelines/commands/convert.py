@@ -154,9 +154,18 @@ def convert(
       beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
       progress: shown on standard error, told to a callback, or False for neither.
 
+    Returns:
+      Where the checkpoint is, what it took in seconds and bytes, what is strange about its values, and what MaxText must be
+      told.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> made = wb.convert("models/qwen3", "made", mesh="fsdp=8", progress=False)
+      >>> made.path.endswith("made/0/items"), made.maxtext["scan_layers"]
+      (True, 'true')
     """
     places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
     check_places(beam, "convert", places)

@@ -30,9 +30,16 @@ def cut(
     Args:
       source, output, beam, progress: as for `merge`.
 
+    Returns:
+      Where the smaller release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.cut("models/qwen3", "one_layer", layers="0:1", progress=False)
+      <weightbeam.Merged: .../one_layer: 14 tensors in 1 file, ...>
     """
     return rewrite("cut", source, output, _as_merge(asked), how, beam, progress)
 

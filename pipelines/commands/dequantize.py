@@ -29,9 +29,16 @@ def dequantize(
     Args:
       source, output, beam, progress: as for `merge`.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.dequantize("models/qwen3-fp8", "plain", save_dtype="float32", progress=False)
+      <weightbeam.Merged: .../plain: 25 tensors in 1 file, ...>
     """
     return rewrite("dequantize", source, output, _as_values(asked), how, beam, progress)
 

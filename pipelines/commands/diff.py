@@ -285,9 +285,17 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
         also `hf://…`.
       progress: shown on standard error, told to a callback, or False for neither.
 
+    Returns:
+      The tensors of both sides: equal, different and by how much, or on one side alone.
+
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.diff("models/qwen3", "ckpt", progress=False)
+      >>> compared.ok
+      True
     """
     name_secret(asked.hf_token_secret)
     (found,) = compare_pairs([open_pair(a, b, asked.maxtext_model, asked.family)], reporter(progress))

@@ -143,9 +143,17 @@ def export(
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
 
+    Returns:
+      Where the release is, and what it took; of an adapter, the folder for PEFT.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> tuned = wb.export("ckpt", "tuned", progress=False)
+      >>> wb.diff("models/qwen3", "tuned", progress=False).ok
+      True
     """
     check_places("export", source, output, beam)
     name_secret(how.hf_token_secret)

@@ -94,8 +94,16 @@ def fit(source: str, maxtext_model: str) -> Fit:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
       maxtext_model: the name of one of MaxText's models, or a file (`.yml`) that says its keys.
 
+    Returns:
+      The differences, and the keys that MaxText must be told besides the model's name.
+
     Raises:
       Refused: no such source, model or file, or a model that has no table.
+
+    Example:
+      >>> compared = wb.fit("models/qwen3", "qwen3-0.6b")
+      >>> compared.ok  # the sizes are others
+      False
     """
     theirs = _read(maxtext_model)
     named = str(theirs.get("model_name") or "default")

@@ -18,19 +18,18 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import Table, show, terminal_width
 from weightbeam.transforms.planning.values import did_you_mean
 
-PAGE = re.compile(r"\[([^\]]+)\]\((\w+)\.md(?:#[^)]*)?\)")  # a link to another page
+PAGE = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(?:[a-z]+/)?([a-z_]+)\.md(?:#[^)]*)?\)")  # a link to another page
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")  # a link to a file of the repository, or a heading
 WIDEST = 100  # columns of a page that is drawn; longer lines are hard to read
 
 
 def topics() -> dict[str, str]:
-    """Every page of the manual, by its name."""
-    pages = (importlib.resources.files("weightbeam") / "docs").iterdir()
-    return {
-        page.name.removesuffix(".md"): page.read_text(encoding="utf-8")
-        for page in sorted(pages, key=lambda page: page.name)
-        if page.name.endswith(".md")
-    }
+    """Every page of the manual but for its list, by its name; they lie in the manual's folder and in those below it."""
+    manual = importlib.resources.files("weightbeam") / "docs"
+    places = [manual, *(place for place in manual.iterdir() if place.is_dir())]
+    pages = {page.name: page for place in places for page in place.iterdir() if page.name.endswith(".md")}
+    names = sorted(pages.keys() - {"index.md"})
+    return {name.removesuffix(".md"): pages[name].read_text(encoding="utf-8") for name in names}
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -56,6 +56,7 @@ class Inspection(Shown):
 
     @property
     def problems(self) -> Sequence[Problem]:
+        """Why it isn't what it looks like, such as a tensor that a file cuts off."""
         return ()
 
     def check(self) -> None:
@@ -259,8 +260,15 @@ def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
       checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
         (safetensors) `hf://`.
 
+    Returns:
+      The arrays or tensors, with shapes, dtypes, chunks and bytes; for each mesh, bytes read by the bytes that are needed.
+
     Raises:
       Refused: it can't be read.
+
+    Example:
+      >>> wb.inspect("ckpt").brief()
+      '.../ckpt/0/items (parameters): 15 arrays (step among them), ...'
     """
     if not checkpoint:
         raise Refused("--checkpoint is missing: what to look at")

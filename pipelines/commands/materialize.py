@@ -46,9 +46,17 @@ def materialize(
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam, progress: as for `convert`.
 
+    Returns:
+      Where the new checkpoint is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> linked = wb.convert("models/qwen3", "linked", virtual=True, scan_layers=False, progress=False)
+      >>> wb.materialize("linked", "whole", mesh="fsdp=8", progress=False)
+      <weightbeam.Converted: .../whole/0/items: 25 arrays, ...>
     """
     check_places(beam, "materialize", {"checkpoint": checkpoint, "output": output})
     if not output:

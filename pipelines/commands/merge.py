@@ -96,9 +96,16 @@ def merge(
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.merge("models/qwen3", "merged", lora="adapter,0.5", progress=False)  # at half its weight
+      <weightbeam.Merged: .../merged: 25 tensors in 1 file, ...>
     """
     return rewrite("merge", source, output, asked, how, beam, progress)
 

@@ -160,8 +160,15 @@ def maxtext_config(source: str, *, asked: Options, token: Token) -> MaxTextConfi
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
 
+    Returns:
+      The keys by their names, in MaxText's order.
+
     Raises:
       Refused: no such source, no table for it, or `config.json` doesn't say it all.
+
+    Example:
+      >>> wb.maxtext_config("models/qwen3")["base_emb_dim"]
+      64
     """
     made = _plan(source, asked, Simulation(), token.hf_token_secret, ())
     if made.conversion.plan.family == UNKNOWN:
@@ -178,8 +185,19 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
       beam: Beam's options, as on the command line.
 
+    Returns:
+      The plan: its arrays with shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
+      lossy or left out, and all problems.
+
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
+
+    Example:
+      >>> plan = wb.plan("models/qwen3", mesh="fsdp=8")
+      >>> plan.problems
+      ()
+      >>> {array.key: array.shape for array in plan.arrays}["params.params.decoder.layers.mlp.wi_0.kernel"]
+      (64, 2, 128)
     """
     return _plan(source, asked, simulation, token.hf_token_secret, beam)
 

@@ -47,9 +47,16 @@ def quantize(
       source: a release, or an Orbax checkpoint, which is exported in the same pass.
       output, beam, progress: as for `export`.
 
+    Returns:
+      Where the new release is, and what it took.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.quantize("models/qwen3", "smaller", progress=False)
+      <weightbeam.Merged: .../smaller: 39 tensors in 1 file, ...>
     """
     check_places("quantize", source, output, beam)
     name_secret(how.hf_token_secret)

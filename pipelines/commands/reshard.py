@@ -161,9 +161,16 @@ def reshard(
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam, progress: as for `convert`.
 
+    Returns:
+      Where the new checkpoint is, what it took, and how each array went: copied or cut anew.
+
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
+
+    Example:
+      >>> wb.reshard("ckpt", "ckpt8", mesh="fsdp=8", scan_layers=False, progress=False)
+      <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays, ...>
     """
     check_places(beam, "reshard", {"source": source, "output": output})
     name_secret(how.hf_token_secret)

@@ -275,9 +275,18 @@ def verify(
       beam: Beam's options, as on the command line.
       progress: shown on standard error, told to a callback, or False for neither.
 
+    Returns:
+      What was compared, in elements and arrays, and what differs, by how much.
+
     Raises:
       Refused: it can't be compared.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.verify("ckpt", progress=False)
+      >>> compared.ok
+      True
+      >>> compared.check()  # raises `Failed` where anything differs
     """
     subject = plan_verification(checkpoint, source, _given(asked), asked.hf_token_secret, beam)
     findings = execute(subject, asked.sample, beam, reporter(progress))

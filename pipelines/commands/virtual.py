@@ -68,7 +68,7 @@ def index_bytes(references: Sequence[Reference]) -> int:
 
 
 def json_report(conversion: Conversion) -> dict[str, Any]:
-    """What `weightbeam plan --virtual --json` adds to the plan; see `docs/virtual.md`."""
+    """What `weightbeam plan --virtual --json` adds to the plan; see `docs/howto/virtual.md`."""
     if not conversion.placements:
         return {}
     why = {

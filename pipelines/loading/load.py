@@ -72,10 +72,6 @@ def load(
 ) -> Any:
     """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
 
-    >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", like=abstract_params)
-    >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", mesh="fsdp=8")
-    >>> params = weightbeam.load("run/checkpoints/100", mesh="fsdp=8", release="hf://Qwen/Qwen3-8B")
-
     The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments;
     each byte of the source is read once, by one of them, wherever the arrays are large. Nothing is read before all are
     there and have the same arguments and the same source; process 0 says for all which commit a branch of the hub is.
@@ -94,10 +90,22 @@ def load(
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
+    Returns:
+      A tree of `jax.Array`s, in the form of `like`: its keys, shapes, dtypes and shardings; without it nested dicts.
+
     Raises:
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:
         all of them; in this process or in another one, or the processes don't mean the same.
       FailedError: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
+
+    Example:
+      >>> import jax
+      >>> params = wb.load("models/qwen3", mesh=f"fsdp={jax.device_count()}")
+      >>> params["params"]["params"]["decoder"]["layers"]["mlp"]["wi_0"]["kernel"].shape
+      (64, 2, 128)
+      >>> like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, "float32", sharding=array.sharding), params)
+      >>> wb.load("ckpt", like)["params"]["params"]["token_embedder"]["embedding"].dtype
+      dtype('float32')
     """
     check_jax()
     with Meeting(timeout) as meeting:

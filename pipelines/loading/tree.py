@@ -162,9 +162,6 @@ class LazyTree(Shown, Mapping[str, LazyArray]):
 def open(source: str, *, as_is: bool = False, release: str | None = None, **options: Any) -> LazyTree:
     """Opens a release or an Orbax checkpoint: reads headers and metadata, no values.
 
-    >>> tree = weightbeam.open("hf://deepseek-ai/DeepSeek-V3")
-    >>> tree["params.params.decoder.moe_layers.self_attention.wq_a.kernel"][:, 3]
-
     Args:
       source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
       as_is: a release's own tensors under their own names, quantised ones dequantised to float32; else MaxText's
@@ -174,8 +171,17 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`,
         `maxtext_model` …
 
+    Returns:
+      The arrays by their names. An index, in elements, reads that box of one, as numpy.
+
     Raises:
       RefusedError: there is no such source, or problems stand against it: all of them.
+
+    Example:
+      >>> tree = wb.open("models/qwen3")
+      >>> kernel = tree["params.params.decoder.layers.mlp.wi_0.kernel"]
+      >>> kernel.shape, kernel[:, 1].shape
+      ((64, 2, 128), (64, 128))
     """
     chosen = choose(options)
     return LazyTree(find_source(source, chosen, as_is, release), rules_of(chosen))

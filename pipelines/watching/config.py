@@ -316,7 +316,7 @@ class Keep(pydantic.BaseModel):
 
 
 class Run(pydantic.BaseModel):
-    """A training run in `watch.yaml`; `docs/following.md` explains each field."""
+    """A training run in `watch.yaml`; `docs/howto/following.md` explains each field."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
@@ -429,7 +429,7 @@ Scalar = str | int | float | bool
 
 
 class WatchConfig(pydantic.BaseModel):
-    """`watch.yaml`; `docs/watching.md` explains each field."""
+    """`watch.yaml`; `docs/howto/watching.md` explains each field."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True

@@ -1,5 +1,5 @@
 """Releases that are made to take a planner's time or memory: planned or refused, within the bounds that
-docs/promises.md names.
+docs/explanation/promises.md names.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ WRONG = re.compile(
 def texts() -> list[Path]:
     """What a user reads: the program's own messages, and every page but for the history."""
     code = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")]
-    pages = [path for place in (ROOT, ROOT / "docs", ROOT / "deploy", ROOT / "examples") for path in place.glob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(path for place in ("docs", "deploy", "examples") for path in (ROOT / place).rglob("*.md")),
+    ]
     return [path for path in (*code, *pages) if path.name != "CHANGELOG.md"]
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/loading.md runs, over several devices."""
+"""The example of docs/howto/loading.md runs, over several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/python.md says of every value that a call returns, tried for a real model: its text, a short `repr`, HTML,
+"""What docs/reference/python.md says of every value that a call returns, tried for a real model: its text, a short `repr`, HTML,
 `to_dict` and `to_json`.
 """
 

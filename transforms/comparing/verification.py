@@ -62,7 +62,7 @@ class ArrayResult:
     Attributes:
       key: of the array.
       compared, different: numbers of elements.
-      rounded: whether the values that should be there are rounded (`docs/numerics.md`), and not the tensor's own.
+      rounded: whether the values that should be there are rounded (`docs/explanation/numerics.md`), and not the tensor's own.
       first: the first difference.
       not_finite: numbers of elements of the tensors that are NaN or infinite, and the first such tensor.
       zero: tensors of two and more axes that are zero throughout, which a release hardly means.
