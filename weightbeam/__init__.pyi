@@ -419,9 +419,17 @@ def logits(
       maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
       save_logits: write the logits (token, vocab) too, as numpy's .npy.
 
+    Returns:
+      The logits, of shape (token, vocab), and how far the other's are from them; it prints as the command does.
+
     Raises:
       Refused: it can't be done: everything that stands against it.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.logits("models/qwen3", "ckpt", token_ids=(1, 2, 3), progress=False)
+      >>> compared.ok
+      True
     """
 
 def materialize(

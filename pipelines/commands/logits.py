@@ -189,9 +189,17 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
       other: what is compared with it: a release, an Orbax checkpoint of the model, or a PEFT adapter for it.
       progress: shown on standard error, told to a callback, or False for neither.
 
+    Returns:
+      The logits, of shape (token, vocab), and how far the other's are from them; it prints as the command does.
+
     Raises:
       Refused: it can't be done: everything that stands against it.
       Failed: it failed on the way.
+
+    Example:
+      >>> compared = wb.logits("models/qwen3", "ckpt", token_ids=(1, 2, 3), progress=False)
+      >>> compared.ok
+      True
     """
     name_secret(asked.hf_token_secret)
     _check_asked(source, other, asked)
