@@ -3,7 +3,8 @@ without end in sight, conversions that sleep while others take their place, and 
 
     PYTHONPATH=.:tests python tests/soak.py [--kills 400] [--schedules 1000] [--seed 0]
 
-`make soak` runs it. It prints its counts, and fails at the first loss.
+`make soak` runs it, in rounds, each with a part of everything. It prints its counts after each, and fails at the first
+loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from weightbeam.transforms.planning.options import Options
 # at most, of a stage in the conversions here: one of them gets the signal
 CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}
 SECONDS = 0.006  # what a stage takes, about
+ROUND = 20  # kills in a round, each about twice
 
 
 # units are read and written in the background, as if a folder were a bucket
@@ -167,15 +169,15 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
     return counts
 
 
-def simulated(number: int, seed: int) -> Counter[str]:
+def simulated(seeds: range) -> Counter[str]:
     """Conversions that sleep and wake at every operation on their output, in folders and buckets (`schedules.py`), and
     commands that write releases, to the hub too (`release_schedules.py`).
     """
     counts: Counter[str] = Counter()
     for kind in ("folder", "folder in two", "bucket"):
-        counts[f"schedules in a {kind}"] = sum(1 for _ in schedules(kind, range(seed, seed + number)))
+        counts[f"schedules in a {kind}"] = sum(1 for _ in schedules(kind, seeds))
     for kind in ("folder", "bucket", "hub"):
-        counts[f"schedules of releases, {kind}"] = sum(1 for _ in release_schedules(kind, range(seed, seed + number)))
+        counts[f"schedules of releases, {kind}"] = sum(1 for _ in release_schedules(kind, seeds))
     return counts
 
 
@@ -191,6 +193,18 @@ def configs() -> Counter[str]:
                     problems = prepare(options, checkpoint_of(mutated(config, path, value), tensors)).plan.problems
                     assert time.monotonic() - start < 60, (path, value)
                     counts["configs refused" if problems else "configs planned"] += 1
+    return counts
+
+
+def one_round(root: Path, kills: int, seeds: range) -> Counter[str]:
+    """A part of everything but the configs, so that a soak that is ended early has had some of each."""
+    root.mkdir()
+    stages = [list(STAGES)[at % len(STAGES)] for at in range(kills)]
+    counts = kill_and_resume(root / "killed", stages, seeds.start)
+    counts += bundles_twice(root / "twice", max(1, kills // 20))
+    counts += simulated(seeds)
+    counts += sleepers(root / "asleep", max(2, kills // 10), seeds.start)
+    shutil.rmtree(root)
     return counts
 
 
@@ -212,15 +226,13 @@ def main(options: Sequence[str] | None = None) -> int:
     print(f"seed {args.seed}", flush=True)
     root = Path(tempfile.mkdtemp(prefix="weightbeam-soak-"))
     counts: Counter[str] = Counter()
-    for number, start in enumerate(range(0, args.kills, 40)):
-        stages = [list(STAGES)[i % len(STAGES)] for i in range(start, min(start + 40, args.kills))]
-        counts += kill_and_resume(root / str(number), stages, args.seed + number)
-        shutil.rmtree(root / str(number))
-        print(dict(counts), flush=True)
-    counts += bundles_twice(root / "twice", max(1, args.kills // 20))
-    counts += simulated(args.schedules, args.seed)
-    counts += sleepers(root / "asleep", max(4, args.kills // 10), args.seed)
-    print(dict(counts), flush=True)
+    rounds = max(1, args.kills // ROUND)
+    for number in range(rounds):
+        share = slice(args.schedules * number // rounds, args.schedules * (number + 1) // rounds)
+        counts += one_round(
+            root / str(number), min(args.kills, ROUND), range(args.seed, args.seed + args.schedules)[share]
+        )
+        print(f"round {number + 1} of {rounds}", dict(counts), flush=True)
     counts += configs()
     shutil.rmtree(root)
     print("\n".join(f"{count:>8,} {what}" for what, count in sorted(counts.items())))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weightbeam.pipelines.loading.meeting import Meeting
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 
 if TYPE_CHECKING:
@@ -42,13 +43,17 @@ def _largest(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, Callable[[
 class Agreement:
     """The votes of a load. With one process there is nothing to agree on: errors are raised at once.
 
+    Args:
+      meeting: of the processes that vote.
+
     Raises:
       RefusedError: there are several, and they can't have met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         import jax
 
+        self._until = meeting.until
         self.alone = jax.process_count() == 1
         self.error: Exception | None = None
         self._votes: collections.deque[jax.Array] = collections.deque()
@@ -89,7 +94,8 @@ class Agreement:
             self._look()
 
     def _look(self) -> None:
-        if int(np.asarray(self._votes.popleft().addressable_data(0))):
+        vote = self._votes.popleft()
+        if int(self._until(lambda: np.asarray(vote.addressable_data(0)))):
             raise self._told()
 
     def _told(self) -> Exception:
@@ -102,7 +108,7 @@ class Agreement:
             told = str(self.error).encode()[:WORDS]
             words[: len(told)] = np.frombuffer(told, np.uint8)
             words[0] = words[0] or ord("?")
-        everyone = np.asarray(multihost_utils.process_allgather(words))
+        everyone = self._until(lambda: np.asarray(multihost_utils.process_allgather(words)))
         if self.error is not None:
             return self.error
         failed = [process for process in range(jax.process_count()) if everyone[process].any()]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ def load(
         `config.json` tells its logical axes to `mesh`; the weights alone are loaded.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
-      timeout: seconds after which a process that isn't heard of counts as gone, until all have agreed.
+      timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names it.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
@@ -133,7 +134,7 @@ def load(
             lambda: _prepare(opened, chosen, asked, mesh, unit_bytes, dequantize),
             lambda made: made[0].identity(),
         )
-    return build(loading.run())
+        return build(loading.run(meeting))
 
 
 def _asked(
@@ -283,8 +284,8 @@ class Loading:
             told[key] = f"{target.dtype.name} {target.shape}, cut into {layout.counts}, on {where}"
         return told
 
-    def run(self) -> list[jax.Array]:
-        """Loads everything; the arrays in the order of the targets.
+    def run(self, meeting: Meeting) -> list[jax.Array]:
+        """Loads everything, once the processes have met; the arrays in the order of the targets.
 
         Raises:
           FailedError: a file can't be read, or was changed since it was opened; or another process failed.
@@ -292,13 +293,13 @@ class Loading:
         import jax
 
         try:
-            arrays = self._run()
+            arrays = self._run(meeting)
         except (StorageError, OSError, ValueError) as e:
             if isinstance(e, jax.errors.JaxRuntimeError):
-                raise self._lost(e) from e
+                raise self._lost(e, meeting) from e
             raise FailedError(f"{self.source.url}: {e}") from e
         except jax.errors.JaxRuntimeError as e:
-            raise self._lost(e) from e
+            raise self._lost(e, meeting) from e
         dtypes = {key: target.dtype for key, target in self.targets.items()}
         settled = settle(
             arrays,
@@ -307,19 +308,26 @@ class Loading:
         )
         return [settled[key] for key in self.targets]
 
-    def _lost(self, error: Exception) -> Exception:
+    def _lost(self, error: Exception, meeting: Meeting) -> Exception:
+        """What is raised for an error of JAX.
+
+        Raises:
+          FailedError: it comes of a process that has stopped, or left.
+        """
         import jax
 
         if jax.process_count() == 1:
             return error
+        if "RESOURCE_EXHAUSTED" not in str(error):  # which is this process's own
+            meeting.find_lost()
         return FailedError(
             f"the exchange with the other {jax.process_count() - 1} processes failed; one of them may have stopped: {error}"
         )
 
-    def _run(self) -> dict[str, jax.Array]:
+    def _run(self, meeting: Meeting) -> dict[str, jax.Array]:
         import jax
 
-        agreement = Agreement()
+        agreement = Agreement(meeting)
         partial = list(dict.fromkeys(block.key for step in self.steps for block in step.blocks if not block.is_whole))
         empty = empty_arrays(
             [
@@ -354,11 +362,12 @@ class Loading:
                 if len(busy) == ON_THE_WAY:
                     scratch, step = busy.popleft()
                     # the devices have what lies in its buffer
-                    jax.block_until_ready([arrays[block.key] for block in step.blocks])
+                    placed = [arrays[block.key] for block in step.blocks]
+                    meeting.until(functools.partial(jax.block_until_ready, placed))
                     scratch.reset()
                     free.append(scratch)
             self._conclude(agreement)
-            jax.block_until_ready(list(arrays.values()))
+            meeting.until(lambda: jax.block_until_ready(list(arrays.values())))
         finally:
             for *_, future in waiting:
                 future.cancel()

@@ -10,8 +10,10 @@ files; who is silent has died, or never came.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +25,7 @@ Made = TypeVar("Made")
 
 TIMEOUT = 90.0  # seconds; JAX ends all processes 100 s after the last sign of one, without a word of ours
 BEAT = 5.0  # seconds between two signs of a process, at most
-LOOK = 1000  # milliseconds for which the coordinator is asked at a time
+LOOK = 1000  # milliseconds for which the coordinator is asked at a time, and between two looks at signs
 SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
 
 _CALLS = itertools.count(1)  # of this process
@@ -60,10 +62,14 @@ class Meeting:
             self._beating.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self._left.set()
         if not self.alone:
             self._beating.join()
+            with contextlib.suppress(FailedError):  # the coordinator is gone
+                self._say(
+                    f"signs/{self.process}", {"left": "" if error is None else str(error) or type(error).__name__}
+                )
 
     def decide(self, what: str, make: Callable[[], Made]) -> Made:
         """What process 0 makes, of values that JSON can say: one decides for all.
@@ -103,6 +109,53 @@ class Meeting:
         if "refused" in outcome:
             raise RefusedError(outcome["refused"])
         return made
+
+    def until(self, wait: Callable[[], Made]) -> Made:
+        """What a wait for the devices of all processes returns; it ends, too, once one of them has stopped or left.
+
+        Raises:
+          FailedError: one isn't heard of, or left with an error; with its number.
+          Exception: of the wait.
+        """
+        if self.alone:
+            return wait()
+        ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
+        threading.Thread(target=lambda: ended.put(_outcome(wait)), name="exchange", daemon=True).start()
+        self._listen()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return ended.get(timeout=LOOK / 1000)()
+            self._check()
+
+    def find_lost(self) -> None:
+        """Looks for who has stopped or left, where an exchange broke off: which one it was is known a little later.
+
+        Raises:
+          FailedError: one has; with its number. Nothing is raised where all are there.
+        """
+        latest = time.monotonic() + self.timeout + BEAT
+        self._listen()
+        while time.monotonic() < latest:
+            self._check()
+            time.sleep(LOOK / 1000)
+
+    def _check(self) -> None:
+        """Looks whether all processes are there, or have left without an error.
+
+        Raises:
+          FailedError: one hasn't; with its number.
+        """
+        self._look()
+        silent = []
+        for process, (sign, since) in self._heard.items():
+            left = _left(sign)
+            if left:
+                who = f"process {process} of {self.processes} failed, so nothing was loaded: "
+                raise FailedError(left if left.startswith("process ") else who + left)  # it may have been told, too
+            if left is None and process != self.process and time.monotonic() - since > self.timeout:
+                silent.append(self._silence(_SilentError(process, came=True)))
+        if silent:
+            raise FailedError("; ".join(silent))
 
     def _made(self, what: str, make: Callable[[], Made]) -> Made:
         """What this process makes; its error is told to the others first."""
@@ -219,6 +272,25 @@ class Meeting:
             raise FailedError(
                 f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"
             ) from e
+
+
+def _outcome(wait: Callable[[], Made]) -> Callable[[], Made]:
+    """What returns what a wait returned, or raises what it raised."""
+    try:
+        made = wait()
+    except BaseException as e:
+        return functools.partial(_raise, e)
+    return lambda: made
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _left(sign: str | None) -> str | None:
+    """With what error a process has left, by its last sign; empty if without one, None if it hasn't left."""
+    said = json.loads(sign) if sign is not None else 0
+    return said["left"] if isinstance(said, dict) else None
 
 
 def differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable
-from weightbeam.pipelines.watching.records import SKEW, now
+from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import CHECKPOINTS, read_step
 
@@ -164,10 +164,14 @@ def _warn_of_downloads(likes: Iterable[str]) -> None:
 
 
 def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -> list[str]:
-    """Whether a place can't be written, or is another run's."""
+    """Whether a place can't be written, or is another run's; one whose owner can't be read stops its own run, at each
+    look.
+    """
     try:
         place.check_writable(dry_run)
         owner = place.owner()
+    except DamagedRecordError:
+        return []
     except OSError as e:
         return [f"{who}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}"]
     if owner not in (None, feed.run.checkpoints, feed.naming(place).name(feed.run.checkpoints)):

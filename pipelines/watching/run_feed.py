@@ -140,10 +140,16 @@ class RunFeed(Feed):
         return self._targets
 
     def _known_output(self, target: RunTarget) -> str | None:
+        """The output by which a target's place is known.
+
+        Raises:
+          DamagedRecordError: what the place says of itself is damaged: nothing of this run is published then.
+        """
         place = self.places[target.name]
+        known = place.known_as()
         if target.output is None or target.output.startswith("hf://"):
             return target.output
-        if known := place.known_as():
+        if known:
             return known
         self._read_marks()  # of a version that didn't say it there: the newest step does, if it is there
         newest = max(self._published(target.name), default=None)

@@ -24,13 +24,16 @@ def run_job(
     loads: Mapping[str, Mapping[str, Any]],
     folder: Path,
     more: Mapping[str, str] | None = None,
+    **asked: int,
 ) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
-    """What the processes of a job tell of each load, and how they ended; `more` is added to their environment."""
+    """What the processes of a job tell of each load, and how they ended; `more` is added to their environment,
+    `asked` to their request.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     request = folder / f"request-{processes}.json"
-    request.write_text(json.dumps({"devices": 8, "loads": list(loads.values())}, default=str))
+    request.write_text(json.dumps({"devices": 8, "loads": list(loads.values())} | asked, default=str))
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"} | dict(more or {})
     command = [sys.executable, str(HERE / "loading" / "member.py")]
     told: Told = {name: [] for name in loads}

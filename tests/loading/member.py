@@ -1,8 +1,8 @@
 """One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST ANSWERS`, where a request is a
 file of JSON.
 
-    {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process,
-    kind], "values": false, "waits": [process, path, "to call" or "to open"]}, …]}
+    {"devices": of all processes, "heartbeat": seconds after which JAX ends those who live, "loads": [{"source": …,
+    "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false, "waits": [process, path, "to call" or "to open"]}, …]}
 
 A list of sources, or of options, has one for each process. `waits` has a process call, or open its source, when there is such a file, or after a minute; when
 it is done with a load, a process makes the file `done-LOAD-PROCESS` beside the request.
@@ -47,7 +47,11 @@ def main(process: int, processes: int, port: str, request: dict[str, Any], folde
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=100
+            f"127.0.0.1:{port}",
+            processes,
+            process,
+            heartbeat_timeout_seconds=request.get("heartbeat", 10),
+            shutdown_timeout_seconds=100,
         )
     jax.monitoring.register_event_duration_secs_listener(note_program)
     for number, wanted in enumerate(request["loads"]):

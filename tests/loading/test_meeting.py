@@ -131,6 +131,29 @@ def test_who_is_not_there_is_named(job: Told) -> None:
     assert died["failed"].startswith("process 1 of 2 has stopped: it wasn't heard of for 4 s")
 
 
+@pytest.mark.parametrize("processes", [2, 3])
+def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
+    """Its devices are waited for by then: all others name it within the time-out, and at the next load, too; none ends
+    by JAX's hand, or in JAX's words.
+    """
+    first, second = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
+    mesh = f"fsdp={8 // processes * processes}"
+    loads = {
+        "whole": dict(source=second, mesh=mesh, options=STEPS),
+        "dies": dict(source=first, mesh=mesh, options=STEPS | SOON, fault=[1, "dies"]),
+        "next": dict(source=second, mesh=mesh, options=STEPS | SOON),
+    }
+    told, ended = run_job(processes, loads, tmp_path, heartbeat=25)
+    assert ended[1].returncode == -9
+    assert len(told["dies"]) == len(told["next"]) == processes - 1, [each.stderr[-3000:] for each in ended]
+    for each in told["whole"]:
+        assert_holds(each, wanted(2))
+    for each in told["dies"]:
+        assert each["failed"].startswith(f"process 1 of {processes} has stopped: it wasn't heard of for 4 s")
+    for each in told["next"]:
+        assert each["failed"].startswith(f"process 1 of {processes} didn't come to call 3 of load for 4 s")
+
+
 def on_one_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     here = SingleDeviceSharding(jax.devices()[0])
     return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}

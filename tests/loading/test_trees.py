@@ -142,11 +142,12 @@ def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
     file = source / "model.safetensors"
     like = abstract(wanted())
     from weightbeam.pipelines.loading import load as loading
+    from weightbeam.pipelines.loading.meeting import Meeting
 
     opened = loading._open(str(source), None, {}, {})[0]
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(wb.Failed, match=r"model\.safetensors"):
-        loading.Loading(opened, loading.read_tree(like).spelled_as(opened.arrays).targets).run()
+        loading.Loading(opened, loading.read_tree(like).spelled_as(opened.arrays).targets).run(Meeting())
     file.unlink()
     with pytest.raises(wb.Refused, match="no safetensors file"):
         wb.load(str(source), like)

@@ -231,6 +231,41 @@ def test_another_run_goes_on(
     assert (tmp_path / "out" / "a" / "hf" / "step-1" / "run.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [(False, b""), (True, b"[]")],
+    ids=["below the output, cut short", "an output of its own, no object"],
+)
+def test_a_place_that_says_nonsense_of_itself(
+    own: bool, said: bytes, model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own run says so at each look, and publishes nothing; another run goes on; once it is deleted, so does this."""
+    for name in ("a", "b"):
+        write(tmp_path / name, 1, model=model)
+    output = tmp_path / "out"
+    runs: list[dict[str, Any]] = [
+        {"checkpoints": str(tmp_path / name), "like": str(model[0]), "targets": [{"name": "hf"}]} for name in ("a", "b")
+    ]
+    place = tmp_path / "elsewhere" if own else output / "a" / "hf"
+    if own:
+        runs[0]["targets"][0]["output"] = str(place)
+    (place / OWNER).parent.mkdir(parents=True)
+    (place / OWNER).write_bytes(said)
+    config = tmp_path / "watch.yaml"
+    config.write_text(json.dumps({"output": str(output), "runs": runs}))
+    for more in (["--dry_run"], [], []):
+        assert call("watch", "--config", config, "--once", *more) == 1
+        told = capfd.readouterr()
+        assert f"{place / OWNER}: " in told.err
+        assert "Traceback" not in told.err
+        assert (output / "b" / "hf" / "step-1").exists() != bool(more)
+        assert (place / OWNER).read_bytes() == said
+        assert not (place / "step-1").exists()
+    (place / OWNER).unlink()
+    assert call("watch", "--config", config, "--once") == 0
+    assert (place / "step-1" / "run.json").exists()
+
+
 # --- outputs that are moved -------------------------------------------------------------------------------------------
 
 
