@@ -165,7 +165,7 @@ def family_of(config: Config, model: str | None = None, named: str | None = None
 
 
 def support_table() -> str:
-    """What is converted of each family, as a Markdown table, for the README."""
+    """What is converted of each family, as a Markdown table, for `docs/reference/families.md`."""
     rows = ["| family | releases | `model_type` | layouts | on request | not converted |", "|" + "---|" * 6]
     for family in FAMILIES:
         layouts = "both" if len(family.layouts) > 1 else f"{''.join(family.layouts)} only"
@@ -189,7 +189,3 @@ def models_table() -> str:
 
 def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-if __name__ == "__main__":
-    print(support_table(), models_table(), sep="\n\n")

@@ -1,29 +1,37 @@
-"""The README says what the code says."""
+"""The README and the tables of the manual say what the code says."""
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
 from processes import run
 
+from deploy import picture, tables
 from weightbeam.formats.encodings import table
-from weightbeam.model_mappings import registry
 
 ROOT = Path(__file__).parent.parent
-FILES = {
-    registry.support_table: "README.md",
-    registry.models_table: "docs/reference/families.md",
-    table.support_table: "README.md",
-    table.refused: "README.md",
-}
 
 
-@pytest.mark.parametrize("made", FILES, ids=lambda made: f"{made.__module__}.{made.__name__}")
-def test_what_is_supported_is_what_the_code_says(made) -> None:
-    """`python -m weightbeam.model_mappings.registry` and `python -m weightbeam.formats.encodings.table` print the
-    tables anew.
-    """
-    assert made() in (ROOT / FILES[made]).read_text()
+@pytest.mark.parametrize("path", sorted({place for _, place in tables.TABLES.values()}))
+def test_what_is_supported_is_what_the_code_says(path: str) -> None:
+    """`python -m deploy.tables` writes the tables anew."""
+    assert (ROOT / path).read_text() == tables.page(path)
+    missing = [
+        name for name, (made, place) in tables.TABLES.items() if place == path and made() not in tables.page(path)
+    ]
+    assert missing == []
+
+
+def test_the_readme_has_five_screens() -> None:
+    """Of 80 columns and 40 lines."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert sum(max(1, math.ceil(len(line) / 80)) for line in lines) <= 5 * 40
+
+
+def test_the_picture_is_of_a_plan_of_today() -> None:
+    """`python -m deploy.picture` draws it anew."""
+    assert picture.FILE.read_text() == picture.main()
 
 
 def test_every_format_says_who_publishes_it() -> None:

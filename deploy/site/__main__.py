@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,10 @@ def build(run_notebooks: bool = True) -> Path:
     execution = "force" if run_notebooks else "off"
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "--builder", "html"]
     places = ["--conf-dir", str(Path(__file__).parent), str(source), str(html)]
-    subprocess.run([*command, "-D", f"nb_execution_mode={execution}", *places], check=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # notebooks call `weightbeam`
+    subprocess.run(
+        [*command, "-D", f"nb_execution_mode={execution}", *places], check=True, env=os.environ | {"PATH": path}
+    )
     return html
 
 

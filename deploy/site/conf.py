@@ -39,6 +39,7 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 600
 nb_merge_streams = True
+nb_output_stderr = "remove"  # other libraries' bars and warnings
 
 smartquotes = False  # two hyphens are an option
 default_role = "literal"  # docstrings have one backtick

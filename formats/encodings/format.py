@@ -94,13 +94,13 @@ class QuantizedFormat:
     that isn't one alone, the checkpoint is refused.
 
     Attributes:
-      name: for messages, and for the README's table.
+      name: for messages, and for the manual's table.
       suffix: of the tensor with the codes; may be empty.
       dtypes: of the codes.
       companions: see `Companion`.
       make: the encoding; raises MismatchError where the parts don't fit together.
       logical: what stands in the weight's name in place of `suffix`.
-      releases: who publishes it, for the README's table.
+      releases: who publishes it, for the manual's table.
       methods: the `quant_method`s that may go with it; empty for any.
       fits: tells formats apart that look alike otherwise.
       in_blocks: whether its scales may lie in blocks of a size that the shapes don't tell (`fp8.find_block`).

@@ -61,7 +61,7 @@ REFUSED_NAMES = {
 
 
 def support_table() -> str:
-    """The formats as a Markdown table, for the README."""
+    """The formats as a Markdown table, for `docs/reference/formats.md`."""
     rows = ["| format | written by, or released as | `quant_method` |", "|---|---|---|"]
     for entry in FORMATS:
         rows.append(f"| {entry.name} | {entry.releases} | {', '.join(f'`{method}`' for method in entry.methods)} |")
@@ -69,9 +69,5 @@ def support_table() -> str:
 
 
 def refused() -> str:
-    """What is refused by its name, for the README."""
+    """What is refused by its name, for `docs/reference/formats.md`."""
     return ", ".join(sorted({*REFUSED_METHODS.values(), *REFUSED_NAMES}, key=str.lower))
-
-
-if __name__ == "__main__":
-    print(support_table(), refused(), sep="\n\n")

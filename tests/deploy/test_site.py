@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import notebooks
 from deploy.site import __main__ as site
 from deploy.site import code, pages
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
@@ -54,3 +55,18 @@ def test_versions_lie_side_by_side(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sites" / "versions.json").read_text()) == ["0.10.0", "0.10.0.dev0", "0.9.0"]
     assert 'href="0.10.0/"' in (tmp_path / "sites" / "index.html").read_text()
     assert (tmp_path / "sites" / "0.9.0" / "index.html").read_text() == "0.9.0"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_stored_as_it_is_written(path: Path) -> None:
+    """Without outputs, and with today's way to install in its first cell; `python -m deploy.notebooks` writes that."""
+    notebook = json.loads(path.read_text())
+    assert path.read_text() == notebooks.written(notebook)
+    assert [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")] == []
+
+
+def test_a_release_installs_itself_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once messages say how: one line is changed for all."""
+    assert "raise SystemExit(" in notebooks.first_cell()
+    monkeypatch.setattr(notebooks, "install", lambda extra: f"pip install 'it[{extra}]'")
+    assert notebooks.first_cell().splitlines()[-1] == f"    %pip install --quiet 'it[{notebooks.EXTRAS}]'"
