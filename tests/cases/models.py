@@ -302,6 +302,7 @@ MODELS = {
         dict(text_config=GEMMA4_UNIFIED, vision_config=GEMMA4_EMBEDDER, audio_config=dict(audio_embed_dim=28)),
         "100KB",
     ),
+    "cosmos3": ("Cosmos3Omni", dict(text_config=UNEVEN_QWEN3, vision_config=UNEVEN_QWEN_VISION), "100KB"),
     "gemma4-12b-text": ("Gemma4Unified", GEMMA4_UNIFIED | dict(num_hidden_layers=6, attention_k_eq_v=False), None),
 }
 
