@@ -28,6 +28,8 @@ FILE = "maxtext.yml"
 WIDTH = 120
 NAMES = {  # why a model runs under another one's name
     "kimi-k2-1t": "under the name kimi-k2-1t MaxText e591f30's router doesn't normalise scores and takes them after the bias (73 % of tokens agree)",
+    "cosmos3-nano-reasoner": "MaxText 0.2.5 has no file for Cosmos 3, and the very model under this one; later versions have its own",
+    "cosmos3-super-reasoner": "MaxText 0.2.5 has no file for Cosmos 3, and the very model under this one; later versions have its own",
     "llama3.2-1b": "MaxText has no file for Llama 3.2",
     "llama3.2-3b": "MaxText has no file for Llama 3.2",
 }

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layo
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 
-MAX_ELEMENTS = 1 << 41  # of a model: 2.2 trillion parameters
+MAX_ELEMENTS = 1 << 43  # of a model: 8.8 trillion parameters
 # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables

@@ -134,7 +134,9 @@ def family_by_config(config: Config) -> Family:
     kind = config.get("model_type")
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
-        raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
+        raise UnknownFamilyError(
+            f"no table for model_type {kind!r} of config.json; for plain JAX --family identity takes any as it is (docs/jax.md). Supported:\n{supported()}"
+        )
     return family
 
 

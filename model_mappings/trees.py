@@ -35,6 +35,7 @@ DILOCO = {"inner_state", "outer_opt_state"}
 MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
 SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}$")
+PARTS = {"decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block"}  # of MaxText's models
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -152,13 +153,7 @@ def _named(path: Path, below_params: bool) -> str:
     """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` ->
     `params.params.decoder.layers_0.mlp.wi_0.kernel`.
     """
-    is_collection = below_params and next(iter(path), "") not in (
-        "decoder",
-        "token_embedder",
-        "vision_encoder",
-        "audio_encoder",
-        "mtp_block",
-    )
+    is_collection = below_params and PARTS.isdisjoint(path[:1])
     return ".".join([PREFIX, *_folded(path)]) if is_collection else PARAMETERS + ".".join(_folded(path))
 
 
@@ -174,9 +169,10 @@ def _folded(path: Path) -> list[str]:
     """The components of a weight's key: those of a path without nnx's own, elements of an nnx.List numbered."""
     if path[-1] == VALUE and len(path) > 1:
         path = path[:-1]
+    is_model = not PARTS.isdisjoint(path[:2])  # what isn't MaxText's keeps its names: those of `--family identity`
     folded: list[str] = []
     for component in path:
-        if component.isdecimal() and folded:  # an element of an nnx.List
+        if component.isdecimal() and folded and is_model:  # an element of an nnx.List
             folded[-1] += f"_{component}"
         else:
             folded.append(component)

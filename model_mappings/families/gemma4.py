@@ -1,4 +1,4 @@
-"""Gemma 4 26B-A4B (experts beside a dense MLP) and 31B: five local layers and a global one repeat.
+"""Gemma 4 26B-A4B (experts beside a dense MLP), 31B and 12B: five local layers and a global one repeat.
 
 * MaxText scans twice, over the blocks of six and over the five local layers of each (`Gemma4ScannableBlock`). transformers
   makes the last layer a global one in any case (`Gemma4TextConfig.__post_init__`), MaxText every sixth. So layers behind the
@@ -9,9 +9,12 @@
 * The hub fuses the experts; quantised releases have one tensor each, some below `moe.` (vllm-project/vllm, #39045 and #41206).
 * MaxText's vision tower has no clipped linear layers. Where the release doesn't standardize, its std_scale and std_bias are
   constants. The position table is summed over x and y, its first axis and MaxText's second (`factorized_posemb`).
+* 12B (`gemma4_unified`) has the dense text model and no tower: an embedder takes squares of patches straight to the projector.
+  Its position table lies as MaxText's does. Its norms add 1e-5 in transformers (`torch.nn.LayerNorm`), 1e-6 in MaxText, which has
+  it in a branch only (agagik-gemma4-12b, 85b12b8, `Gemma4UnifiedVisionEmbedder`; its trees were made by running that).
 
 AI-Hypercomputer/maxtext, src/maxtext/models/gemma4.py and gemma4_vision.py, checkpoint_conversion/utils/param_mapping.py,
-e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4.py, v5.23.0.
+e591f30; huggingface/transformers, models/{gemma4,gemma4_unified}/{configuration,modeling}_*.py, v5.23.0.
 """
 
 import numpy as np
@@ -44,6 +47,7 @@ from weightbeam.model_mappings.lines import (
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import rope_of
 from weightbeam.model_mappings.rules import rule, stack
+from weightbeam.model_mappings.towers import layer_norm, linear_layer
 
 HF = "model.language_model."
 LAYER = HF + "layers.{layer}."
@@ -51,9 +55,16 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 CYCLE = (LOCAL,) * 5 + (GLOBAL,)
 DEFAULTS = dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=256)
 VISION_DEFAULTS = dict(num_key_value_heads=12, head_dim=64, patch_size=16, position_embedding_size=10_240)
+UNIFIED_VISION_DEFAULTS = dict(mm_embed_dim=3840, mm_posemb_size=1120, output_proj_dims=3840)
 TEXT_PARTS = ("embed_tokens", "layers", "norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 ALIASES = {f"model.{part}": HF + part for part in TEXT_PARTS}  # of a text-only release
 TOWER, PROJECTOR = "vision_encoder/Gemma4VisionEncoderLayer_0", "vision_encoder/Gemma4VisionProjector_0"
+EMBEDDER = "vision_encoder/Gemma4UnifiedVisionEmbedder_0"
+EMBEDDED = ("patch_ln1", "patch_dense", "patch_ln2", "pos_embedding", "pos_norm")  # the embedder's tensors
+UNIFIED_ALIASES = {  # transformers' names in memory
+    **{f"model.embed_vision.{name}": f"model.vision_embedder.{name}" for name in EMBEDDED},
+    "model.embed_vision.multimodal_embedder": "model.embed_vision",
+}
 
 
 def text(c):
@@ -63,9 +74,14 @@ def text(c):
     return Config(with_defaults(part, **DEFAULTS) | {"tie_word_embeddings": tied})
 
 
+def is_unified(c):
+    """12B: an embedder in place of the towers."""
+    return c["model_type"].startswith("gemma4_unified")
+
+
 def is_small(c):
     """E2B and E4B: their layers have inputs of their own."""
-    return text(c).count("hidden_size_per_layer_input") > 0
+    return not is_unified(c) and text(c).count("hidden_size_per_layer_input") > 0
 
 
 def text_dims(t, cycle):
@@ -95,7 +111,7 @@ def dims(c, layout):
     if t.count("num_kv_shared_layers"):
         raise ConfigError("config.json: 'num_kv_shared_layers' isn't 0; in MaxText only Gemma 4 E2B and E4B share keys and values between layers")
     moe = dict(expert=t.size("num_experts"), moe_mlp=t.size("moe_intermediate_size")) if t.flag("enable_moe_block") else {}
-    return text_dims(t, CYCLE) | moe | (vision_dims(vision(c)) if layout.multimodal else {})
+    return text_dims(t, CYCLE) | moe | (vision_dims(c) if layout.multimodal else {})
 
 
 def attention(kind, key=True, value=True):
@@ -139,14 +155,48 @@ def stacks(c, layout):
         out.append(stack("decoder/scanned_blocks/global_layer", LAYER, blocks[:, -1], whole, "layers"))
     else:
         out += cycles(layout, n, [local] * 5 + [whole], LAYER)
-    return out + (tower(vision(c)) if layout.multimodal else [])
+    return out + (vision(c) if layout.multimodal else [])
 
 
 def vision(c):
-    return with_defaults(c.part("vision_config"), **VISION_DEFAULTS)
+    v = c.part("vision_config")
+    return embedder() if is_unified(c) else tower(with_defaults(v, **VISION_DEFAULTS))
 
 
-def vision_dims(v):
+def vision_dims(c):
+    v = c.part("vision_config")
+    return embedder_dims(with_defaults(v, **UNIFIED_VISION_DEFAULTS)) if is_unified(c) else tower_dims(with_defaults(v, **VISION_DEFAULTS))
+
+
+def patch_side(v, model=None):
+    """Pixels along a side of what the embedder takes: a square of patches."""
+    return v.size("patch_size", 16) * v.size("pooling_kernel_size", 3)
+
+
+def embedder_dims(v):
+    embed, side = v.size("mm_embed_dim"), patch_side(v)
+    if embed != v.size("output_proj_dims") or side != v.size("model_patch_size", side):
+        raise ConfigError("config.json: vision_config contradicts itself: mm_embed_dim and output_proj_dims are one size, model_patch_size is patch_size times pooling_kernel_size")
+    return dict(v_embed=embed, patch=3 * side**2, xy=2, position=v.size("mm_posemb_size"))
+
+
+def embedder():
+    table = [
+        *layer_norm("patch_ln1", "patch_ln1", "patch"),
+        *linear_layer("patch_dense", "patch_dense", "v_embed", "patch", "embed", "mlp"),
+        *layer_norm("patch_ln2", "patch_ln2", "v_embed"),
+        rule("pos_emb_param", "pos_embedding", "position xy v_embed", ""),
+        *layer_norm("pos_norm", "pos_norm", "v_embed"),
+    ]
+    return [stack(EMBEDDER, "model.vision_embedder.", 0, table), projector()]
+
+
+def projector():
+    table = [rule("projection/kernel", "embedding_projection.weight", "embed v_embed -> v_embed embed", "embed mlp")]
+    return stack(PROJECTOR, "model.embed_vision.", 0, table)
+
+
+def tower_dims(v):
     embed, heads, dim = v.size("hidden_size"), v.size("num_attention_heads"), v.size("head_dim")
     if embed != heads * dim or heads != v.size("num_key_value_heads") or v.flag("use_clipped_linears"):
         raise ConfigError("config.json: MaxText's vision tower has heads that fill hidden_size, as many for keys, and no clipped linear layers; vision_config differs")
@@ -178,11 +228,10 @@ def tower(v):
         rule("mlp/wi_1/kernel", "mlp.up_proj.linear.weight", "v_mlp v_embed -> v_embed v_mlp", "embed mlp"),
         rule("mlp/wo/kernel", "mlp.down_proj.linear.weight", "v_embed v_mlp -> v_mlp v_embed", "mlp embed"),
     ]
-    projector = [rule("projection/kernel", "embedding_projection.weight", "embed v_embed -> v_embed embed", "embed mlp")]
     return [
         stack(TOWER, "model.vision_tower.", 0, ends),
         *(stack(f"{TOWER}/layer_{i}", "model.vision_tower.encoder.layers.{layer}.", i, layer) for i in range(v.size("num_hidden_layers"))),
-        stack(PROJECTOR, "model.embed_vision.", 0, projector),
+        projector(),
     ]
 
 
@@ -190,10 +239,8 @@ def drops(c, layout):
     vision = Tower("vision tower, convert it with --multimodal true", {"vision_config": None})
     audio = Tower("MaxText has no audio tower for Gemma 4", {"audio_config": None})
     found = common_drops(text(c), layout, HF) | {"model.audio_tower.*": audio, "model.embed_audio.*": audio}
-    return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
-
-
-GLOBAL_LAYERS, LOCAL_LAYERS = "full_attention", "sliding_attention"
+    names = ("vision_embedder" if is_unified(c) else "vision_tower", "embed_vision")
+    return found | ({} if layout.multimodal else {f"model.{name}.*": vision for name in names})
 
 
 def own_sizes(t, model):
@@ -219,14 +266,14 @@ SHARED = (
     derived("global_num_kv_heads", lambda t, model: own_sizes(t, model)[1], "num_global_key_value_heads", to_field=lambda n: n or None),
     *(fixed(key, True) for key in ("use_post_attn_norm", "use_post_ffw_norm")),
     fixed("v_norm_with_scale", False),
-    size("sliding_window_size", "sliding_window", default=512),
+    size("sliding_window_size", "sliding_window", default=lambda t: 1024 if t.get("model_type") == "gemma4_unified_text" else 512),
     real("final_logits_soft_cap", "final_logit_softcapping", default=None, none=0),
-    derived("local_rope_max_timescale", lambda t, model: thetas(t, LOCAL_LAYERS, 10_000), f"rope_parameters.{LOCAL_LAYERS}.rope_theta"),
-    written(f"rope_parameters.{LOCAL_LAYERS}.rope_type", "default"),
-    derived("global_rope_max_timescale", lambda t, model: thetas(t, GLOBAL_LAYERS, 1_000_000), f"rope_parameters.{GLOBAL_LAYERS}.rope_theta"),
-    derived("rope_max_timescale", lambda t, model: thetas(t, GLOBAL_LAYERS, 1_000_000)),
-    written(f"rope_parameters.{GLOBAL_LAYERS}.rope_type", "proportional"),
-    derived("global_rope_proportion", lambda t, model: number(rope_of(t, GLOBAL_LAYERS).get("partial_rotary_factor", 0.25)), f"rope_parameters.{GLOBAL_LAYERS}.partial_rotary_factor"),
+    derived("local_rope_max_timescale", lambda t, model: thetas(t, LOCAL, 10_000), f"rope_parameters.{LOCAL}.rope_theta"),
+    written(f"rope_parameters.{LOCAL}.rope_type", "default"),
+    derived("global_rope_max_timescale", lambda t, model: thetas(t, GLOBAL, 1_000_000), f"rope_parameters.{GLOBAL}.rope_theta"),
+    derived("rope_max_timescale", lambda t, model: thetas(t, GLOBAL, 1_000_000)),
+    written(f"rope_parameters.{GLOBAL}.rope_type", "proportional"),
+    derived("global_rope_proportion", lambda t, model: number(rope_of(t, GLOBAL).get("partial_rotary_factor", 0.25)), f"rope_parameters.{GLOBAL}.partial_rotary_factor"),
     derived("local_rope_proportion", lambda t, model: 1),
 )  # fmt: skip
 HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
@@ -241,6 +288,14 @@ VISION = inside("vision_config", (
     size("vision_output_length", "default_output_length", default=280),
     derived("rope_theta_for_vit", lambda v, model: number(rope_of(v).get("rope_theta", 100))),
     fixed("vision_encoder_block", "gemma4"),
+), when=bool)  # fmt: skip
+UNIFIED_VISION = inside("vision_config", (
+    size("hidden_size_for_vit", "mm_embed_dim", default=UNIFIED_VISION_DEFAULTS["mm_embed_dim"]),
+    derived("patch_size_for_vit", patch_side),
+    derived("conv_stride_for_vit", patch_side),
+    size("num_position_embeddings_for_vit", "mm_posemb_size", default=UNIFIED_VISION_DEFAULTS["mm_posemb_size"]),
+    size("vision_output_length", "num_soft_tokens", default=280),
+    fixed("vision_encoder_block", "gemma4_unified"),
 ), when=bool)  # fmt: skip
 
 
@@ -261,26 +316,30 @@ LARGE = (
 )
 
 
-def composite(text_lines):
+def composite(text_lines, kind="gemma4", name="Gemma4", vision_lines=VISION):
     """The lines for each `model_type`: a text model alone, and one with towers."""
     return {
-        "gemma4_text": (*text_lines, HEAD, written("architectures", ["Gemma4ForCausalLM"]), written("model_type", "gemma4_text")),
-        "gemma4": (*inside("text_config", text_lines), HEAD, *VISION, written("architectures", ["Gemma4ForConditionalGeneration"]), written("model_type", "gemma4")),
+        f"{kind}_text": (*text_lines, HEAD, written("architectures", [f"{name}ForCausalLM"]), written("model_type", f"{kind}_text")),
+        kind: (*inside("text_config", text_lines), HEAD, *vision_lines, written("architectures", [f"{name}ForConditionalGeneration"]), written("model_type", kind)),
     }
 
 
+TOWERED, UNIFIED = ("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")
+BRANCH = "MaxText has gemma4-12b in a branch only, agagik-gemma4-12b (85b12b8), and neither in e591f30 nor in 0.2.5"
+
 FAMILY = Family(
     name="gemma4",
-    models={"gemma4-[0-9]*": ("gemma4", "gemma4_text")},
+    models={"gemma4-12b": UNIFIED, "gemma4-26b": TOWERED, "gemma4-31b": TOWERED},
     dims=dims,
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text(c), layout, HF),
-    configuration=composite(LARGE),
-    releases="Gemma 4 26B-A4B, 31B",
-    checked=("gemma4-26b", "gemma4-31b"),
-    missing="the audio tower",
+    configuration=composite(LARGE) | composite(LARGE, "gemma4_unified", "Gemma4Unified", UNIFIED_VISION),
+    releases="Gemma 4 12B, 26B-A4B, 31B",
+    checked=("gemma4-12b", "gemma4-26b", "gemma4-31b"),
+    missing="audio",
     towers="vision",
-    aliases=ALIASES | {f"{prefix}layers.*.moe.experts": f"{HF}layers.*.experts" for prefix in ("model.", HF)},
+    note=lambda c, layout: BRANCH if is_unified(c) else "",
+    aliases=ALIASES | UNIFIED_ALIASES | {f"{prefix}layers.*.moe.experts": f"{HF}layers.*.experts" for prefix in ("model.", HF)},
     fits=lambda c: not is_small(c),
 )

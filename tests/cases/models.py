@@ -86,6 +86,11 @@ UNEVEN_GEMMA4_VISION = dict(
     hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3, head_dim=12, patch_size=4,
     position_embedding_size=30, pooling_kernel_size=2,
 )  # fmt: skip
+GEMMA4_UNIFIED = BASE | TIED | dict(
+    vocab_size=200, hidden_size=40, head_dim=8, intermediate_size=56, num_hidden_layers=12, global_head_dim=24, num_global_key_value_heads=1,
+    attention_k_eq_v=True, sliding_window=5,
+)  # fmt: skip
+GEMMA4_EMBEDDER = dict(patch_size=2, pooling_kernel_size=3, mm_embed_dim=36, mm_posemb_size=30, output_proj_dims=36)
 DELTA_NET = MOE | dict(
     num_hidden_layers=8, shared_expert_intermediate_size=48, linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16,
     linear_num_key_heads=2, linear_num_value_heads=4,
@@ -292,6 +297,13 @@ MODELS = {
     "glm5": ("GlmMoeDsa", GLM5, "100KB"),
     "glm5-full": ("GlmMoeDsa", GLM5 | dict(indexer_types=None, num_hidden_layers=3), None),
     "hy3": ("HYV3", HY3, "100KB"),
+    "gemma4-12b": (
+        "Gemma4Unified",
+        dict(text_config=GEMMA4_UNIFIED, vision_config=GEMMA4_EMBEDDER, audio_config=dict(audio_embed_dim=28)),
+        "100KB",
+    ),
+    "cosmos3": ("Cosmos3Omni", dict(text_config=UNEVEN_QWEN3, vision_config=UNEVEN_QWEN_VISION), "100KB"),
+    "gemma4-12b-text": ("Gemma4Unified", GEMMA4_UNIFIED | dict(num_hidden_layers=6, attention_k_eq_v=False), None),
 }
 
 

@@ -108,6 +108,8 @@ def config_of(tree: Tree) -> dict:
         return config | DEEPSEEK4_TINY
     if tree.model.startswith("qwen3-vl-"):
         return config | {"model_type": "qwen3_vl_moe" if tree.model.endswith("-a3b") else "qwen3_vl"}
+    if tree.model.startswith(("cosmos3-", "weaver-")):  # MaxText's class for it drops the name of its kind
+        return config | {"model_type": f"{tree.model.partition('-')[0]}_omni"}
     if tree.model == "qwen3-omni-30b-a3b":  # transformers' defaults, but for some
         return config | {
             "thinker_config": {part: config["thinker_config"][part] | sizes for part, sizes in THINKER.items()}

@@ -35,9 +35,16 @@ LLAMA32 = dict(
     logits_via_embedding=True,
     normalize_embedding_logits=False,
 )
+NO_TOWER = dict(
+    intermediate_size_for_vit=5632, num_hidden_layers_for_vit=34, rope_theta_for_vit=10000
+)  # base.yml's: the file says none
+WEAVER = dict(
+    logits_via_embedding=False, normalize_embedding_logits=True, hidden_size_for_vit=1152, intermediate_size_for_vit=4304, num_hidden_layers_for_vit=27,
+    deepstack_visual_indexes_for_vit=[8, 16, 24],
+)  # fmt: skip
 RUN_AS = {  # names that MaxText hasn't got, or under which its router is wrong (Kimi K2), and the one that serves
     "kimi-k2-1t": "deepseek3-671b", "llama3-405b": "llama3-70b", "llama3.2-1b": "llama3.1-8b", "llama3.2-3b": "llama3.1-8b",
-    "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
+    "qwen3-coder-480b-a35b": "qwen3-480b-a35b", "cosmos3-nano-reasoner": "weaver-mini", "cosmos3-super-reasoner": "weaver-max",
 }  # fmt: skip
 
 
@@ -62,12 +69,19 @@ HY3 = sizes(
     num_experts=192, num_experts_per_tok=8, base_moe_mlp_dim=1536, shared_experts=1, routed_score_func="sigmoid", routed_bias=True,
     routed_scaling_factor=2.826, norm_topk_prob=True, use_qk_norm=True, rope_max_timescale=11158840,
 )  # fmt: skip
-# src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json; the first word is the model that it is like
+# src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json; gemma4-12b: branch agagik-gemma4-12b, 85b12b8;
+# weaver: 0.2.5; cosmos3: branch cosmos3_nano_bringup, d6b3a0a, and c4caeb9; the first word is the model that it is like
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2-236b": ("deepseek2-16b", sizes(5120, 128, 128, 12288, 60, base_moe_mlp_dim=1536, num_experts=160, q_lora_rank=1536, routed_scaling_factor=16.0)),
     "gemma3-27b": ("gemma3-12b", sizes(5376, 32, 16, 21504, 62, head_dim=128)),
     "gemma4-31b": ("gemma4-26b", sizes(5376, 32, 16, 21504, 60, global_num_kv_heads=4, num_experts=1, num_experts_per_tok=1, shared_experts=0,
                                        base_moe_mlp_dim=-1, norm_topk_prob=False)),
+    "gemma4-12b": ("gemma4-31b", sizes(3840, 16, 8, 15360, 48, global_num_kv_heads=1) | NO_TOWER | dict(
+        vision_encoder_block="gemma4_unified", patch_size_for_vit=48, conv_stride_for_vit=48, hidden_size_for_vit=3840, num_position_embeddings_for_vit=1120)),
+    "weaver-mini": ("qwen3-vl-4b", sizes(4096, 32, 8, 12288, 36, out_hidden_size_for_vit=4096) | WEAVER),
+    "weaver-max": ("qwen3-vl-4b", sizes(5120, 64, 8, 25600, 64, out_hidden_size_for_vit=5120) | WEAVER),
+    "cosmos3-nano-reasoner": ("weaver-mini", {}),
+    "cosmos3-super-reasoner": ("weaver-max", {}),
     "gpt-oss-120b": ("gpt-oss-20b", sizes(2880, 64, 8, 2880, 36, num_experts=128)),
     "llama3.1-70b": ("llama3.3-70b", {}),
     "llama3.2-1b": ("llama3.1-8b", sizes(2048, 32, 8, 8192, 16, head_dim=64) | LLAMA32),

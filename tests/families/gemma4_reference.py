@@ -2,7 +2,8 @@
 does.
 
 After src/maxtext/models/gemma4.py, gemma4_small.py and gemma4_vision.py, layers/attentions.py, layers/embeddings.py
-(`Gemma4PartialRotaryEmbedding`) and layers/moe.py of MaxText e591f30. One sequence or one image, without padding.
+(`Gemma4PartialRotaryEmbedding`) and layers/moe.py of MaxText e591f30, and `Gemma4UnifiedVisionEmbedder` of its branch
+agagik-gemma4-12b (85b12b8). One sequence or one image, without padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ TOWER, PROJECTOR = (
     "vision_encoder.Gemma4VisionEncoderLayer_0",
     "vision_encoder.Gemma4VisionProjector_0.projection.kernel",
 )
+EMBEDDER = "vision_encoder.Gemma4UnifiedVisionEmbedder_0"
 BLOCK = 6  # layers
 
 
@@ -187,3 +189,22 @@ def image_tokens(arrays: Arrays, config: Mapping[str, Any], image: np.ndarray) -
     )
     standardized = (pooled - a["std_bias"]) * a["std_scale"]
     return [*steps, norm(standardized) @ arrays[PROJECTOR].astype(np.float64)]
+
+
+def layer_norm(a: Arrays, x: np.ndarray, name: str) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return norm(centred, a[f"{name}.scale"]) + a[f"{name}.bias"]
+
+
+def embedded_squares(arrays: Arrays, config: Mapping[str, Any], image: np.ndarray) -> list[np.ndarray]:
+    """An image (rows, columns, rgb) through the embedder of 12B, a square of patches at a time: behind its last norm,
+    and the text model's inputs.
+    """
+    side = config["patch_size"] * config["pooling_kernel_size"]
+    rows, columns, _ = (size // side for size in image.shape)
+    squares = image.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(rows * columns, -1)
+    a, (y, x) = below(arrays, EMBEDDER), np.indices((rows, columns)).reshape(2, -1)
+    dense = layer_norm(a, squares, "patch_ln1") @ a["patch_dense.kernel"] + a["patch_dense.bias"]
+    placed = layer_norm(a, dense, "patch_ln2") + a["pos_emb_param"][x, 0] + a["pos_emb_param"][y, 1]
+    normed = layer_norm(a, placed, "pos_norm")
+    return [normed, norm(normed) @ arrays[PROJECTOR].astype(np.float64)]

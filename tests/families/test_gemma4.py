@@ -1,4 +1,4 @@
-"""Gemma 4 26B and 31B: what the layers compute, text and vision; the spellings of releases and of `config.json`; and
+"""Gemma 4 12B, 26B and 31B: what the layers compute, text and vision; the spellings of releases and of `config.json`; and
 what is refused.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import load_headers, load_trees
-from families.gemma4_reference import TOWER, image_tokens, text_logits
-from support import assert_same_bits, converted, read_config, read_tensors, save
+from families.gemma4_reference import EMBEDDER, TOWER, embedded_squares, image_tokens, text_logits
+from support import assert_same_bits, converted, read_config, read_model, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
@@ -27,7 +27,11 @@ def close(made: np.ndarray, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
 @pytest.mark.parametrize(
-    "name", ["cases/gemma4-moe", "cases/gemma4-dense", "models/gemma4-vision", "models/gemma4-text"]
+    "name",
+    [
+        *("cases/gemma4-moe", "cases/gemma4-dense"),
+        *(f"models/gemma4-{name}" for name in ("vision", "text", "12b", "12b-text")),
+    ],
 )
 def test_text_model_computes_what_transformers_computes(generated: Path, tmp_path: Path, name: str, scan: str) -> None:
     """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: keys as values, experts beside the
@@ -81,6 +85,44 @@ def test_vision_tower_computes_what_transformers_computes(
     assert len(made) == len(wanted) == config["num_hidden_layers"] + 2
     for ours, theirs in zip(made, wanted, strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
+def test_the_embedder_computes_what_transformers_computes(generated: Path, tmp_path: Path, scan: str) -> None:
+    """12B: transformers cuts an image into patches and merges squares of them (`patches_merge` of
+    models/gemma4_unified/image_processing_gemma4_unified.py); MaxText cuts the squares.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    folder = generated / "models" / "gemma4-12b"
+    config = read_config(folder)["vision_config"]
+    patch, pool, (rows, columns) = config["patch_size"], config["pooling_kernel_size"], (2, 4)
+    image = np.random.default_rng(1).random((rows * pool * patch, columns * pool * patch, 3))
+    patches = image.reshape(rows, pool, patch, columns, pool, patch, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+    merged = patches.swapaxes(3, 4).reshape(1, rows * columns, -1)
+    squares = torch.tensor(merged, dtype=torch.float32)
+    places = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1).reshape(1, -1, 2)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
+    with torch.no_grad():
+        out = model.get_image_features(squares, places)
+    arrays = converted(folder, tmp_path, "--scan_layers", scan, "--save_dtype", "float32", "--multimodal", "true")
+    made = embedded_squares(arrays, config, image)
+    for ours, theirs in zip(made, (out.last_hidden_state[0], out.pooler_output[0]), strict=True):
+        close(ours, theirs.numpy())
+
+
+def test_the_embedder_in_memory(generated: Path, tmp_path: Path) -> None:
+    """transformers has other names for it in memory than in the files that it writes."""
+    config, tensors, state = read_model(generated, "gemma4-12b")
+    respelled = {name.replace("vision_embedder", "embed_vision") for name in tensors if "vision_embedder" in name}
+    assert len(respelled) == 9
+    assert respelled < state.keys()
+    del state["lm_head.weight"]
+    folder = save(tmp_path / "source", config, state)
+    wanted = converted(generated / "models" / "gemma4-12b", tmp_path / "wanted", "--multimodal", "true")
+    assert sum(key.startswith(EMBEDDER) for key in wanted) == 9
+    assert_same_bits(converted(folder, tmp_path / "out", "--multimodal", "true"), wanted)
 
 
 def test_towers_arrays_come_on_top(generated: Path, tmp_path: Path) -> None:
@@ -156,6 +198,7 @@ def facts(arrays: tuple[Array, ...]) -> dict[str, tuple]:
 HUB = {
     "gemma4-26b": dict(global_head_dim=512, num_global_key_value_heads=2),
     "gemma4-31b": dict(global_head_dim=512, num_global_key_value_heads=4),
+    "gemma4-12b": dict(global_head_dim=512, num_global_key_value_heads=1),
 }
 
 
@@ -168,12 +211,13 @@ def test_the_hubs_config(model: str, scan: bool) -> None:
     tree = load_trees()[f"{model}--{'scan' if scan else 'unscan'}"]
     left_out = ("per_layer_config", "layer_types", "head_dim", "tie_word_embeddings")
     text = {key: value for key, value in tree.config["text_config"].items() if key not in left_out}
-    hub = {"model_type": "gemma4", "text_config": text | HUB[model]}
+    kind = tree.config["model_type"]
+    hub = {"model_type": kind, "text_config": text | HUB[model]}
     made = facts(arrays_of(hub, Layout(scan=scan)))
     assert made == {key.replace("/", "."): fact for key, fact in tree.arrays.items()}
     if not scan:
         del text["num_key_value_heads"]
-        assert made != facts(arrays_of({"model_type": "gemma4", "text_config": text | HUB[model]}, Layout(scan=scan)))
+        assert made != facts(arrays_of({"model_type": kind, "text_config": text | HUB[model]}, Layout(scan=scan)))
 
 
 def test_global_layers_may_have_values() -> None:
@@ -197,6 +241,8 @@ def test_which_family() -> None:
     for name, family, model, other in [
         ("gemma4-dense", "gemma4", "gemma4-31b", "gemma4-e4b"),
         ("gemma4-e4b", "gemma4_small", "gemma4-e4b", "gemma4-31b"),
+        ("gemma4-12b", "gemma4", "gemma4-12b", "gemma4-31b"),
+        ("gemma4-12b-text", "gemma4", "gemma4-12b", "gemma4-e4b"),
     ]:
         config = Config(headers[name].config)
         assert family_of(config).name == family_of(config, model).name == family
@@ -247,6 +293,14 @@ def test_what_maxtext_does_not_have_is_refused(name: str) -> None:
     arrays_of(config, Layout(multimodal=True))
     with pytest.raises(ConfigError, match=message):
         arrays_of(wrong(config), Layout(multimodal=True))
+
+
+@pytest.mark.parametrize("fields", [dict(output_proj_dims=40), dict(model_patch_size=8)], ids=str)
+def test_an_embedder_that_contradicts_itself_is_refused(fields: dict[str, int]) -> None:
+    config = load_headers()["gemma4-12b"].config
+    arrays_of(config | {"vision_config": config["vision_config"] | dict(model_patch_size=6)}, Layout(multimodal=True))
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        arrays_of(config | {"vision_config": config["vision_config"] | fields}, Layout(multimodal=True))
 
 
 def test_a_tower_that_is_left_out_may_be_any() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from families.numpy_decoder import below, rms_norm, rope, silu, softmax
 from lazily import lazily
-from support import FP8, assert_same_bits, call, converted, read_config, read_model, save
+from support import FP8, assert_same_bits, call, converted, headers_only, read_config, read_model, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import qwen3_5, qwen3_next
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -358,6 +361,29 @@ def test_layers_that_fill_no_cycle_are_converted_unscanned(generated: Path) -> N
     made = expand(qwen3_5.FAMILY, Config(config), Layout(scan=False))
     assert "params/decoder/layers_5/attention/A_log" in made
     assert "params/decoder/layers_3/attention/attention/query/kernel" in made
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])
+def test_qwen_3_8_at_full_size(scan: bool) -> None:
+    """Qwen 3.8 2.4T-A95B: a text model of 92 layers, every fourth with full attention and four key heads, and 512 experts of which a
+    token is sent to ten. Its other sizes aren't known here; these have its 2.4 trillion parameters. The tensors are transformers'.
+    """
+    sizes = dict(
+        vocab_size=248_320, hidden_size=8192, num_hidden_layers=92, num_attention_heads=64, num_key_value_heads=4, head_dim=256,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=2048, shared_expert_intermediate_size=2048,
+        linear_num_key_heads=32, linear_num_value_heads=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    config = transformers.Qwen3_5MoeTextConfig(**sizes)
+    with torch.device("meta"):
+        model = transformers.Qwen3_5MoeForCausalLM(config)
+    known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert 2.3e12 < sum(map(math.prod, known.values())) < 2.5e12
+    conversion = prepare(Options(scan_layers=scan), headers_only(json.loads(config.to_json_string()), known=known))
+    assert not conversion.plan.problems
+    arrays = {array.key.removeprefix("params.params.decoder."): array.shape for array in conversion.plan.arrays}
+    routed = [shape for key, shape in arrays.items() if key.endswith("routed_experts.wi_0")]
+    assert routed == ([(512, 23, 8192, 2048)] * 4 if scan else [(512, 8192, 2048)] * 92)
+    assert sum(map(math.prod, arrays.values())) == sum(map(math.prod, known.values()))
 
 
 def test_the_dense_models_have_no_table(generated: Path) -> None:

@@ -22,7 +22,11 @@ from weightbeam.model_mappings.plan import expand
 torch = lazily("torch")
 transformers = lazily("transformers")
 
-CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "cosmos3": "Cosmos3OmniForConditionalGeneration",
+}
 UNSCANNED, TOWER, FLOAT32 = ("--scan_layers", "false"), ("--multimodal", "true"), ("--save_dtype", "float32")
 HF = "model.language_model.layers.0.mlp.experts."
 
@@ -64,7 +68,7 @@ def test_the_experts_compute_what_transformers_do(both: tuple[torch.nn.Module, A
         assert_close(np.einsum("xlm,xme,lx->le", up, w["wo"], share / share.sum(-1, keepdims=True)), wanted)
 
 
-@pytest.mark.parametrize("model", CLASSES)
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen3_vl_moe"])
 def test_the_text_model_is_qwen_3s(generated: Path, tmp_path: Path, model: str) -> None:
     """The same arrays as from its tensors alone, spelled as Qwen 3's or Qwen 3 MoE's, of which MaxText's own bits are
     known.
@@ -131,6 +135,59 @@ def test_experts_of_neither_shape_are_refused(
     assert call("plan", "--source", folder, *UNSCANNED) != 0
     printed = capsys.readouterr()
     assert re.search(rf"shape: {re.escape(HF)}down_proj: \(5, 64, 48\)", printed.out + printed.err)
+
+
+def cosmos3_layers(tensors: Arrays) -> Arrays:
+    """The layers' tensors of a Cosmos 3 whose attention has diffusers' names, and a generator beside the reasoner."""
+    attention = dict(q_proj="to_q", k_proj="to_k", v_proj="to_v", o_proj="to_out", q_norm="norm_q", k_norm="norm_k")
+    generator = dict(
+        to_q="add_q_proj", to_k="add_k_proj", to_v="add_v_proj", to_out="to_add_out", norm_q="norm_added_q", norm_k="norm_added_k",
+        mlp="mlp_moe_gen", input_layernorm="input_layernorm_moe_gen", post_attention_layernorm="post_attention_layernorm_moe_gen",
+    )  # fmt: skip
+
+    def respell(name: str, names: dict[str, str]) -> str:
+        return ".".join(names.get(part, part) for part in name.split("."))
+
+    reasoner = {respell(name, attention): values for name, values in tensors.items()}
+    beside = {respell(name, generator): values for name, values in reasoner.items() if name.startswith("layers.")}
+    others = (
+        "norm_moe_gen.weight",
+        "proj_in.bias",
+        "time_embedder.linear_1.weight",
+        "audio_modality_embed",
+        "action_proj_in.fc.weight",
+    )
+    assert not beside.keys() & reasoner.keys()
+    return reasoner | beside | dict.fromkeys(others, tensors["norm.weight"])
+
+
+@pytest.mark.parametrize("kind", ["cosmos3_omni", "weaver_omni"])
+def test_a_reasoner_beside_its_generator(generated: Path, tmp_path: Path, kind: str) -> None:
+    """As the hub's files have Cosmos 3, and as MaxText's mapping of Weaver wants it; the outer flag needn't be said."""
+    folder = generated / "models" / "cosmos3"
+    config, tensors, _ = read_model(generated, "cosmos3")
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    hub = save(tmp_path / "hub", config | {"model_type": kind}, cosmos3_layers(tensors))
+    arrays = converted(hub, tmp_path / "made", *UNSCANNED, *TOWER)
+    assert_same_bits(arrays, converted(folder, tmp_path / "wanted", *UNSCANNED, *TOWER))
+    assert "decoder.logits_dense.kernel" in arrays
+    assert call("plan", "--source", hub, *UNSCANNED, *TOWER, "--json", tmp_path / "plan.json") == 0
+    dropped = json.loads((tmp_path / "plan.json").read_text())["dropped"]
+    assert set(dropped.values()) == {"of the generator; MaxText has the reasoner"}
+    assert len(dropped) == len([name for name in tensors if name.startswith("layers.")]) + 5
+
+
+def test_a_generator_is_no_part_of_qwen_3_vl(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There its tensors would be a surprise."""
+    config, tensors, _ = read_model(generated, "qwen3_vl")
+    norm = tensors["model.language_model.norm.weight"]
+    folder = save(tmp_path / "in", config, tensors | {"norm_moe_gen.weight": norm})
+    assert call("plan", "--source", folder, *UNSCANNED) != 0
+    printed = capsys.readouterr()
+    assert "unused: norm_moe_gen.weight" in printed.out + printed.err
 
 
 def test_the_tower_is_left_out_by_name(generated: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ LLAMA_31 = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.3-70b")
         ("gemma3_text", "gemma3"),
         ("qwen3_vl", "qwen3_vl"),
         ("qwen3_vl_moe", "qwen3_vl"),
+        ("cosmos3_omni", "qwen3_vl"),
+        ("weaver_omni", "qwen3_vl"),
         ("qwen3_omni_moe", "qwen3_omni"),
         ("qwen3_omni_moe_thinker", "qwen3_omni"),
     ],

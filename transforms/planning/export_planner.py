@@ -823,7 +823,7 @@ def _config_edits(table: _Table, fit: _Fit, drops: _Drops, tensors: _Tensors, li
     nested = table.config.get("text_config")
     text = nested if isinstance(nested, dict) else table.config
     edits = _vocabulary(text, fit, tensors)
-    if not _has_predictions(fit, tensors):
+    if _lacks_predictions(drops, tensors):
         edits |= {field: 0 for field in NEXTN if text.get(field)}
     edits |= _without_towers(table.config, drops, tensors)
     if table.form is not like:
@@ -839,10 +839,12 @@ def _vocabulary(text: Mapping[str, Any], fit: _Fit, tensors: _Tensors) -> dict[s
     return {}
 
 
-def _has_predictions(fit: _Fit, tensors: _Tensors) -> bool:
-    """Whether the export has prediction layers, the checkpoint's or the release's."""
-    taken = any(isinstance(reason, Prediction) for reason in tensors.taken.values())
-    return taken or any(array.key.startswith(MTP) for array in fit.arrays)
+def _lacks_predictions(drops: _Drops, tensors: _Tensors) -> bool:
+    """Whether the table leaves prediction layers out, and they aren't taken from the release."""
+    left_out, taken = (
+        any(isinstance(reason, Prediction) for reason in reasons.values()) for reasons in (drops.reasons, tensors.taken)
+    )
+    return left_out and not taken
 
 
 def _without_towers(config: Config, drops: _Drops, tensors: _Tensors) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def version_of(family: Family, config: Config, layout: Layout, weights: Collecti
 def maxtext_of(
     family: Family, config: Config, layout: Layout, naming: ModelNaming
 ) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
-    """What MaxText must be told, and what it can't be told."""
+    """What MaxText must be told, and what it can't be told; nothing of a family that isn't about its models."""
+    if not family.models:
+        return None, ()
     try:
         maxtext = maxtext_config(family, config, layout, naming)
     except ConfigError as e:
