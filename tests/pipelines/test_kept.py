@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,6 +315,20 @@ def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert digests(restore(tmp_path / "back" / "0")) == maxtext()
 
 
+@pytest.mark.parametrize("options", [(), ("--mesh", "fsdp=2"), ("--layers", "0:4")], ids=["like", "mesh", "layers"])
+def test_export_of_a_reshard(release: Path, checkpoint: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """What `--like` names is remembered with its codes and scales, so that they come back without being asked for."""
+    assert call("reshard", checkpoint, tmp_path / "new", "--like", release, *options) == 0
+    assert call("export", tmp_path / "new", tmp_path / "out") == 0
+    wanted = release
+    if "--layers" in options:
+        wanted = tmp_path / "cut"
+        assert call("cut", release, wanted, *options) == 0
+    assert stored(tmp_path / "out") == stored(wanted)
+    said, like = (json.loads((folder / "config.json").read_bytes()) for folder in (tmp_path / "out", wanted))
+    assert said["quantization_config"] == like["quantization_config"]
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
@@ -371,3 +386,40 @@ def test_load(release: Path, checkpoint: Path) -> None:
     )
     with pytest.raises(weightbeam.Refused, match="FP8 codes are no values without their scales"):
         weightbeam.load(str(checkpoint), like=plain)
+
+
+def leaves_of(tree: Any) -> dict[str, np.ndarray]:
+    """The arrays of a tree, by their paths."""
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("unit_bytes", [1 << 26, 100_000], ids=["whole", "in parts"])
+def test_load_of_values(release: Path, checkpoint: Path, dtype: str, unit_bytes: int) -> None:
+    """What the codes of a checkpoint stand for has the bits of a load of its release: asked for by name, or by a tree
+    that has no place for scales.
+    """
+    wanted = weightbeam.load(str(release), mesh="fsdp=1", save_dtype=dtype)
+    asked = weightbeam.load(str(checkpoint), mesh="fsdp=1", save_dtype=dtype, unit_bytes=unit_bytes)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted)
+    for made in (asked, weightbeam.load(str(checkpoint), like=like, unit_bytes=unit_bytes)):
+        found, expected = leaves_of(made), leaves_of(wanted)
+        assert found.keys() == expected.keys()
+        for key, array in found.items():
+            np.testing.assert_array_equal(array.astype(F32), expected[key].astype(F32), err_msg=key)
+    opened = weightbeam.open(str(checkpoint), save_dtype=dtype)
+    key = "params.params.decoder.layers.layer_0.mlp.routed_experts.wi_0"
+    assert str(opened[key].dtype) == dtype
+    np.testing.assert_array_equal(
+        opened[key][1, :, 5:250, 3:].astype(F32),
+        weightbeam.open(str(release), save_dtype=dtype)[key][1, :, 5:250, 3:].astype(F32),
+    )
+
+
+def test_load_of_an_unnamed_one(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A release tells the axes of codes and scales of a checkpoint that doesn't, and those of values."""
+    source = unnamed(checkpoint, tmp_path / "unnamed")
+    for options in ({}, dict(save_dtype="bfloat16")):
+        named = weightbeam.open(str(source), release=str(release), **options)
+        axes = named["params.params.decoder.layers.layer_0.mlp.routed_experts.wi_0"].logical_axes
+        assert axes == ("exp", "layers", "embed_moe", "mlp_moe")
