@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairs
 import pytest
 from lazily import lazily
 from quantised import quantise
@@ -108,12 +109,14 @@ def test_what_maxtext_must_be_told(release: Path, tmp_path: Path, capsys: pytest
 
 
 FAMILIES = {
-    "deepseek": DEEPSEEK,
+    "deepseek": DEEPSEEK | dict(q_lora_rank=32),  # of 8 blocks, for meshes of 4
     "qwen3_moe": QWEN3_MOE,
     "qwen3": LLAMA | dict(model_type="qwen3"),
-    "kimi": DEEPSEEK | dict(model_type="kimi_k2"),
+    "kimi": DEEPSEEK | dict(model_type="kimi_k2", q_lora_rank=32),
     "llama": LLAMA | dict(head_dim=4),  # MaxText divides its queries by √4
+    "in 32": QWEN3_MOE | dict(hidden_size=128, head_dim=32, intermediate_size=128, moe_intermediate_size=64),
 }
+BLOCKS = {"in 32": (32, 32)}
 
 
 def in_blocks(tmp_path: Path, config: dict, block: tuple[int, int] = BLOCK, scale: np.dtype = F32) -> Path:
@@ -293,14 +296,26 @@ def test_export_like_a_release_without_codes(release: Path, checkpoint: Path, tm
     assert (said["quant_method"], said["weight_block_size"]) == ("fp8", [128, 128])
 
 
-@pytest.mark.parametrize("family", ["deepseek", "qwen3_moe"])
-@pytest.mark.parametrize("layout", ["true", "false"])
-def test_any_family_and_back(tmp_path: Path, family: str, layout: str) -> None:
-    """Both arrays of each kernel come back as the tensors that they were."""
-    source = in_blocks(tmp_path, FAMILIES[family])
-    kept = convert(source, tmp_path / "kept", *KEPT, "--scan_layers", layout)
-    assert call("export", kept, tmp_path / "out") == 0
+MESHES = ["", "fsdp=2", "tensor=2", "fsdp=2,expert=2", "fsdp=4"]  # each cuts an axis that is counted in blocks
+LAYOUTS = ["true", "false"]
+UNITS = ["", "4K"]  # of one array at a time, and of some blocks of it
+
+
+@pytest.mark.parametrize(("family", "layout", "mesh", "unit"), pairs.each(list(FAMILIES), LAYOUTS, MESHES, UNITS))
+def test_any_family_and_back(tmp_path: Path, family: str, layout: str, mesh: str, unit: str) -> None:
+    """Both arrays of each kernel come back as the tensors that they were, of a conversion for any mesh and of a reshard
+    of it for none.
+    """
+    source = in_blocks(tmp_path, FAMILIES[family], BLOCKS.get(family, BLOCK))
+    sharded = ("--mesh", mesh) if mesh else ()
+    units = ("--unit_bytes", unit) if unit else ()
+    kept = convert(source, tmp_path / "kept", *KEPT, "--scan_layers", layout, *sharded, *units)
+    assert call("export", kept, tmp_path / "out", *units) == 0
     assert stored(tmp_path / "out") == stored(source)
+    turned = "false" if layout == "true" else "true"
+    assert call("reshard", kept, tmp_path / "turned", "--scan_layers", turned, *units) == 0
+    assert call("export", tmp_path / "turned", tmp_path / "again") == 0
+    assert stored(tmp_path / "again") == stored(source)
 
 
 def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
