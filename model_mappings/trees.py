@@ -34,7 +34,7 @@ DILOCO = {"inner_state", "outer_opt_state"}
 # beside its parameters, below `nnx_aux.model` (src/maxtext/layers/moe.py, common/checkpointing.py, 0.2.5)
 MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
-SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}$")
+SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}(\.{VALUE})?$")
 PARTS = {"decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block"}  # of MaxText's models
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 

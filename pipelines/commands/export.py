@@ -220,7 +220,7 @@ def plan(
             form, small, said = read_maxtext_config(asked.maxtext_config)
             options = dataclasses.replace(options, maxtext_model=asked.maxtext_model or said)
         else:
-            form, small, parts = _find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
+            form, small, parts = find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
         if asked.tokenizer:
             small = with_tokenizer(small, small_files(open_store(asked.tokenizer)), asked.tokenizer)
     except StorageError as e:
@@ -274,10 +274,10 @@ def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapp
       Refused: none is named, and the checkpoint remembers none.
       StorageError: it can't be read.
     """
-    return _find_form(checkpoint, like)[:2]
+    return find_form(checkpoint, like)[:2]
 
 
-def _find_form(
+def find_form(
     checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False
 ) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None]:
     """The same, and the release with its weights, of which towers and prediction layers can be taken: the one that is

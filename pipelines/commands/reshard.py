@@ -13,7 +13,7 @@ from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_beside, check_committed, files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax.state import surroundings
-from weightbeam.formats.safetensors import DTYPE_NAMES
+from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
@@ -23,7 +23,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.commands.convert import check_places
-from weightbeam.pipelines.commands.export import find_like, read_maxtext_config
+from weightbeam.pipelines.commands.export import find_form, read_maxtext_config
 from weightbeam.pipelines.commands.releases import ready_text
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.output import check_output
@@ -292,11 +292,12 @@ def find_model(
     name = _name_of(checkpoint.record, maxtext_model)
     if like is None and not isinstance(checkpoint.record.get("config"), dict):
         return _model_of_maxtext(step, files, name, maxtext_model)
-    form, _ = find_like(checkpoint, like)
+    form, _, release = find_form(checkpoint, like, with_parts=like is not None)
     shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
     if like is None:
         return Model(dict(form.config), shapes, name, {}, files, "its config.json")
-    remembered = {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    assert release is not None  # it was named
+    remembered = {"config": dict(form.config), "tensors": _tensors(release), "like": form.root}
     return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
 
 
@@ -326,12 +327,15 @@ def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None,
         raise Refused(f"{of}: {e}") from e
 
 
-def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
-    """A release's tensors as a record has them."""
-    dtypes = {dtype.name: name for dtype, name in DTYPE_NAMES.items()}
+def _tensors(release: HfCheckpoint) -> dict[str, Any]:
+    """A release's tensors as a record has them: as they are stored, codes and scales among them."""
     return {
-        name: {"dtype": dtypes[dtype], "shape": list(shape), "file": file}
-        for name, (dtype, shape, file) in tensors.items()
+        name: {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "file": tensor.path.rpartition("/")[2],
+        }
+        for name, tensor in release.tensors.items()
     }
 
 

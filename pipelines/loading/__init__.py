@@ -5,6 +5,7 @@ mesh.
     release.py     a release, as MaxText's arrays or as it is
     coded.py       a release whose FP8 is left to the devices: codes and scales
     checkpoint.py  an Orbax checkpoint, ours or anyone's
+    scaled.py      one of FP8 codes and scales, by its values
     opening.py     what a user names, opened as one of them
 
     indexing.py    a numpy index as a box

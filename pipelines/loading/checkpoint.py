@@ -40,7 +40,7 @@ class Orbax:
     """An Orbax checkpoint.
 
     Whatever wrote it, its weights have MaxText's names (`model_mappings/trees.py`); all else, such as an optimizer's
-    state, has its own.
+    state, has its own. `stored` are its arrays as they are; what is shown of them, `arrays`, may be something else.
 
     Raises:
       StorageError: it can't be opened, or is of a kind whose weights aren't plain arrays.
@@ -59,9 +59,10 @@ class Orbax:
         }
         self._noted: list[Shares] | None = None
         axes = self._record.get("axes", {})
-        self.arrays: Mapping[str, Described] = {
+        self.stored: Mapping[str, Described] = {
             key: self._described(store, axes.get(key)) for key, store in self._stores.items()
         }
+        self.arrays: Mapping[str, Described] = self.stored
 
     def name_axes(self, axes: Mapping[str, tuple[str | None, ...]]) -> None:
         """Says what the axes of weights are called, where the checkpoint itself doesn't."""
@@ -82,9 +83,9 @@ class Orbax:
         self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
     ) -> tuple[list[np.ndarray], int]:
         makers = list(results or [empty] * len(wanted))
-        plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
+        plain = [self.stored[want.key].dtype == want.dtype for want in wanted]
         made = [
-            (maker if same else empty)(extent(want.box), self.arrays[want.key].dtype)
+            (maker if same else empty)(extent(want.box), self.stored[want.key].dtype)
             for want, maker, same in zip(wanted, makers, plain, strict=True)
         ]
         with same_folders([self._place]):
@@ -136,7 +137,7 @@ class Orbax:
         return ts.array(into, copy=False, write=True).write(part[ts.d[:].translate_to[0]] if box else part)
 
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
-        array = self.arrays[key]
+        array = self.stored[key]
         chunks = set()
         for box in boxes:
             if volume(box):

@@ -23,6 +23,7 @@ import numpy as np
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import ChangedError
 from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.abstract import Abstract, RequestedArray, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
 from weightbeam.pipelines.loading.checkpoint import Orbax
@@ -30,7 +31,7 @@ from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
 from weightbeam.pipelines.loading.mesh import check_jax, layout_of, named_sharding, open_mesh
-from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source
+from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source, values_asked
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.schedule import (
@@ -90,6 +91,8 @@ def load(
       timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names it.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
+        A checkpoint of FP8 codes is loaded as codes and scales; as values where `like` has no place for scales, or where
+        `save_dtype` says of which dtype.
 
     Returns:
       A tree of `jax.Array`s, in the form of `like`: its keys, shapes, dtypes and shardings; without it nested dicts.
@@ -176,8 +179,9 @@ def _open(
     """
     if asked is None:
         chosen = at_commits(choose(given), commits)
-        return find_source(source, chosen, release=release), chosen
+        return find_source(source, chosen, release=release, values=values_asked(given)), chosen
     told = dict(given)
+    values = values_asked(given, has_scales(asked.keys))
     shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
     if "token_embedder.embedding" in shapes:
         told.setdefault("vocab_size", shapes["token_embedder.embedding"][0])
@@ -188,7 +192,7 @@ def _open(
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
         chosen = at_commits(choose(told | {"scan_layers": scan}), commits)
         try:
-            opened = find_source(source, chosen, release=release)
+            opened = find_source(source, chosen, release=release, values=values)
         except RefusedError as e:
             refused = refused or e
             continue

@@ -17,15 +17,18 @@ from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.release import MappedRelease, Tensors
+from weightbeam.pipelines.loading.scaled import DecodedOrbax
 from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.prepare import describe, open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import CODED, Options
 from weightbeam.transforms.planning.tree import Model, find_parts
 
 LOG = logging.getLogger("weightbeam")
@@ -82,7 +85,24 @@ def at_commits(options: Options, commits: Mapping[str, str]) -> Options:
     return dataclasses.replace(options, lora=tuple((commits.get(url, url), weight) for url, weight in options.lora))
 
 
-def find_source(where: str, options: Options, as_is: bool = False, release: str | None = None) -> ArraySource:
+def values_asked(given: Mapping[str, Any], has_scales: bool = True) -> np.dtype | None:
+    """The dtype of the values that FP8 codes of a checkpoint become; None where nobody asks for values.
+
+    Args:
+      given: the keywords.
+      has_scales: whether there is a place for scales; else values are asked for, whatever the keywords say.
+    """
+    said = choose(given).save_dtype if "save_dtype" in given or not has_scales else CODED
+    return None if said == CODED else SAVE_DTYPES[said]
+
+
+def find_source(
+    where: str,
+    options: Options,
+    as_is: bool = False,
+    release: str | None = None,
+    values: np.dtype | None = None,
+) -> ArraySource:
     """The arrays of a release or of an Orbax checkpoint.
 
     Args:
@@ -90,6 +110,7 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
       options: for a release's plan.
       as_is: the tensors of a release, or the arrays of a checkpoint, under their own names; else MaxText's arrays.
       release: of a checkpoint that doesn't tell its logical axes, a release of its model, which does.
+      values: what FP8 codes of a checkpoint are decoded to; None leaves codes and scales.
 
     Raises:
       Refused: there is none, or problems stand against it: all of them.
@@ -111,6 +132,8 @@ def find_source(where: str, options: Options, as_is: bool = False, release: str 
                     f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard --layers` takes layers of an Orbax checkpoint"
                 )
             found = Orbax(items := find_items(store), as_is)
+            if values is not None and not as_is and has_scales(found.stored):
+                found = DecodedOrbax(items, values)
             if release:
                 found.name_axes(_find_axes(items, found, release, options))
             return found
@@ -140,7 +163,7 @@ def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> di
     parts, why = find_parts(open_orbax(items), Model(form.config, shapes), options.family, options.maxtext_model)
     if why:
         raise Refused(f"release={release}: {why}")
-    weights = {key: array.shape for key, array in found.arrays.items() if key.startswith(PARAMETERS)}
+    weights = {key: array.shape for key, array in found.stored.items() if key.startswith(PARAMETERS)}
     problems = [
         Problem("missing", key, f"a model like {release} has it, the checkpoint hasn't", is_array=True)
         for key in parts.keys() - weights.keys()
@@ -154,7 +177,7 @@ def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> di
     if problems:
         problems.sort(key=lambda problem: problem.subject)
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-    return {key: parts[key][0].logical_axes for key in weights}
+    return {key: parts[key][0].logical_axes for key in weights if key in found.arrays}
 
 
 def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:

@@ -14,7 +14,7 @@ from weightbeam.formats.storage.identity import ChangedError
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
-from weightbeam.pipelines.loading.opening import choose, find_source
+from weightbeam.pipelines.loading.opening import choose, find_source, values_asked
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.terminal.shown import Shown
@@ -184,4 +184,4 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       ((64, 2, 128), (64, 128))
     """
     chosen = choose(options)
-    return LazyTree(find_source(source, chosen, as_is, release), rules_of(chosen))
+    return LazyTree(find_source(source, chosen, as_is, release, values_asked(options)), rules_of(chosen))

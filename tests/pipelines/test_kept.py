@@ -10,8 +10,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pairs
 import pytest
 from lazily import lazily
 from quantised import quantise
@@ -107,12 +109,14 @@ def test_what_maxtext_must_be_told(release: Path, tmp_path: Path, capsys: pytest
 
 
 FAMILIES = {
-    "deepseek": DEEPSEEK,
+    "deepseek": DEEPSEEK | dict(q_lora_rank=32),  # of 8 blocks, for meshes of 4
     "qwen3_moe": QWEN3_MOE,
     "qwen3": LLAMA | dict(model_type="qwen3"),
-    "kimi": DEEPSEEK | dict(model_type="kimi_k2"),
+    "kimi": DEEPSEEK | dict(model_type="kimi_k2", q_lora_rank=32),
     "llama": LLAMA | dict(head_dim=4),  # MaxText divides its queries by √4
+    "in 32": QWEN3_MOE | dict(hidden_size=128, head_dim=32, intermediate_size=128, moe_intermediate_size=64),
 }
+BLOCKS = {"in 32": (32, 32)}
 
 
 def in_blocks(tmp_path: Path, config: dict, block: tuple[int, int] = BLOCK, scale: np.dtype = F32) -> Path:
@@ -292,14 +296,26 @@ def test_export_like_a_release_without_codes(release: Path, checkpoint: Path, tm
     assert (said["quant_method"], said["weight_block_size"]) == ("fp8", [128, 128])
 
 
-@pytest.mark.parametrize("family", ["deepseek", "qwen3_moe"])
-@pytest.mark.parametrize("layout", ["true", "false"])
-def test_any_family_and_back(tmp_path: Path, family: str, layout: str) -> None:
-    """Both arrays of each kernel come back as the tensors that they were."""
-    source = in_blocks(tmp_path, FAMILIES[family])
-    kept = convert(source, tmp_path / "kept", *KEPT, "--scan_layers", layout)
-    assert call("export", kept, tmp_path / "out") == 0
+MESHES = ["", "fsdp=2", "tensor=2", "fsdp=2,expert=2", "fsdp=4"]  # each cuts an axis that is counted in blocks
+LAYOUTS = ["true", "false"]
+UNITS = ["", "4K"]  # of one array at a time, and of some blocks of it
+
+
+@pytest.mark.parametrize(("family", "layout", "mesh", "unit"), pairs.each(list(FAMILIES), LAYOUTS, MESHES, UNITS))
+def test_any_family_and_back(tmp_path: Path, family: str, layout: str, mesh: str, unit: str) -> None:
+    """Both arrays of each kernel come back as the tensors that they were, of a conversion for any mesh and of a reshard
+    of it for none.
+    """
+    source = in_blocks(tmp_path, FAMILIES[family], BLOCKS.get(family, BLOCK))
+    sharded = ("--mesh", mesh) if mesh else ()
+    units = ("--unit_bytes", unit) if unit else ()
+    kept = convert(source, tmp_path / "kept", *KEPT, "--scan_layers", layout, *sharded, *units)
+    assert call("export", kept, tmp_path / "out", *units) == 0
     assert stored(tmp_path / "out") == stored(source)
+    turned = "false" if layout == "true" else "true"
+    assert call("reshard", kept, tmp_path / "turned", "--scan_layers", turned, *units) == 0
+    assert call("export", tmp_path / "turned", tmp_path / "again") == 0
+    assert stored(tmp_path / "again") == stored(source)
 
 
 def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -312,6 +328,20 @@ def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
     options = ("--scan_layers", "true", "--mesh", "fsdp=2", "--like", release)
     assert call("reshard", tmp_path / "apart", tmp_path / "back", *options) == 0
     assert digests(restore(tmp_path / "back" / "0")) == maxtext()
+
+
+@pytest.mark.parametrize("options", [(), ("--mesh", "fsdp=2"), ("--layers", "0:4")], ids=["like", "mesh", "layers"])
+def test_export_of_a_reshard(release: Path, checkpoint: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """What `--like` names is remembered with its codes and scales, so that they come back without being asked for."""
+    assert call("reshard", checkpoint, tmp_path / "new", "--like", release, *options) == 0
+    assert call("export", tmp_path / "new", tmp_path / "out") == 0
+    wanted = release
+    if "--layers" in options:
+        wanted = tmp_path / "cut"
+        assert call("cut", release, wanted, *options) == 0
+    assert stored(tmp_path / "out") == stored(wanted)
+    said, like = (json.loads((folder / "config.json").read_bytes()) for folder in (tmp_path / "out", wanted))
+    assert said["quantization_config"] == like["quantization_config"]
 
 
 @pytest.mark.parametrize(
@@ -371,3 +401,40 @@ def test_load(release: Path, checkpoint: Path) -> None:
     )
     with pytest.raises(weightbeam.Refused, match="FP8 codes are no values without their scales"):
         weightbeam.load(str(checkpoint), like=plain)
+
+
+def leaves_of(tree: Any) -> dict[str, np.ndarray]:
+    """The arrays of a tree, by their paths."""
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("unit_bytes", [1 << 26, 100_000], ids=["whole", "in parts"])
+def test_load_of_values(release: Path, checkpoint: Path, dtype: str, unit_bytes: int) -> None:
+    """What the codes of a checkpoint stand for has the bits of a load of its release: asked for by name, or by a tree
+    that has no place for scales.
+    """
+    wanted = weightbeam.load(str(release), mesh="fsdp=1", save_dtype=dtype)
+    asked = weightbeam.load(str(checkpoint), mesh="fsdp=1", save_dtype=dtype, unit_bytes=unit_bytes)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted)
+    for made in (asked, weightbeam.load(str(checkpoint), like=like, unit_bytes=unit_bytes)):
+        found, expected = leaves_of(made), leaves_of(wanted)
+        assert found.keys() == expected.keys()
+        for key, array in found.items():
+            np.testing.assert_array_equal(array.astype(F32), expected[key].astype(F32), err_msg=key)
+    opened = weightbeam.open(str(checkpoint), save_dtype=dtype)
+    key = "params.params.decoder.layers.layer_0.mlp.routed_experts.wi_0"
+    assert str(opened[key].dtype) == dtype
+    np.testing.assert_array_equal(
+        opened[key][1, :, 5:250, 3:].astype(F32),
+        weightbeam.open(str(release), save_dtype=dtype)[key][1, :, 5:250, 3:].astype(F32),
+    )
+
+
+def test_load_of_an_unnamed_one(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """A release tells the axes of codes and scales of a checkpoint that doesn't, and those of values."""
+    source = unnamed(checkpoint, tmp_path / "unnamed")
+    for options in ({}, dict(save_dtype="bfloat16")):
+        named = weightbeam.open(str(source), release=str(release), **options)
+        axes = named["params.params.decoder.layers.layer_0.mlp.routed_experts.wi_0"].logical_axes
+        assert axes == ("exp", "layers", "embed_moe", "mlp_moe")

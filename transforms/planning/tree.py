@@ -333,8 +333,7 @@ def find_parts(
         return {}, layouts.reason
     if why := layouts.unsettled:
         return {}, layouts.reason or why
-    parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
-    return {key_of(path): made for path, made in parts.items()}, ""
+    return {key_of(path): made for path, made in layouts.parts(layouts.scan, layouts.axis).items()}, ""
 
 
 class _Layouts:
