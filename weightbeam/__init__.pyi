@@ -11,11 +11,11 @@ from weightbeam.pipelines.commands.diff import Comparison
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.fit import fit as fit
 from weightbeam.pipelines.commands.inspect import Inspection
-from weightbeam.pipelines.commands.logits import Logits
 from weightbeam.pipelines.commands.merge import Merged
 from weightbeam.pipelines.commands.plan import Plan as Plan
 from weightbeam.pipelines.commands.reshard import Resharded
 from weightbeam.pipelines.commands.verify import Verification
+from weightbeam.pipelines.forward.report import Logits
 from weightbeam.pipelines.loading.load import load as load
 from weightbeam.pipelines.loading.tree import open as open
 from weightbeam.pipelines.terminal.errors import Busy as Busy
@@ -392,12 +392,16 @@ def logits(
     other: str | None = None,
     *,
     hf_token_secret: str | None = None,
+    layers: str | None = None,
+    experts: str | None = None,
+    vocab_rows: int | None = None,
     prompt: str | None = None,
     token_ids: Sequence[int] = (),
     dtype: str = "float32",
     tolerance: float | None = None,
     maxtext: str | None = None,
     maxtext_model: str | None = None,
+    maxtext_patience: float = 1800.0,
     save_logits: str | None = None,
     progress: bool | Report = True,
 ) -> Logits:
@@ -409,6 +413,9 @@ def logits(
       other: what is compared with it: a release, an Orbax checkpoint of the model, or a PEFT adapter for it.
       progress: shown on standard error, told to a callback, or False for neither.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
+      layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
+      vocab_rows: of the vocabulary take the first rows alone.
       prompt: text, which the release's tokenizer makes tokens of.
       token_ids: tokens by their numbers, such as 1,15043,3186, in place of prompt=.
       dtype: of the weights as they are computed with, and so of the arithmetic.
@@ -417,6 +424,7 @@ def logits(
       maxtext: compare with MaxText itself: the Python of an environment that has it; converts the release into a
         temporary folder.
       maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
+      maxtext_patience: seconds that MaxText may take to begin, and for each layer.
       save_logits: write the logits (token, vocab) too, as numpy's .npy.
 
     Returns:

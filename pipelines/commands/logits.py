@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,14 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.pipelines.commands.convert import convert
 from weightbeam.pipelines.commands.export import find_like
 from weightbeam.pipelines.commands.export import plan as plan_export
-from weightbeam.pipelines.commands.plan import plan
+from weightbeam.pipelines.commands.plan import Plan, plan
 from weightbeam.pipelines.forward import maxtext
+from weightbeam.pipelines.forward.report import SHOWN, Beside, Logits
 from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
@@ -30,153 +33,15 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import Block, Table, count, human
-from weightbeam.transforms.comparing.logits import LayerDifference, LogitsDifference, Trace, compare_traces
+from weightbeam.pipelines.terminal.tables import count, human
+from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces
 from weightbeam.transforms.planning.options import LogitsOptions
 
 LOG = logging.getLogger("weightbeam")
 ADAPTER = "adapter_config.json"
 MAXTEXT = "MaxText"
 AGREES = 1e-4  # MaxText adds up in another order: 1.5e-7 after three layers
-SHOWN = 20  # tokens and layers that a report lists
 TRACED = 6  # modules of a layer that are compared, about
-
-
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """How far another model, or MaxText, is from the first.
-
-    Attributes:
-      where: the other one.
-      logits: how far the logits are apart.
-      layers: how far what each layer, and each module in it, makes is apart, in the order in which they do.
-      tolerance: the relative difference that counts as none.
-      tensors: what the first one that parts has for weights, by their names.
-      limits: what MaxText is known not to express of this model, and the way round it.
-    """
-
-    where: str
-    logits: LogitsDifference
-    layers: tuple[LayerDifference, ...]
-    tolerance: float
-    tensors: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
-
-    @property
-    def parts_at(self) -> LayerDifference | None:
-        """The first layer, or module in one, where they part; None where they don't."""
-        return next((each for each in self.layers if each.beyond(self.tolerance)), None)
-
-    @property
-    def ok(self) -> bool:
-        """Whether no layer parts, nor the logits."""
-        return self.parts_at is None and self.logits.relative <= self.tolerance
-
-    def to_dict(self) -> dict[str, Any]:
-        first = self.parts_at
-        layer, _, part = first.name.partition("/") if first else ("", "", "")
-        return {
-            "where": self.where,
-            "ok": self.ok,
-            "tolerance": self.tolerance,
-            "logits": _finite(dataclasses.asdict(self.logits)),
-            "parts_at": {"layer": int(layer), "module": part or None, "tensors": self.tensors} if first else None,
-            "limits": self.limits,
-            "layers": [_finite(dataclasses.asdict(each)) for each in self.layers],
-        }
-
-    def blocks(self) -> Iterator[Block]:
-        """What a person sees: the layers that part, what both make of it, and where to look."""
-        parted = [each for each in self.layers if "/" not in each.name and each.beyond(self.tolerance)]
-        if parted:
-            table = Table("layer", ">relative", ">max")
-            for each in parted[:SHOWN]:
-                table.add_row(each.name, f"{each.relative:.3g}", f"{each.largest:.3g}")
-            yield from (
-                table,
-                *([f"… and {len(parted) - SHOWN:,} more; --json FILE has all"] if len(parted) > SHOWN else []),
-            )
-        apart = self.logits
-        yield f"logits of {self.where}: largest difference {apart.largest:.3g}, relative {apart.relative:.3g}"
-        yield f"next tokens: KL {apart.kl:.3g} nats (largest {apart.largest_kl:.3g}), the same most likely one for {apart.top1:,} of {apart.tokens:,}"
-        yield self._where()
-        yield from (f"MaxText can't express this: {limit}" for limit in self.limits if not self.ok)
-
-    def _where(self) -> str:
-        """Where they part, in a sentence."""
-        if (first := self.parts_at) is None:
-            whole = [each for each in self.layers if "/" not in each.name]
-            if not self.ok:
-                return "they part behind the last layer: in the last norm or the head"
-            most = max(whole, key=lambda each: each.relative, default=None)
-            furthest = f"; the largest is {most.relative:.3g}, in layer {most.name}" if most and most.relative else ""
-            return f"no layer parts by more than {self.tolerance:g}{furthest}"
-        layer, _, part = first.name.partition("/")
-        named = f", in {part} ({', '.join(self.tensors)})" if part and self.tensors else f", in {part}" if part else ""
-        return f"they part in layer {layer}{named}: by {first.relative:.3g} of what it makes"
-
-
-def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures for programs; JSON has no NaN."""
-    return {
-        name: str(value) if isinstance(value, float) and not np.isfinite(value) else value
-        for name, value in found.items()
-    }
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Logits(Shown):
-    """What a model makes of some tokens.
-
-    Attributes:
-      source: the model.
-      tokens: their ids.
-      logits: (token, vocab), in float32.
-      dtype: of the arithmetic.
-      beside: how far another one is from it; None where there is none.
-    """
-
-    source: str
-    tokens: tuple[int, ...]
-    logits: np.ndarray
-    dtype: str
-    beside: Beside | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether another one, if there is one, makes the same within the tolerance."""
-        return self.beside is None or self.beside.ok
-
-    @property
-    def next(self) -> list[int]:
-        """The most likely token behind each."""
-        return [int(token) for token in self.logits.argmax(-1)]
-
-    def to_dict(self) -> dict[str, Any]:
-        largest = [float(value) for value in self.logits.max(-1)]
-        return {
-            "source": self.source,
-            "tokens": list(self.tokens),
-            "dtype": self.dtype,
-            "next": [
-                {"token": token, **_finite({"logit": logit})} for token, logit in zip(self.next, largest, strict=True)
-            ],
-            "beside": self.beside.to_dict() if self.beside else None,
-        }
-
-    def blocks(self) -> Iterator[Block]:
-        table = Table(">position", ">token", ">most likely next", ">its logit")
-        rows = list(zip(range(len(self.tokens)), self.tokens, self.next, self.logits.max(-1), strict=True))
-        for position, token, likely, logit in rows[-SHOWN:]:
-            table.add_row(str(position), str(token), str(likely), f"{logit:.4g}")
-        yield table
-        if self.beside:
-            yield ""
-            yield from self.beside.blocks()
-
-    def brief(self) -> str:
-        return f"{self.source}: logits of {count(len(self.tokens), 'token')}"
 
 
 @takes(asked=LogitsOptions)
@@ -202,19 +67,15 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
       True
     """
     name_secret(asked.hf_token_secret)
-    _check_asked(source, other, asked)
-    check_installed()
-    first = StreamedModel(_open(source), asked.dtype)
-    tokens = _tokens(first, asked)
-    if asked.maxtext:
-        return _beside_maxtext(first, tokens, asked, progress)
-    models = [first, *([StreamedModel(_open(other, source, asked.maxtext_model), asked.dtype)] if other else [])]
-    _check_alike(models)
-    LOG.info(_memory(models, len(tokens)))
-    made = [_run(model, tokens, bool(other), progress) for model in models]
-    found = Logits(source, tokens, made[0][0], asked.dtype)
+    ready = _prepare(source, other, asked)
+    if ready.planned:
+        return _saved(_beside_maxtext(ready, ready.planned, asked, progress), asked.save_logits)
+    LOG.info(_memory(ready.models, len(ready.tokens)))
+    made = [_run(model, ready.tokens, bool(other), progress) for model in ready.models]
+    found = Logits(source, ready.tokens, made[0][0], asked.dtype)
     if other:
-        found = dataclasses.replace(found, beside=_compare(first, other, made[0], made[1], asked.tolerance or 0.0))
+        beside = _compare(ready.models[0], other, made[0], made[1], asked.tolerance or 0.0)
+        found = dataclasses.replace(found, beside=beside)
     return _saved(found, asked.save_logits)
 
 
@@ -228,23 +89,71 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if found.ok else 1
 
 
-def _check_asked(source: str, other: str | None, asked: LogitsOptions) -> None:
-    """Raises `Refused` with all that can't be meant together."""
-    wrong = []
+@dataclasses.dataclass
+class _Ready:
+    """What a run is made of, as far as it could be made.
+
+    Attributes:
+      models: the first, and the one beside it.
+      tokens: that they are run on.
+      planned: how the first is converted for MaxText.
+      version: of MaxText.
+      refusals: what stands against it.
+    """
+
+    models: list[StreamedModel] = dataclasses.field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+    planned: Plan | None = None
+    version: str = ""
+    refusals: list[Refused] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Context manager: a refusal is kept."""
+        try:
+            yield
+        except Refused as e:
+            self.refusals.append(e)
+
+
+def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
+    """Everything that can be known before a model runs.
+
+    Raises:
+      Refused: all that stands against it.
+    """
+    check_installed()
+    ready = _Ready(refusals=[Refused(wrong) for wrong in _wrong(source, other, asked)])
+    with ready.gathering():
+        ready.version = maxtext.check_python(asked.maxtext) if asked.maxtext else ""
+    with ready.gathering():
+        ready.models.append(StreamedModel(_open(source, asked), asked.dtype))
+        ready.planned = _plan(source, asked) if asked.maxtext else None
+    with ready.gathering():
+        ready.tokens = _tokens(ready.models[0], asked) if ready.models else ()
+    with ready.gathering():
+        ready.models += [StreamedModel(_open(other, asked, source), asked.dtype)] if other else []
+    with ready.gathering():
+        _check_alike(ready.models)
+    if ready.refusals:
+        raise Refused.together(ready.refusals)
+    return ready
+
+
+def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str]:
+    """All that can't be meant together."""
     if bool(asked.prompt) == bool(asked.token_ids):
-        wrong.append("--prompt and --token_ids: exactly one of them says what the model is run on")
+        yield "--prompt and --token_ids: exactly one of them says what the model is run on"
     if other and asked.maxtext:
-        wrong.append(f"--maxtext={asked.maxtext}: compares {source} with MaxText; leave {other} out, or --maxtext")
+        yield f"--maxtext={asked.maxtext}: compares {source} with MaxText; leave {other} out, or --maxtext"
     if asked.maxtext and asked.dtype != "float32":
-        wrong.append(f"--dtype={asked.dtype}: with --maxtext both compute in float32; leave it out")
+        yield f"--dtype={asked.dtype}: with --maxtext both compute in float32; leave it out"
     if asked.save_logits and not Path(asked.save_logits).absolute().parent.is_dir():
-        wrong.append(f"--save_logits={asked.save_logits}: no such folder")
-    if wrong:
-        raise Refused.together([Refused(each) for each in wrong])
+        yield f"--save_logits={asked.save_logits}: no such folder"
 
 
-def _open(where: str, base: str | None = None, model: str | None = None) -> Side:
-    """A release; or beside the release `base` an Orbax checkpoint, or an adapter for it.
+def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
+    """A release, or what is taken of it; or beside the release `base` an Orbax checkpoint, or an adapter for it.
 
     Raises:
       Refused: it can't be looked at, or problems stand against it.
@@ -253,12 +162,33 @@ def _open(where: str, base: str | None = None, model: str | None = None) -> Side
         store = open_store(where)
         store.check_readable()
         if base and ADAPTER in store.entries():
+            if asked.cut != Cut():
+                raise Refused(f"{where}: is an adapter, which --layers, --experts and --vocab_rows can't cut")
             return of_release(base, where)
         if is_release(store):
-            return of_release(where)
+            return of_release(where, cut=asked.cut)
+        if base is None:
+            raise Refused(f"{where}: is no release; name the release first, then what is compared with it")
+        if asked.cut != Cut():
+            raise Refused(
+                f"{where}: is an Orbax checkpoint; compare it with what `weightbeam cut` writes of {base}, without --layers, --experts and --vocab_rows"
+            )
         checkpoint = open_orbax(where)
         small = find_like(checkpoint, base)[1]
-        return of_checkpoint(where, plan_export(checkpoint, like=base, maxtext_model=model), small)
+        return of_checkpoint(where, plan_export(checkpoint, like=base, maxtext_model=asked.maxtext_model), small)
+
+
+def _plan(source: str, asked: LogitsOptions) -> Plan:
+    """How a release, or what is taken of it, is converted for MaxText.
+
+    Raises:
+      Refused: it can't be.
+    """
+    kept = dict(layers=asked.layers, experts=asked.experts, vocab_rows=asked.vocab_rows)
+    how = dict(save_dtype="float32", scan_layers=False, maxtext=NEWEST, maxtext_model=asked.maxtext_model)
+    planned = plan(source, **how, **kept)
+    planned.check()
+    return planned
 
 
 def _tokens(model: StreamedModel, asked: LogitsOptions) -> tuple[int, ...]:
@@ -286,7 +216,9 @@ def _check_alike(models: Sequence[StreamedModel]) -> None:
         }
         for model in models
     ]
-    first, second = facts[0], facts[-1]
+    if len(facts) < 2:
+        return
+    first, second = facts
     a, b = models[0].side.where, models[-1].side.where
     if wrong := [
         f"  {name}: {first[name]} of {a}, {second[name]} of {b}" for name in first if first[name] != second[name]
@@ -336,32 +268,28 @@ def _compare(
     return dataclasses.replace(found, tensors=tuple(model.tensors_below(first.name)))
 
 
-def _beside_maxtext(
-    model: StreamedModel, tokens: tuple[int, ...], asked: LogitsOptions, progress: bool | Report
-) -> Logits:
+def _beside_maxtext(ready: _Ready, planned: Plan, asked: LogitsOptions, progress: bool | Report) -> Logits:
     """A release beside MaxText, which is given the release as it is converted, and its `maxtext.yml`.
 
     Raises:
-      Refused: the release can't be converted, or that interpreter has no MaxText.
-      Failed: MaxText failed.
+      Failed: MaxText failed, or came no further.
     """
-    python = asked.maxtext or ""
-    maxtext.check_python(python)
-    planned = plan(
-        model.side.sources[0].root, save_dtype="float32", scan_layers=False, maxtext_model=asked.maxtext_model
-    )
-    planned.check()
-    config = planned.maxtext_config()
+    (model,), tokens, version = ready.models, ready.tokens, ready.version
+    python, config = asked.maxtext or "", planned.maxtext_config()
     LOG.info(_memory([model, model], len(tokens)))
+    if version != NEWEST:
+        LOG.warning(f"--maxtext={python}: is MaxText {version}; what is known of it is of {NEWEST}")
     with tempfile.TemporaryDirectory(prefix="weightbeam-logits-") as folder:
         checkpoint = convert(planned, f"{folder}/checkpoint", progress=progress).path
         mine = _run(model, tokens, True, progress)
-        LOG.info(f"running MaxText of {python} on {checkpoint}")
-        theirs = maxtext.run(python, Path(folder), config.to_dict(), checkpoint, tokens, planned.conversion.plan)
+        LOG.info(f"running MaxText {version} of {python}")
+        keys, arrays = config.to_dict(), planned.conversion.plan
+        theirs = maxtext.run(
+            python, Path(folder), keys, checkpoint, tokens, arrays, asked.maxtext_patience, reporter(progress)
+        )
     tolerance = AGREES if asked.tolerance is None else asked.tolerance
     beside = _compare(model, MAXTEXT, mine, theirs, tolerance)
-    found = Logits(model.side.where, tokens, mine[0], asked.dtype, dataclasses.replace(beside, limits=config.limits))
-    return _saved(found, asked.save_logits)
+    return Logits(model.side.where, tokens, mine[0], asked.dtype, dataclasses.replace(beside, limits=config.limits))
 
 
 def _saved(found: Logits, file: str | None) -> Logits:

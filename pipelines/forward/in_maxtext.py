@@ -5,7 +5,12 @@
 JOB is JSON: `config`, the keys of `maxtext.yml`; `checkpoint`, the URL of the item; `tokens`; and `layers`, the paths of
 the decoder's layers in order, such as `layers_0`. RESULT becomes an `.npz`: `logits` (token, vocab), for each layer its
 number (`0`), and for each module below it that makes as much its path (`0/self_attention`), each (token, embed), all in
-float32. Facts about MaxText are of version 0.2.5.
+float32. After each layer `PROGRESS` and its number, from 1, is a line of standard output.
+
+MaxText's own model runs, eagerly. It is made without weights, whose initialisation takes longer to compile than all else
+(half a minute of a CPU that has other work, which looks as if it stood still) and as much memory as the model. A layer's
+weights are read when it is called and dropped behind it; those that lie in no layer (embedding, last norm, head) are read
+first. Facts about MaxText and flax are of versions 0.2.5 and 0.12.12.
 """
 
 # pyright: reportMissingImports=false
@@ -19,7 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PROGRESS = "weightbeam: layer "
 # How it runs, not what the model is: eagerly, on one CPU, in float32, dense attention, every expert without a capacity.
+# MaxText's other ways to multiply experts are kernels for TPUs, which a CPU interprets step by step.
 RUN = {
     "run_name": "logits",
     "skip_jax_distributed_system": True,
@@ -43,30 +50,129 @@ def main(job_file: str, result: str) -> None:
     import maxtext
     import numpy as np
     from maxtext.configs import pyconfig
-    from maxtext.utils import model_creation_utils
 
     job = json.loads(Path(job_file).read_text())
     tokens = jnp.asarray([job["tokens"]], jnp.int32)
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    told = {**job["config"], **RUN, "load_parameters_path": job["checkpoint"], "max_target_length": tokens.shape[1]}
-    config = pyconfig.initialize(["", str(base)], **told)
-    model, mesh = model_creation_utils.from_pretrained(config)
+    config = pyconfig.initialize(["", str(base)], **{**job["config"], **RUN, "max_target_length": tokens.shape[1]})
+    model, weights = without_weights(config), Weights(job["checkpoint"])
+    weights.check(model)
+    weights.fill(model, apart=[("decoder", layer) for layer in job["layers"]])
     seen: dict[str, Any] = {}
-    watch(model, job["layers"], config.emb_dim, seen)
+    watch(model, job["layers"], config.emb_dim, seen, weights)
     jax.checkpoint = lambda function, **how: function  # it would trace the layers, whose values are wanted
     positions = jnp.arange(tokens.shape[1])[None]
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(model.mesh):
         logits = model(tokens, positions, decoder_segment_ids=jnp.ones_like(tokens), enable_dropout=False)
     logits = logits[0] if isinstance(logits, tuple) else logits
-    seen["logits"] = logits[0]
-    made: dict[str, Any] = {name: np.asarray(values, np.float32) for name, values in seen.items()}
-    np.savez(result, **made)
+    np.savez(result, logits=np.asarray(logits[0], np.float32), **seen)
 
 
-def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any]) -> None:
-    """Has the layers, and the modules below them, note what they make as they are called. MaxText makes a layer's modules
-    anew of their state when it runs it (`nnx.merge`), so what is known of one is its class.
+def without_weights(config: Any) -> Any:
+    """MaxText's model: shapes where a checkpoint has values, and values of all else, such as random states."""
+    import jax
+    from flax import nnx
+    from maxtext.utils import model_creation_utils
+
+    make, model = model_creation_utils.create_nnx_abstract_model(config)
+    with jax.set_mesh(model.mesh):
+        nnx.update(model, jax.jit(lambda: nnx.state(make(), lambda path, value: not is_weight(value)))())
+    return model
+
+
+def is_weight(variable: Any) -> bool:
+    """Whether a variable is one that MaxText's `from_pretrained` reads from a checkpoint."""
+    from flax import nnx
+
+    computed = (nnx.RngState, nnx.Cache, nnx.Intermediate, nnx.BatchStat)
+    return isinstance(variable, nnx.Variable) and not isinstance(variable, computed)
+
+
+class Weights:
+    """The arrays of a checkpoint, by the paths of MaxText's variables.
+
+    Args:
+      url: of the item.
     """
+
+    def __init__(self, url: str) -> None:
+        from orbax import checkpoint
+
+        self._url, self._orbax = url, checkpoint
+        self._reader = checkpoint.Checkpointer(checkpoint.PyTreeCheckpointHandler())
+        found = self._reader.metadata(url)
+        if found is None or found.item_metadata is None:
+            raise SystemExit(f"{url}: no Orbax checkpoint")
+        self._tree = found.item_metadata.tree["params"]["params"]
+
+    def check(self, model: Any) -> None:
+        """Raises `SystemExit` with all variables that the checkpoint hasn't, or has in another shape."""
+        wrong = []
+        for path, variable in variables(model):
+            stored = self._tree
+            for name in path:
+                stored = stored.get(str(name), {}) if hasattr(stored, "get") else {}
+            if (shape := getattr(stored, "shape", None)) is None:
+                wrong.append(f"{'.'.join(map(str, path))}: isn't in the checkpoint")
+            elif tuple(shape) != tuple(variable.shape):
+                wrong.append(f"{'.'.join(map(str, path))}: MaxText wants {variable.shape}, the checkpoint has {shape}")
+        if wrong:
+            raise SystemExit("\n".join(wrong))
+
+    def fill(self, module: Any, at: tuple[str, ...] = (), apart: Any = ()) -> None:
+        """Reads the variables of a module, which lies at `at`, but for those below the paths `apart`."""
+        import jax
+        from flax import nnx
+
+        wanted = {}
+        for path, variable in variables(module):
+            if not any(path[: len(below)] == below for below in apart):
+                wanted[path] = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        if not wanted:
+            return
+        target = nested({(*at, *path): shape for path, shape in wanted.items()})
+        here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        how = jax.tree.map(
+            lambda shape: self._orbax.ArrayRestoreArgs(sharding=here, dtype=shape.dtype, strict=True), target
+        )
+        made = self._reader.restore(
+            self._url,
+            item={"params": {"params": target}},
+            transforms={},
+            restore_args={"params": {"params": how}},
+        )["params"]["params"]
+        for name in at:
+            made = made[name]
+        nnx.update(module, made)
+
+
+def variables(module: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """A module's weights by their paths."""
+    from flax import nnx
+
+    return [
+        (tuple(map(str, path)), value)
+        for path, value in nnx.state(module, lambda path, value: is_weight(value)).flat_state()
+    ]
+
+
+def nested(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    """A tree of what has paths."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        below = tree
+        for name in path[:-1]:
+            below = below.setdefault(name, {})
+        below[path[-1]] = value
+    return tree
+
+
+def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weights: Weights) -> None:
+    """Has the layers read their weights as they are called, and the layers and the modules below them note what they
+    make. MaxText makes a layer's modules anew of their state when it runs it (`nnx.merge`), so what is known of one is
+    its class.
+    """
+    import numpy as np
     from flax import nnx
 
     by_path = {"_".join(map(str, path)): module for path, module in nnx.iter_modules(model.decoder) if path}
@@ -76,13 +182,19 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any]) -> No
         call = kind.__call__
 
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            empty = None
             if is_layer:
                 called.append({id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(self)})
+                empty = nnx.state(self, lambda path, value: is_weight(value))
+                weights.fill(self, ("decoder", layers[len(called) - 1]))
             made = call(self, *args, **kwargs)
             values = made[0] if isinstance(made, tuple) else made
             path = called[-1].get(id(self)) if called else None
             if path is not None and getattr(values, "ndim", 0) == 3 and values.shape[-1] == width:
-                seen[f"{len(called) - 1}/{path}".rstrip("/")] = values[0]
+                seen[f"{len(called) - 1}/{path}".rstrip("/")] = np.asarray(values[0], np.float32)
+            if empty is not None:
+                nnx.update(self, empty)
+                print(f"{PROGRESS}{len(called)}", flush=True)
             return made
 
         kind.__call__ = noted

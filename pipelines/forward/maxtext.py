@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, Plan
+from weightbeam.pipelines.forward.in_maxtext import PROGRESS
 from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.progress import Report, watch_progress
 from weightbeam.transforms.comparing.logits import Trace
 
 PROGRAM = Path(__file__).with_name("in_maxtext.py")
@@ -20,20 +25,27 @@ PROGRAM = Path(__file__).with_name("in_maxtext.py")
 IN_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>\w+)\.")
 DECODER = f"{PARAMETERS}decoder."
 LAST = 2000  # characters of what MaxText said last
+DONE = PROGRESS.encode()
+LOOK = 0.5  # seconds between looks at how far it is
 TRIED = 60  # seconds in which an interpreter says whether it has MaxText
 
 
-def check_python(python: str) -> None:
-    """Raises `Refused` where an interpreter isn't there, or has no MaxText."""
-    found = "import importlib.util as u; raise SystemExit(0 if u.find_spec('maxtext') else 3)"
+def check_python(python: str) -> str:
+    """The version of MaxText that an interpreter has.
+
+    Raises:
+      Refused: it can't be run, or has none.
+    """
+    find = "import importlib.metadata as m; print(m.version('maxtext'))"
     try:
-        status = subprocess.run([python, "-P", "-c", found], capture_output=True, timeout=TRIED).returncode
+        found = subprocess.run([python, "-P", "-c", find], capture_output=True, timeout=TRIED, text=True)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Refused(f"--maxtext={python}: can't be run: {e}") from e
-    if status:
+    if found.returncode:
         raise Refused(
             f"--maxtext={python}: has no MaxText; name the Python of an environment with `pip install maxtext`"
         )
+    return found.stdout.strip()
 
 
 def layers_and_parts(plan: Plan) -> tuple[list[str], Mapping[str, str]]:
@@ -53,7 +65,14 @@ def layers_and_parts(plan: Plan) -> tuple[list[str], Mapping[str, str]]:
 
 
 def run(
-    python: str, folder: Path, config: Mapping[str, object], checkpoint: str, tokens: Sequence[int], plan: Plan
+    python: str,
+    folder: Path,
+    config: Mapping[str, object],
+    checkpoint: str,
+    tokens: Sequence[int],
+    plan: Plan,
+    patience: float,
+    report: Report | None,
 ) -> tuple[np.ndarray, Trace]:
     """What MaxText makes of tokens: logits (token, vocab), and what its layers make, by transformers' names.
 
@@ -61,25 +80,69 @@ def run(
       folder: where the two sides exchange files.
       config: the keys of `maxtext.yml`.
       checkpoint: URL of the item.
+      patience: seconds that it may take to begin, and for each layer.
 
     Raises:
-      Failed: MaxText failed, with what it said last.
+      Failed: MaxText failed, or came no further, with what it said last.
     """
     layers, parts = layers_and_parts(plan)
-    job, result = folder / "job.json", folder / "result.npz"
+    job, result, log = folder / "job.json", folder / "result.npz", folder / "maxtext.log"
     job.write_text(
         json.dumps({"config": dict(config), "checkpoint": checkpoint, "tokens": list(tokens), "layers": layers})
     )
-    log = folder / "maxtext.log"
-    with log.open("wb") as said:
-        words = [python, "-P", str(PROGRAM), str(job), str(result)]
-        status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=_environment()).returncode
-    if status or not result.exists():
+    log.touch()
+    a_layer = sum(array.nbytes for array in plan.arrays) // max(1, len(layers))
+
+    def done() -> int:
+        return _layers_done(log)
+
+    def state() -> str:
+        return f"layer {done()} of {len(layers)}"
+
+    with watch_progress(a_layer * len(layers), lambda: a_layer * done(), "running MaxText", report, state):
+        status = _finish([python, "-P", str(PROGRAM), str(job), str(result)], folder, log, patience)
+    said = log.read_text(errors="replace")[-LAST:]
+    if status is None:
         raise Failed(
-            f"  MaxText failed (exit status {status}); it said last:\n{log.read_text(errors='replace')[-LAST:]}"
+            f"  MaxText came no further for {patience:g} seconds behind {state()}, and was stopped; --maxtext_patience gives it more. It said last:\n{said}"
         )
+    if status or not result.exists():
+        raise Failed(f"  MaxText failed (exit status {status}); it said last:\n{said}")
     with np.load(result) as made:
         return made["logits"], {parts.get(name, name): made[name] for name in made.files if name != "logits"}
+
+
+def _finish(words: Sequence[str], folder: Path, log: Path, patience: float) -> int | None:
+    """Runs a program to its end; its exit status, or None where no layer came for so many seconds. It has a process
+    group of its own, which doesn't outlive this call, however it ends.
+    """
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            cwd=folder,
+            env=_environment(),
+            start_new_session=True,
+        )
+    try:
+        far, since = 0, time.monotonic()
+        while time.monotonic() - since < patience:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(LOOK, patience))
+            if (now := _layers_done(log)) != far:
+                far, since = now, time.monotonic()
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _layers_done(log: Path) -> int:
+    """How many layers MaxText has run."""
+    return log.read_bytes().count(DONE)
 
 
 def _environment() -> dict[str, str]:

@@ -13,10 +13,12 @@ from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.release.files import small_files
 from weightbeam.formats.release.source import open_source
-from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.pipelines.running.prepare import describe, refuse
+from weightbeam.pipelines.running.prepare import open_source as open_prepared
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.blocks import Block
@@ -46,14 +48,14 @@ class Side:
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def of_release(where: str, lora: str | None = None) -> Side:
-    """A release, with an adapter merged into it where one is named.
+def of_release(where: str, lora: str | None = None, cut: Cut | None = None) -> Side:
+    """A release, or what is taken of it, with an adapter merged into it where one is named.
 
     Raises:
       Refused: problems stand against it: all of them.
       StorageError: it can't be looked at.
     """
-    checkpoint = open_hf(where)
+    checkpoint = open_prepared(where, cut=cut)
     source, adapters = open_source(checkpoint), [open_adapter(lora)] if lora else []
     if adapters:
         kind = checkpoint.config.get("model_type", "")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import wait_until
 from quantised import fp8_llama
 from safetensors.numpy import load_file, save_file
 from support import LLAMA, call, convert, make_release, peft_adapter, save
@@ -177,6 +181,63 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
     said = refused(lacking, "--token_ids", "1")
     assert said.count("q_proj.weight: no tensor of the release becomes it") == LLAMA["num_hidden_layers"]
     assert "can't be run" in refused(release, "--token_ids", "1", "--maxtext", tmp_path / "python")
+
+
+STANDS_STILL = """\
+#!/bin/sh
+case "$2" in -c) echo 0.2.5; exit ;; esac
+echo 'weightbeam: layer 1'
+echo what it said
+sleep 600 & echo $! > {note}
+wait
+"""
+
+
+def standing_still(folder: Path) -> tuple[Path, Path]:
+    """A program in place of an interpreter with MaxText: it runs a layer and no more. And where it notes the number of
+    a process that it started.
+    """
+    program, note = folder / "python", folder / "note"
+    program.write_text(STANDS_STILL.format(note=note))
+    program.chmod(0o755)
+    return program, note
+
+
+def is_gone(note: Path) -> bool:
+    """Whether a process that was noted has ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{int(note.read_text())}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_maxtext_that_stands_still_is_stopped_with_all_that_it_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, note = standing_still(tmp_path)
+    release = write(tmp_path / "hf", "llama")
+    options = ("--token_ids", "1,5", "--maxtext_model", "llama2-7b", "--maxtext", program, "--maxtext_patience", "2")
+    assert call("logits", release, *options) == 1
+    said = capsys.readouterr().err
+    assert "MaxText came no further for 2 seconds behind layer 1 of 3, and was stopped" in said
+    assert "what it said" in said
+    wait_until(lambda: is_gone(note))
+
+
+def test_an_interrupt_stops_maxtext_with_all_that_it_started(tmp_path: Path) -> None:
+    program, note = standing_still(tmp_path)
+    release = write(tmp_path / "hf", "llama")
+    options = ["--token_ids", "1,5", "--maxtext_model", "llama2-7b", "--maxtext", str(program)]
+    words = [sys.executable, "-m", "weightbeam", "logits", str(release), *options]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        wait_until(lambda: note.exists() and note.read_text().strip() != "")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"stopped" in said
+    assert b"Traceback" not in said
+    wait_until(lambda: is_gone(note))
+    assert not list(tmp_path.glob("weightbeam-logits-*"))
 
 
 MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")

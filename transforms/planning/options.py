@@ -123,6 +123,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "max_shard_size": dict(read=size, metavar="BYTES"),
     "maxtext_config": dict(metavar="FILE"),
     "maxtext_model": dict(metavar="NAME"),
+    "maxtext_patience": dict(read=amount, metavar="SECONDS"),
     "mesh": dict(several=True, metavar="AXES"),
     "moment_dtype": dict(read=dtype_name, choices=(KEEP, *COMPUTED)),
     "mtp": TRUTH,
@@ -480,7 +481,7 @@ class DiffOptions(Token):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitsOptions(Token):
+class LogitsOptions(Excerpt, Token):
     """Of a model that is run on some tokens."""
 
     prompt: str | None = option("text, which the release's tokenizer makes tokens of")
@@ -489,6 +490,7 @@ class LogitsOptions(Token):
     tolerance: float | None = option("the relative difference of what a layer makes, |a - b| / |a|, that counts as none (default: 0, with --maxtext 1e-4)")
     maxtext: str | None = option("compare with MaxText itself: the Python of an environment that has it; converts the release into a temporary folder", metavar="PYTHON")
     maxtext_model: str | None = option("the MaxText model, where neither config.json nor the checkpoint can settle it")
+    maxtext_patience: float = option("seconds that MaxText may take to begin, and for each layer", 1800.0)
     save_logits: str | None = option("write the logits (token, vocab) too, as numpy's .npy")
 
 
