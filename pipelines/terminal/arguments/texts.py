@@ -19,7 +19,7 @@ The last line says whether the conversion can go ahead, and the command.
   weightbeam plan hf://deepseek-ai/DeepSeek-V3 --mesh fsdp=64 --workers 1,10,100
 
 With --workers it simulates the conversion on so many workers of Dataflow, or of Flink with --runner=FlinkRunner, from
-a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help running` says what it
+a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help workers` says what it
 assumes.
 
 `weightbeam plan COMMAND …` plans another command, such as `weightbeam plan materialize ckpt new`.
