@@ -122,7 +122,7 @@ MaxText itself: the release is converted, and run there with the maxtext.yml tha
   weightbeam logits ~/models/Qwen3-8B qwen3-8b-fp8 --token_ids 785,6722,315
   weightbeam logits ~/models/Qwen3-8B --token_ids 785,6722,315 --maxtext ~/maxtext/bin/python
 
-Needs torch and transformers: pip install 'weightbeam[models]'. Layers are counted from 0.
+Needs torch and transformers (the extra `models`). Layers are counted from 0.
 
 Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, 2 it can't be done.
 """
