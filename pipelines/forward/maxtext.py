@@ -43,7 +43,7 @@ def check_python(python: str) -> str:
         raise Refused(f"--maxtext={python}: can't be run: {e}") from e
     if found.returncode:
         raise Refused(
-            f"--maxtext={python}: has no MaxText; name the Python of an environment with `pip install maxtext`"
+            f"--maxtext={python}: has no MaxText; name the Python of an environment that has it"
         )
     return found.stdout.strip()
 
