@@ -28,7 +28,8 @@ def test_the_class_is_the_one_that_wrote_it(generated: Path, model: str) -> None
 
 def test_every_model_type_that_transformers_lacks_is_known() -> None:
     kinds = {kind for family in FAMILIES for kind in family.model_types}
-    assert kinds - configuration_auto.CONFIG_MAPPING_NAMES.keys() == set(OWN_CODE)
+    without_release = {"weaver_omni"}  # which MaxText names, and no release that is known
+    assert kinds - configuration_auto.CONFIG_MAPPING_NAMES.keys() == {*OWN_CODE, *without_release}
 
 
 def test_the_line() -> None:
