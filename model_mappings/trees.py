@@ -35,6 +35,9 @@ DILOCO = {"inner_state", "outer_opt_state"}
 MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
 SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}(\.{VALUE})?$")
+# What training in FP8 keeps for each kernel, of bfloat16 or float32: the largest magnitudes of the last steps, and the scales
+# that follow from them (google/flax, flax/linen/fp8_ops.py, 0.12.12; `quantization=fp8` in MaxText)
+MAGNITUDES, OVERWRITTEN = "_amax_history", "_overwrite_with_gradient"
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -69,6 +72,7 @@ def recognize(paths: Iterable[Path]) -> Tree:
     _refuse(paths)
     tops = {path[0] for path in paths if path}
     kind, prefix = _kind(paths, tops)
+    of_fp8 = _of_fp8_training(paths)
     weights: dict[str, str] = {}
     state: list[str] = []
     for path in paths:
@@ -79,7 +83,7 @@ def recognize(paths: Iterable[Path]) -> Tree:
             weights[named] = key
             continue
         inner = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
-        if not inner or (not prefix and path[0] in STATE) or GENERATORS.search(key):
+        if not inner or (not prefix and path[0] in STATE) or path in of_fp8 or GENERATORS.search(key):
             state.append(key)
             continue
         named = _named(inner, below_params=prefix == (PREFIX,))
@@ -95,6 +99,18 @@ def recognize(paths: Iterable[Path]) -> Tree:
         )
     scales = _scales(weights)
     return Tree(f"{kind}, FP8 codes with scales beside them" if scales else kind, weights, tuple(state), scales)
+
+
+def _of_fp8_training(paths: Iterable[Path]) -> set[Path]:
+    """The arrays that training in FP8 keeps beside its weights; they are none, though some are called `kernel_scale`."""
+    folders = {path: _bare(path)[:-1] for path in paths if path}
+    kept = {folder for path, folder in folders.items() if _bare(path)[-1].endswith(MAGNITUDES)}
+    return {path for path, folder in folders.items() if folder in kept or OVERWRITTEN in path}
+
+
+def _bare(path: Path) -> Path:
+    """A path without nnx's last component."""
+    return path[:-1] if path[-1] == VALUE and len(path) > 1 else path
 
 
 def _scales(weights: Mapping[str, str]) -> dict[str, str]:
@@ -166,16 +182,14 @@ def _collection(path: Path) -> str | None:
     """The collection of a weight that a training state holds with the state of its modules; None for all else."""
     if path[: len(MODULES)] != MODULES:
         return None
-    path = path[:-1] if path[-1] == VALUE else path
+    path = _bare(path)
     return next((name for end, name in VARIABLES.items() if path[-len(end) :] == end), None)
 
 
 def _folded(path: Path) -> list[str]:
     """The components of a weight's key: those of a path without nnx's own, elements of an nnx.List numbered."""
-    if path[-1] == VALUE and len(path) > 1:
-        path = path[:-1]
     folded: list[str] = []
-    for component in path:
+    for component in _bare(path):
         if component.isdecimal() and folded:  # an element of an nnx.List
             folded[-1] += f"_{component}"
         else:
