@@ -45,7 +45,7 @@ class Drafted(Shown):
         yield rows
         yield ""
         yield f"{', '.join(self.files)}: {self.brief()}"
-        yield f"next: python -m pytest test_{self.name}.py says each; weightbeam help adding_a_family"
+        yield f"next: python -m pytest test_{self.name}.py says each; weightbeam help contributors_day"
 
     def brief(self) -> str:
         return f"{count(self.drafted.open, 'mark')} {TODO} in the table"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,9 +42,16 @@ def _spec(dtype: str, *shape: int) -> TensorSpec:
 
 
 def read_tree(path: Path | str) -> Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-    """MaxText's parameters from a file of JSON: `{path: [shape, logical name of each axis]}`, null for an axis that has none."""
-    held = json.loads(Path(path).read_text())
-    return {name: (tuple(shape), tuple(axes)) for name, (shape, axes) in held.items()}
+    """MaxText's parameters as `tests/facts/maxtext_trees.py` writes them: path, shape and logical axes of each, compressed
+    JSON.
+    """
+    held = json.loads(gzip.decompress(Path(path).read_bytes()))["params"]
+    return {each["path"]: (tuple(each["shape"]), _axes(each)) for each in held.values()}
+
+
+def _axes(said: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """The names of an array's axes; none of any where MaxText names none."""
+    return tuple(said["axes"]) or (None,) * len(said["shape"])
 
 
 def check_finished(*paths: Path | str) -> None:
