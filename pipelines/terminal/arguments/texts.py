@@ -226,6 +226,16 @@ compared with the checkpoint, published and announced. `weightbeam help followin
 Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
 """
 
+NEW_FAMILY = """\
+Writes the first draft of a family's table into the current folder, from config.json and the headers of a release, and
+beside it the headers and a test. Tensors of alike layers are one line; axes have the words of config.json's sizes. What
+headers can't tell is marked TODO, and the test fails until none is left.
+
+  weightbeam new-family my_model --like ~/models/My-Model-7B
+  python -m pytest test_my_model.py
+  weightbeam plan ~/models/My-Model-7B --family my_model.py
+"""
+
 MODELS = """\
 Lists the families that can be converted: the model_type of their config.json, MaxText's models among them, and what
 of them is supported.
