@@ -1,8 +1,8 @@
 """What installed packages bring: families, encodings and stores, each by an entry point of a group.
 
-    [project.entry-points."weightbeam.families"]      a name = "module:FAMILY"      a `Family`
-    [project.entry-points."weightbeam.encodings"]     a name = "module:FORMATS"     a `QuantizedFormat`, or several
-    [project.entry-points."weightbeam.stores"]        scheme = "module:open"        URL -> `Store`
+[project.entry-points."weightbeam.families"]      a name = "module:FAMILY"      a `Family`
+[project.entry-points."weightbeam.encodings"]     a name = "module:FORMATS"     a `QuantizedFormat`, or several
+[project.entry-points."weightbeam.stores"]        scheme = "module:open"        URL -> `Store`
 """
 
 from __future__ import annotations

@@ -30,7 +30,14 @@ def train(folder: Path, run: str, scan_layers: bool, steps: int) -> Path:
     """Trains so many steps, or goes on to them; the folder of the steps."""
     import maxtext  # pyright: ignore[reportMissingImports]
 
-    told = {**RUN, **SIZES, "run_name": run, "base_output_directory": folder, "scan_layers": scan_layers, "steps": steps}
+    told = {
+        **RUN,
+        **SIZES,
+        "run_name": run,
+        "base_output_directory": folder,
+        "scan_layers": scan_layers,
+        "steps": steps,
+    }
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     words = [sys.executable, "-m", "maxtext.trainers.pre_train.train", str(base)]
     subprocess.run([*words, *(f"{key}={value}" for key, value in told.items())], check=True, env=os.environ | DEVICES)
