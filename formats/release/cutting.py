@@ -305,12 +305,12 @@ def _against_layers(asked: str, layers: list[int], there: list[int], count: int)
     )
     if any(stop > there[-1] + 1 for _, stop in spans(asked)) or not {*layers} <= {*there}:
         yield f"{asked}: {has}"
+    elif not any(layer < count for layer in layers):
+        yield f"{asked}: names no layer of the model itself; {has}"
     if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
         yield f"{asked}: {', '.join(map(str, twice[:5]))} {'is' if len(twice) == 1 else 'are'} named twice"
     elif layers != sorted(layers):
         yield f"{asked}: layers stay in their order; name them from the first to the last"
-    if not any(layer < count for layer in layers):
-        yield f"{asked}: names no layer of the model itself; {has}"
 
 
 def _shapes(source: ReleaseTensors, aliases: Mapping[str, str]) -> Shapes:

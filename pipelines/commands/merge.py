@@ -64,7 +64,7 @@ class Merged(Shown):
     def blocks(self) -> list[str]:
         lines = [about(self.written, self.merge.layout)]
         if self.written.state == DONE or self.written.page:
-            lines.append(f"{self.merge.changes}, the others are the release's own bytes")
+            lines.append(self.merge.changes)
             if self.merge.plan.dropped:
                 lines.append(
                     f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"

@@ -87,7 +87,10 @@ class Resharded(Shown):
             lines += maxtext_lines(self.maxtext, step, planned.tree.maxtext is not None)
             if planned.tree.maxtext is None and FILE in planned.model.files:
                 lines.append(f"            with what else {step}/{FILE} says of the model")
-        lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+        if not planned.taken:
+            lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+        elif planned.source.record.get("source"):  # a part of the model is compared with that part of the release
+            lines.append(f"check it:   weightbeam verify {shlex.quote(step)}")
         lines += self.compared.lines() if self.compared else []
         return lines
 

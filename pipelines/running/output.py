@@ -48,7 +48,8 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
         except HeldError as e:
             raise BusyError(f"  output: {staging.final}: {e}") from e
         except OSError as e:
-            raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
+            why = reason(e).removeprefix(f"{staging.output}: ")  # a store's own errors name it
+            raise RefusedError(f"  output: {staging.output}: {why}") from e
         try:
             yield
         except KeyboardInterrupt as e:

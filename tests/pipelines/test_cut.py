@@ -194,6 +194,8 @@ def test_every_command_that_takes_a_release(tmp_path: Path, capsys: pytest.Captu
     source, cut = save(tmp_path / "hf", config, *split(tensors, 3)), ["--layers", "1,4", "--vocab_rows", "32"]
     model = ["--maxtext_model", "llama2-7b"]
     assert call("cut", source, tmp_path / "cut", *cut) == 0
+    said = "layers 1:2,4:5, rows of the vocabulary 0:32: all tensors are the release's own bytes"
+    assert said in capsys.readouterr().out
     small = config | dict(num_hidden_layers=2, vocab_size=32)
     wanted = {re.sub(r"layers\.[14]", lambda found: "layers.1" if "4" in found[0] else "layers.0", name): values
               for name, values in tensors.items() if not re.search(r"layers\.[023]\.", name)}  # fmt: skip

@@ -86,9 +86,10 @@ def test_tolerance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "x", "inf"])
-def test_tolerances_that_nobody_means(tmp_path: Path, text: str) -> None:
-    assert call("diff", tmp_path, tmp_path, "--tolerance", text) == 2
-    assert call("diff", tmp_path, tmp_path, "--fail_over", text) == 2
+def test_tolerances_that_nobody_means(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--tolerance", "--fail_over"):
+        assert call("diff", tmp_path, tmp_path, option, text) == 2
+        assert f"{option}: '{text}' should be a number from 0 on" in capsys.readouterr().err
 
 
 def test_what_changed_most_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,12 +47,19 @@ def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     ),
 )
 def test_as_the_cut_is_converted(
-    generated: Path, tmp_path: Path, model: str, before: str, after: str, storage: list[str]
+    generated: Path,
+    tmp_path: Path,
+    model: str,
+    before: str,
+    after: str,
+    storage: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every bit, whichever way the layers are stacked; it verifies against the release, and exports as the cut."""
     how, layers = ["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else [], ["--layers", MODELS[model]]
     assert call("convert", generated / model, tmp_path / "whole", "--scan_layers", before, *how) == 0
     step = reshard(tmp_path / "whole", tmp_path / "cut", "--scan_layers", after, *layers, *storage)
+    assert f"check it:   weightbeam verify {step}" in capsys.readouterr().out  # `diff` would find other shapes
     assert_same_bits(
         restore(step), converted(generated / model, tmp_path / "wanted", "--scan_layers", after, *how, *layers)
     )
@@ -118,6 +125,7 @@ def test_of_what_is_cut_already(tmp_path: Path) -> None:
     ("layers", "message"),
     [
         ("0:9", "the model has layers 0 to 3"),
+        ("5:9", "1 problem:\n  cut: --layers: 5:9: the model has layers 0 to 3\n"),
         ("0,3", "don't follow each other in it; keep one range of them, or take them apart first"),
         ("1,1", "1 is named twice"),
     ],

@@ -96,18 +96,27 @@ class Merge(ToRelease):
 
     @property
     def changes(self) -> str:
-        """What is kept of the release, and how many tensors are merged, dequantised or quantised, for a person."""
+        """What is kept of the release, how many tensors are merged, dequantised or quantised, and what the others are,
+        for a person.
+        """
         kept = f"{self.source.cut}: " if self.source.cut else ""
+        changed = self._changed
+        own = "the release's own bytes"
+        return f"{kept}{changed}, the others are {own}" if changed else f"{kept}all tensors are {own}"
+
+    @property
+    def _changed(self) -> str:
+        """How many tensors are changed, and how; empty where a part is taken as it is."""
         if self.options.quantize:
             also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
-            return f"{kept}{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
+            return f"{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
         merged, values = (
             len(self.merging.touched),
             sum(encoding.label is not None for encoding in self.encodings.values()),
         )
         done = "merged" if self.adapters else "changed"
         number, what = (values, "dequantised") if self.options.dequantize else (merged, done)
-        return f"{kept}{number:,} tensor{'' if number == 1 else 's'} {what}"
+        return f"{number:,} tensor{'' if number == 1 else 's'} {what}" if number or not self.source.cut else ""
 
     @property
     def source_bytes(self) -> int:

@@ -84,7 +84,13 @@ def amount(text: str) -> float:
 
 def distance(text: str) -> float:
     """A number from 0 on."""
-    return 0.0 if re.fullmatch(r"0*\.?0*", text) and text not in ("", ".") else amount(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 0 on")
+    return number
 
 
 def secret(text: str) -> str:
