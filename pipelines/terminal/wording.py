@@ -23,6 +23,7 @@ FUNCTIONS = {
     **dict.fromkeys(("convert", "export", "reshard", "cut", "dequantize", "quantize", "merge"), ("source", "output")),
     "plan": ("source",),
     "fit": ("source", "maxtext_model"),
+    "logits": ("source", "other"),
     "verify": ("source", "checkpoint"),
     "materialize": ("checkpoint", "output"),
     "diff": ("a", "b"),
