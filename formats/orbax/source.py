@@ -282,6 +282,8 @@ def _why_not(codes: OrbaxArray, scale: OrbaxArray) -> str:
     """Why an array doesn't hold the scales of square blocks of codes; empty where it does."""
     if codes.dtype.name != CODES:
         return f"the weight is {codes.dtype.name}, not {CODES}"
+    if scale.dtype.kind in "biu":
+        return f"they are {scale.dtype.name}, and scales are floating-point numbers"
     if len(codes.shape) != len(scale.shape):
         return f"it has {len(scale.shape)} axes, not {len(codes.shape)}"
     sizes = set()
