@@ -479,6 +479,19 @@ def test_codes_without_their_scales(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("integers", [False, True], ids=["gone", "integers"])
+def test_load_of_values_whose_scales_are_amiss(experts: tuple[Path, Path], tmp_path: Path, integers: bool) -> None:
+    """Neither codes nor wrong values."""
+    if integers:
+        source = unnamed(experts[1], tmp_path / "ck")
+        described = source / "items" / SCALES / ".zarray"
+        described.write_text(json.dumps(json.loads(described.read_bytes()) | {"dtype": "<i4"}))
+    else:
+        source = without_scales(experts[1], tmp_path / "ck", known=False)
+    with pytest.raises(weightbeam.Refused, match=r"moe_block\.wi_1: FP8 codes are no values without their scales"):
+        weightbeam.load(str(source), mesh="fsdp=1", release=str(experts[0]), save_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("layers", [(), ("--layers", "0:1")], ids=["whole", "layers"])
 def test_an_array_that_the_record_knows_is_gone(
     experts: tuple[Path, Path], tmp_path: Path, layers: tuple[str, ...], capsys: pytest.CaptureFixture[str]
