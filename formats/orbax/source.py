@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -205,7 +205,7 @@ class OrbaxCheckpoint:
         tree = recognize(_paths(self.metadata, self.arrays))
         for key, scale_key in tree.scales.items():
             codes, scale = (self.arrays[tree.weights[name]] for name in (key, scale_key))
-            if why := _why_not(codes, scale):
+            if why := why_not_scales(codes, scale):
                 raise TreeError(f"{scale_key} {scale.shape} doesn't lie over {key} {codes.shape} in blocks: {why}")
         return tree
 
@@ -278,10 +278,21 @@ class OrbaxCheckpoint:
         }
 
 
-def _why_not(codes: OrbaxArray, scale: OrbaxArray) -> str:
+class Typed(Protocol):
+    """An array's dtype and shape."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def why_not_scales(codes: Typed, scale: Typed) -> str:
     """Why an array doesn't hold the scales of square blocks of codes; empty where it does."""
     if codes.dtype.name != CODES:
         return f"the weight is {codes.dtype.name}, not {CODES}"
+    if scale.dtype.kind in "biu":
+        return f"they are {scale.dtype.name}, and scales are floating-point numbers"
     if len(codes.shape) != len(scale.shape):
         return f"it has {len(scale.shape)} axes, not {len(codes.shape)}"
     sizes = set()

@@ -96,6 +96,10 @@ class BucketStaging(Staging):
         found = self.plan_folder.stat(PLAN) if self._id else None
         self._version = found.version if found else ""
 
+    def give_up(self) -> None:
+        if self._claim:
+            self.desk.delete(f"{self._claim}/{MARKER}")
+
     def leave(self) -> None:
         with contextlib.suppress(OSError):
             if self._claim and not self.exists():

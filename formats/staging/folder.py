@@ -13,6 +13,7 @@ Everything lies in one place:
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
 import logging
@@ -110,21 +111,32 @@ class FolderStaging(Staging):
         return f"{self.name}.{new_id()}{self.growing}"
 
     def claim(self) -> None:
-        claimed = []
-        for name in self._staged():
-            mine = self._new_name()
-            try:
-                os.rename(self.output / name, self.output / mine)
-            except FileNotFoundError:  # it was published, or thrown away
-                continue
-            # it was published at this moment: this is what it replaced
-            if ".replaced-" in name and not (self.output / mine).exists(PLAN):
-                os.rename(self.output / mine, self.output / name)
-            else:
-                claimed.append(mine)
+        claimed = [mine for name in self._staged() if (mine := self._take(name))]
         self._folder = claimed[0] if claimed else self._new_name()
         for name in claimed[1:]:  # of one that woke and began after it had lost the lease
             _remove(self.output / name)
+
+    def _take(self, name: str) -> str | None:
+        """Gives what is staged a name that nobody else knows; None where it was published, or thrown away."""
+        mine = self._new_name()
+        try:
+            os.rename(self.output / name, self.output / mine)
+        except FileNotFoundError:
+            return None
+        # it was published at this moment: this is what it replaced
+        if ".replaced-" in name and not (self.output / mine).exists(PLAN):
+            os.rename(self.output / mine, self.output / name)
+            return None
+        return mine
+
+    def give_up(self) -> None:
+        if self._folder:  # it grows, or is about to be published
+            _ = self._take(self._folder) or self._take(self._sealed_name())
+
+    def _sealed_name(self) -> str:
+        """How what grows is called while it is published: by the same id, so that who stops it finds it."""
+        found = re.fullmatch(self._staged_name, self.checkpoint.name[len(self.name) :])
+        return f"{self.name}.replaced-{(found and found[1]) or new_id()}"
 
     def tidy(self) -> None:
         self.output.sweep_probes()
@@ -187,11 +199,15 @@ class FolderStaging(Staging):
 
     def publish(self, overwrite: bool = False) -> None:
         growing, final = Path(self.checkpoint), Path(self.final)
-        sealed = Path(self.output, f"{self.name}.replaced-{new_id()}")
+        sealed = Path(self.output, self._sealed_name())
         try:
             os.rename(growing, sealed)  # to a name that no late writer knows
-        except FileNotFoundError as e:
+        except (FileNotFoundError, FileExistsError) as e:
             raise self.taken_over() from e
+        except OSError as e:
+            if e.errno == errno.ENOTEMPTY:  # another attempt is publishing it
+                raise self.taken_over() from e
+            raise
         if not (sealed / self.marker).exists() or not (sealed / PLAN).exists():
             os.rename(sealed, growing)
             raise self.taken_over()

@@ -156,11 +156,12 @@ class Staging(abc.ABC):
         """Takes the place from whoever is at work there, workers elsewhere among them: no unit of theirs is begun any
         more, and nothing is published. What is done is kept for whoever goes on with it.
 
-        Does nothing where someone else has taken the lease: the place is his already.
+        Where someone else has taken the lease, he may not have claimed the place yet: this one's own is given up alone.
         """
         try:
             self._check_lease()
         except lease.HeldError:
+            self.give_up()
             return
         self.claim()
 
@@ -180,6 +181,10 @@ class Staging(abc.ABC):
     @abc.abstractmethod
     def claim(self) -> None:
         """Makes what is staged here one's own: whoever had it can write and publish it no more."""
+
+    @abc.abstractmethod
+    def give_up(self) -> None:
+        """Takes the place from its own workers, and touches nobody else's."""
 
     def tidy(self) -> None:  # noqa: B027
         """Removes what is left of earlier ones, and brings back what was on its way out when its successor died."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read_tree, record_of, unknown_beside
@@ -31,7 +32,7 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.family import Prediction, rename
-from weightbeam.model_mappings.plan import PARAMETERS, Array
+from weightbeam.model_mappings.plan import PARAMETERS, Array, is_float
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import TreeError, is_scanned, is_state, recognize
 from weightbeam.pipelines.commands.virtual import check_files, open_own_source
@@ -489,7 +490,8 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
     names = {key: name for name, key in keys.items()}
     state = tuple(key for key in stores if key not in names and key != STEP.key and is_state(key))
     there = {names.get(key, key): store for key, store in stores.items() if key not in state}
-    wrong = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
+    faults = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
+    wrong = tuple(dict.fromkeys(faults))
     notes = () if found.is_own else _source_notes(found.source, record)
     notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
     return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, found.files))
@@ -744,7 +746,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, str]]:
-    """The arrays that are missing, unexpected, or of another shape: `(key, what is wrong)`."""
+    """The arrays that are missing, unexpected, of another shape, or integers where there should be none: `(key, what is
+    wrong)`.
+    """
     wanted = {array.key: array for array in conversion.plan.arrays}
     for key, array in wanted.items():
         if key not in stores:
@@ -752,6 +756,8 @@ def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) 
                 yield key, MISSING
         elif tuple(stores[key].shape) != array.shape:
             yield key, f"has the shape {tuple(stores[key].shape)}, expected {array.shape}"
+        elif is_float(array.dtype) and not is_float(np.dtype(stores[key].dtype.numpy_dtype)):
+            yield key, f"is stored as {stores[key].dtype.name}, expected {array.dtype.name}"
     for key in sorted(set(stores) - set(wanted) - {STEP.key}):
         yield key, "is in the checkpoint, but nothing of the source belongs there"
 

@@ -15,9 +15,18 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, hash_files, inode, same_folders
 from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
-from weightbeam.transforms.comparing.array_sums import Compared, Shares, add_shares, damage, find_damage, known_digests
+from weightbeam.transforms.comparing.array_sums import (
+    Compared,
+    Shares,
+    add_shares,
+    damage,
+    find_damage,
+    find_lost,
+    known_digests,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class Orbax:
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
-        self._record = record_of(items)
+        self._record, self._keys = record_of(items), opened.keys()
         self._digested = {
             names.get(key, key): _Array.of(key, opened[key]) for key in known_digests(self._record) if key in opened
         }
@@ -101,6 +110,11 @@ class Orbax:
             if not plain[number]:
                 made[number] = cast(made[number], want.dtype, want.key, maker)
         return made, nbytes
+
+    @property
+    def lost(self) -> list[Problem]:
+        """The arrays that the record knows and that aren't there."""
+        return find_lost(self._record, self._keys)
 
     def sum_up(self) -> None:
         """From now on notes what is read, each box once, for `compare`."""

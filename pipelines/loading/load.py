@@ -224,7 +224,8 @@ def _prepare(
     if mesh is not None:
         rules = rules_of(chosen)
         abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
-    if problems := mismatches(abstract, opened.arrays):
+    lost = opened.lost if isinstance(opened, Orbax) else []
+    if problems := [*lost, *mismatches(abstract, opened.arrays)]:
         raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     if dequantize == DEVICE and isinstance(opened, MappedRelease):
         opened = cast(ArraySource, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows

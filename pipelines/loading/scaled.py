@@ -12,8 +12,9 @@ import numpy as np
 from weightbeam.formats.encodings.encoding import cover
 from weightbeam.formats.encodings.nibbles import finite
 from weightbeam.formats.encodings.scaled import decode_blocks
+from weightbeam.formats.orbax.source import why_not_scales
 from weightbeam.formats.safetensors import Allocate
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.boxes import extent, whole
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES
@@ -43,9 +44,19 @@ class DecodedOrbax(Orbax):
         self._scales: dict[str, np.ndarray] = {}
         self._reading = threading.Lock()
         self._coded = {key for key in self.stored if key + ARRAY_SUFFIX in self.stored}
+        self._check_scales()
         self.arrays: Mapping[str, Described] = {
             key: self._decoded(key, dtype) for key in self.stored if not is_scale(key, self.stored)
         }
+
+    def _check_scales(self) -> None:
+        """Raises `StorageError` where codes have no scales, or what isn't theirs: they are no values then."""
+        for key, array in self.stored.items():
+            why = f"there is no {key}{ARRAY_SUFFIX}" if array.dtype.name == CODES else ""
+            if key in self._coded:
+                why = why_not_scales(array, self.stored[key + ARRAY_SUFFIX])
+            if why:
+                raise StorageError(f"{self.url}: {key}: FP8 codes are no values without their scales: {why}")
 
     def _decoded(self, key: str, dtype: np.dtype) -> Described:
         """An array by its values."""

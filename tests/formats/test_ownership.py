@@ -20,6 +20,7 @@ from schedules import World, schedules
 
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.staging import GROWING, MARKER, PLAN, FolderStaging, TakenOverError, lease, staging_at
+from weightbeam.formats.staging import folder as folder_staging
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import StorageError, open_store, renaming
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, link_new, rename_new
@@ -248,6 +249,44 @@ def test_a_place_that_was_taken_over_cant_be_published(tmp_path: Path) -> None:
         new.publish(overwrite=True)
     assert (tmp_path / "0" / MARKER).exists()
     assert not (tmp_path / "0" / PLAN).exists()
+
+
+def test_a_stop_before_who_took_over_has_claimed() -> None:
+    """The lease is another's, and the place isn't yet: the workers of who says "stopped" published all the same."""
+    assert list(schedules("folder", [3270])) == [3270]
+
+
+@pytest.mark.parametrize("publishing", [False, True])
+def test_who_has_lost_the_lease_gives_up_his_own_place_alone(
+    publishing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies beside it is another's; also while his worker is about to publish."""
+    old, new = staging_at(tmp_path, 0, "a"), staging_at(tmp_path, 0, "b")
+    with old.hold():
+        old.create(b"a")
+        old.mark()
+        os.utime(tmp_path / "0.weightbeam-lease", (0, 0), follow_symlinks=False)
+        with lease.hold(old.output, "0.weightbeam-lease"):
+            assert isinstance(new, FolderStaging)
+            new._folder = new._new_name()  # it has begun, and hasn't claimed what was there
+            new.create(b"b")
+            assert old.is_staged()
+            if publishing:
+                exchanged = folder_staging.rename_new
+
+                def stopped_before(source: Path, target: Path) -> None:
+                    old.stop()
+                    exchanged(source, target)
+
+                monkeypatch.setattr(folder_staging, "rename_new", stopped_before)
+                with pytest.raises(TakenOverError):
+                    old.publish()
+            else:
+                old.stop()
+                with pytest.raises(TakenOverError):
+                    old.check()
+    assert not (tmp_path / "0").exists()
+    assert new.is_staged()
 
 
 def test_left_overs_are_cleaned(tmp_path: Path) -> None:

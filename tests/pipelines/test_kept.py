@@ -438,3 +438,83 @@ def test_load_of_an_unnamed_one(release: Path, checkpoint: Path, tmp_path: Path)
         named = weightbeam.open(str(source), release=str(release), **options)
         axes = named["params.params.decoder.layers.layer_0.mlp.routed_experts.wi_0"].logical_axes
         assert axes == ("exp", "layers", "embed_moe", "mlp_moe")
+
+
+# --- codes and scales that are parted ---------------------------------------------------------------------------------
+
+SCALES = "params.params.decoder.layers.moe_block.wi_1_scale"
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A release with FP8 experts, and its checkpoint of codes and scales, an array a folder."""
+    folder = tmp_path_factory.mktemp("experts")
+    source = in_blocks(folder, FAMILIES["qwen3_moe"])
+    return source, convert(source, folder / "ck", *KEPT, "--use_ocdbt", "false", "--use_zarr3", "false")
+
+
+def without_scales(checkpoint: Path, folder: Path, known: bool) -> Path:
+    """A copy whose tree has no scales of one array of codes; its record knows them, or there is none."""
+    step = Path(shutil.copytree(checkpoint, folder / "0")) if known else unnamed(checkpoint, folder)
+    shutil.rmtree(step / "items" / SCALES)
+    metadata = json.loads((step / "items" / "_METADATA").read_bytes())
+    leaves = metadata["tree_metadata"]
+    (lost,) = [key for key in leaves if key.endswith("'wi_1_scale')")]
+    del leaves[lost]
+    (step / "items" / "_METADATA").write_text(json.dumps(metadata))
+    return step
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("known", [True, False])
+def test_codes_without_their_scales(
+    experts: tuple[Path, Path], tmp_path: Path, known: bool, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were taken for values: wrong weights, and no error."""
+    release, checkpoint = experts
+    source = without_scales(checkpoint, tmp_path / "ck", known)
+    assert call("export", source, tmp_path / "out", "--like", release, "--save_dtype", dtype) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "moe_block.wi_1: float8_e4m3fn without scales, which would be" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("integers", [False, True], ids=["gone", "integers"])
+def test_load_of_values_whose_scales_are_amiss(experts: tuple[Path, Path], tmp_path: Path, integers: bool) -> None:
+    """Neither codes nor wrong values."""
+    if integers:
+        source = unnamed(experts[1], tmp_path / "ck")
+        described = source / "items" / SCALES / ".zarray"
+        described.write_text(json.dumps(json.loads(described.read_bytes()) | {"dtype": "<i4"}))
+    else:
+        source = without_scales(experts[1], tmp_path / "ck", known=False)
+    with pytest.raises(weightbeam.Refused, match=r"moe_block\.wi_1: FP8 codes are no values without their scales"):
+        weightbeam.load(str(source), mesh="fsdp=1", release=str(experts[0]), save_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("layers", [(), ("--layers", "0:1")], ids=["whole", "layers"])
+def test_an_array_that_the_record_knows_is_gone(
+    experts: tuple[Path, Path], tmp_path: Path, layers: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither resharded nor loaded."""
+    source = without_scales(experts[1], tmp_path / "ck", known=True)
+    assert call("reshard", source, tmp_path / "out", "--like", experts[0], *layers) == 2
+    said = f"{SCALES}: conversion.json says that it was written, and it isn't there"
+    assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(weightbeam.Refused, match="it isn't there: the checkpoint is damaged"):
+        weightbeam.load(str(source), mesh="fsdp=1")
+
+
+def test_scales_that_are_integers(
+    experts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of another type as numbers: `export` wrote wrong values, `verify` failed with numpy's words."""
+    source = unnamed(experts[1], tmp_path / "ck")
+    described = source / "items" / SCALES / ".zarray"
+    described.write_text(json.dumps(json.loads(described.read_bytes()) | {"dtype": "<i4"}))
+    assert call("export", source, tmp_path / "out", "--like", experts[0], "--save_dtype", "bfloat16") == 2
+    assert "they are int32, and scales are floating-point numbers" in " ".join(capsys.readouterr().err.split())
+    assert call("verify", "--source", experts[0], "--checkpoint", source) == 1
+    said = capsys.readouterr()
+    assert "decoder.layers.moe_block.wi_1_scale is stored as int32, expected float32" in said.err
+    assert "ValueError" not in said.err

@@ -26,7 +26,7 @@ from weightbeam.formats.record.provenance import RECORD, Stored, digest
 from weightbeam.formats.staging import UNPACKED, Staging
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, whole
-from weightbeam.model_mappings.plan import Plan
+from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.comparing.source_sums import DamagedError
 from weightbeam.transforms.cutting.blocks import Block
 
@@ -106,6 +106,14 @@ def known_digests(record: Mapping[str, Any]) -> dict[str, str]:
     """The digests that a checkpoint's record has, by the arrays' keys; what is none is left out."""
     said = record.get("digests")
     return {key: known for key, known in said.items() if isinstance(known, str)} if isinstance(said, dict) else {}
+
+
+def find_lost(record: Mapping[str, Any], keys: Collection[str]) -> list[Problem]:
+    """The arrays that a checkpoint's record has digests of and that aren't there, as a tree that was cut short lacks them;
+    `keys` are those that are.
+    """
+    message = f"{RECORD} says that it was written, and it isn't there: the checkpoint is damaged"
+    return [Problem("lost", key, message, is_array=True) for key in known_digests(record) if key not in keys]
 
 
 def add_shares(shares: Shares, array: Sharded, box: Box, values: np.ndarray) -> None:

@@ -45,6 +45,7 @@ from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
+from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
 from weightbeam.transforms.cutting.chunk_blocks import Cut, chunk_grid, cut
 from weightbeam.transforms.cutting.files import FileLayout, plan_files
@@ -243,6 +244,8 @@ def plan_export(
     problems += _without_parts(options, table, fit, tensors)
     problems = [
         *_without_kept(options, source, view),
+        *_without_scales(view),
+        *find_lost(source.record, source.arrays),
         *cause,
         *_another_model(problems, source, like, table.config),
         *problems,
@@ -307,6 +310,14 @@ def _without_kept(options: ExportOptions, source: OrbaxCheckpoint, view: _View) 
     if view.kept and options.lora:
         message = "an adapter can't be merged into FP8 codes; with --save_dtype bfloat16 it is merged into their values"
         yield Problem("adapter", source.root, message)
+
+
+def _without_scales(view: _View) -> Iterator[Problem]:
+    """Weights that are FP8 codes and have no scales beside them: they are no values."""
+    for key, array in view.weights.items():
+        if array.dtype.name.startswith("float8") and key not in view.scaled:
+            message = f"{array.dtype.name} without scales, which would be {key}{ARRAY_SUFFIX}: FP8 codes are no values without them"
+            yield Problem("dtype", key, message, is_array=True)
 
 
 def _without_table(

@@ -23,6 +23,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
+from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
 from weightbeam.transforms.cutting.grid import (
     Grid,
@@ -92,7 +93,7 @@ def plan_reshard(
         options.maxtext_model,
         taken,
     )
-    problems = [*amiss, *problems]
+    problems = [*amiss, *find_lost(source.record, source.arrays), *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
     problems += [*_lossless_only(arrays, source), *adapted.problems, *_codes_only(options, arrays, source)]
