@@ -45,7 +45,7 @@ class Problem:
 
     Attributes:
       kind: missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, …
-        (`docs/explanation/data_model.md`).
+        (`docs/reference/plan.md`).
       subject: the name of a tensor, an array or a file.
       message: what was expected, what was found, and what to do.
       is_array: whether the subject is an array.

@@ -137,7 +137,8 @@ def _section(module: ModuleType, names: Iterable[str]) -> str:
 
 
 def _class(each: type) -> str:
-    members = ", ".join(name for name, _ in members_of(each))
+    said = _explained(each.__doc__ or "")  # its attributes, which stand in its own text
+    members = ", ".join(name for name, _ in members_of(each) if name not in said)
     return _directive(
         "autoclass", f"{each.__module__}.{each.__qualname__}", *([f":members: {members}"] if members else ())
     )
@@ -174,7 +175,7 @@ def _parts_missing(function: Any) -> Iterator[str]:
     """Of a public function's docstring."""
     text = inspect.getdoc(function) or ""
     yield from (part for part in PARTS if f"\n{part}" not in text)
-    explained = set(re.findall(r"\w+", " ".join(re.findall(r"^  (\w[\w, ]*):", text, re.MULTILINE))))
+    explained = _explained(text)
     keywords = {name.lstrip("*") for name in inspect.signature(function).parameters}
     yield from (f"word on {name}" for name in sorted(keywords - explained))
 
@@ -182,3 +183,9 @@ def _parts_missing(function: Any) -> Iterator[str]:
 def _directive(kind: str, name: str, *options: str) -> str:
     inner = "\n".join([f".. {kind}:: {name}", *(f"   {each}" for each in options)])
     return f"```{{eval-rst}}\n{inner}\n```\n\n"
+
+
+def _explained(docstring: str) -> set[str]:
+    """The names that a docstring explains, a line each."""
+    lines = re.findall(r"^  (\w[\w, ]*):", inspect.cleandoc(docstring), re.MULTILINE)
+    return set(re.findall(r"\w+", " ".join(lines)))

@@ -289,7 +289,7 @@ def rules_text(conversion: Conversion) -> str:
 def json_report(
     conversion: Conversion, threads: int, output: str | None, problems: Sequence[Problem]
 ) -> dict[str, Any]:
-    """What `weightbeam plan --json` writes; see `docs/explanation/data_model.md`."""
+    """What `weightbeam plan --json` writes; see `docs/reference/plan.md`."""
     plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
     arrays = {}
     for array in plan.arrays:
