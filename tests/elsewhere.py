@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-GONE = ("posix_fadvise", "posix_fallocate", "sched_getaffinity", "copy_file_range", "sendfile", "splice")
+GONE = ("posix_fadvise", "posix_fallocate", "sched_getaffinity", "copy_file_range", "splice")
 
 
 def _hidden(path: object) -> bool:
@@ -28,8 +28,8 @@ def as_macos() -> None:
         if hasattr(os, name):
             delattr(os, name)
     renaming.sys = _Other()  # type: ignore[attr-defined]
-    _hide("open", os)
-    _hide("readlink", os)
+    for name in ("open", "readlink", "stat", "lstat"):
+        _hide(name, os)
     _hide("open", io)
     builtins.open = io.open
     preadv = os.preadv
