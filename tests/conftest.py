@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import elsewhere
 import pairs
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,9 @@ settings.load_profile("busy")
 # A shell has what it starts in the background ignore Ctrl-C, and so would all that the tests start and then interrupt.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.get("WEIGHTBEAM_SYSTEM") == "macos":  # `make test-pure SYSTEM=macos`
+    elsewhere.as_macos()
 
 
 def lands(path: Path) -> bool:

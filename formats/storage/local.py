@@ -31,7 +31,7 @@ def open_file(path: str) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
-        if e.errno != errno.ENXIO:  # a socket
+        if e.errno not in (errno.ENXIO, errno.EOPNOTSUPP):  # a socket, on Linux and on macOS
             raise
         raise OSError(errno.EINVAL, IRREGULAR, path) from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):

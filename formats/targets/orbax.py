@@ -45,6 +45,7 @@ from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, Folde
 from weightbeam.formats.staging.bucket import REMAINS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
+from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
 from weightbeam.model_mappings.boxes import Box
 
@@ -139,6 +140,9 @@ class OrbaxTarget(Target[Staging]):
             if place.output.folder.exists() and not place.output.folder.is_dir():
                 return str(place.output), "is a file"
             place.final.kvstore()  # raises where TensorStore can't write
+            keys = [] if self.format.use_ocdbt else [spec.key for spec in self.arrays]
+            if why := clash(place.output.folder, [*keys, *self.files]):
+                return str(place.output), f"{why}, or write a database (--use_ocdbt true)"
         return None
 
     def find_overlap(self, place: Staging, inputs: Iterable[str], swaps: bool = False) -> str:

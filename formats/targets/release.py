@@ -20,6 +20,7 @@ from weightbeam.formats.record.provenance import total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
+from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
@@ -93,6 +94,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None
         if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
             return str(place.final), "is a link or a file; name a folder"
+        if folder and (why := clash(folder, [*(name for name, *_ in self.files), *self.texts])):
+            return str(place.final), why
         return None
 
     def find_overlap(self, place: ReleasePlace, inputs: Iterable[str], swaps: bool = False) -> str:
