@@ -92,6 +92,7 @@ def plan_reshard(
         options.family,
         options.maxtext_model,
         taken,
+        options.maxtext,
     )
     problems = [*amiss, *find_lost(source.record, source.arrays), *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
