@@ -57,6 +57,14 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+# Models that MaxText has no layers for, by `model_type`, and what they are. It has DeepSeek V4.1's sizes in a branch
+# (configs/models/deepseek4.1-flash.yml, b7c38e9), and a mapping of Kimi K3 without the latent's projections
+# (checkpoint_conversion/utils/param_mapping.py and to_maxtext.py, pull request 4967, 25f141a).
+REFUSED = {
+    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices and look n-grams up in Engram tables; MaxText has only DeepSeek V4's, which do neither",
+    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; MaxText's mapping (pull request 4967) fills with zeros what it lacks",
+}  # fmt: skip
+
 ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
 
 
@@ -134,8 +142,10 @@ def family_by_config(config: Config) -> Family:
     kind = config.get("model_type")
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
+        what = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json; for plain JAX --family identity takes any as it is (docs/jax.md). Supported:\n{supported()}"
+            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any as it is (docs/jax.md). Supported:
+{supported()}"
         )
     return family
 

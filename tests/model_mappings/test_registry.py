@@ -65,6 +65,20 @@ def test_one_family_fits(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "what"), [("deepseek_v41", "Engram tables"), ("kimi_k3", "routed experts work in a latent")]
+)
+def test_what_a_model_is_that_has_no_table(kind, what):
+    """In the message's first line, which is told again behind what is supported, and so is short."""
+    with pytest.raises(UnknownFamilyError) as error:
+        family_of(Config(model_type=kind))
+    first, rest = str(error.value).split("\n", 1)
+    assert first.startswith(f"no table for model_type {kind!r} of config.json: ")
+    assert what in first
+    assert len(first) < 300
+    assert rest == supported()
+
+
 @pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "Llama"}, {"model_type": "gptj"}, {}])
 def test_unknown_model_type(config):
     """Says what was found and everything that is supported."""
