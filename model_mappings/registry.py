@@ -18,6 +18,7 @@ from weightbeam.model_mappings.families import (
     gemma4,
     gemma4_small,
     glm5,
+    glm5_next,
     gpt_oss,
     hy3,
     identity,
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v4.FAMILY,
     glm5.FAMILY,
     hy3.FAMILY,
+    glm5_next.FAMILY,
     olmo3.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
@@ -61,9 +63,11 @@ FAMILIES: tuple[Family, ...] = (
 # (configs/models/deepseek4.1-flash.yml, b7c38e9), and a mapping of Kimi K3 without the latent's projections
 # (checkpoint_conversion/utils/param_mapping.py and to_maxtext.py, pull request 4967, 25f141a).
 REFUSED = {
-    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices and look n-grams up in Engram tables; MaxText has only DeepSeek V4's, which do neither",
-    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; MaxText's mapping (pull request 4967) fills with zeros what it lacks",
-}  # fmt: skip
+    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
+    "MaxText has only DeepSeek V4's, which do neither",
+    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
+    "MaxText's mapping (pull request 4967) fills with zeros what it lacks",
+}
 
 ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
 
@@ -144,8 +148,7 @@ def family_by_config(config: Config) -> Family:
     if family is None:
         what = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any as it is (docs/jax.md). Supported:
-{supported()}"
+            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/jax.md). Supported:\n{supported()}"
         )
     return family
 

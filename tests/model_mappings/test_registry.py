@@ -31,6 +31,8 @@ LLAMA_31 = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.3-70b")
         ("hy_v3", "hy3"),
         ("kimi_k2", "deepseek"),
         ("kimi_k25", "deepseek"),
+        ("glm5_next", "glm5_next"),
+        ("glm5_next_text", "glm5_next"),
         ("gpt_oss", "gpt_oss"),
         ("llama4", "llama4"),
         ("llama4_text", "llama4"),
