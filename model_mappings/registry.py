@@ -148,7 +148,7 @@ def family_by_config(config: Config) -> Family:
     if family is None:
         what = f": {REFUSED[kind]}" if kind in REFUSED else ""
         raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/jax.md). Supported:\n{supported()}"
+            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/howto/jax.md). Supported:\n{supported()}"
         )
     return family
 
@@ -195,9 +195,10 @@ def support_table() -> str:
 
 def models_table() -> str:
     """The MaxText models of each family, as a Markdown table, for `docs/reference/families.md`."""
-    rows = ["| family | MaxText models | compared with the trees of |", "|" + "---|" * 3]
+    rows = ["| family | MaxText models | MaxText | compared with the trees of |", "|" + "---|" * 4]
     rows += [
-        f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES
+        f"| {family.name} | {_code(map(shown, family.models))} | {family.trees} | {', '.join(family.checked)} |"
+        for family in FAMILIES
     ]
     return "\n".join(rows)
 

@@ -143,6 +143,7 @@ FAMILY = Family(
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(c), layout, hf=HF),
     configuration={"glm5_next": inside("text_config", LINES), "glm5_next_text": LINES},
+    trees="branch, models/glm5_next.py (0630439), read; *not run*",
     releases="GLM-5.3-Flash (a branch of MaxText)",
     missing="vision tower, multi-token prediction, the indexer",
     layouts=("unscanned",),
