@@ -66,7 +66,7 @@ REFUSED = {
     "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
     "MaxText has only DeepSeek V4's, which do neither",
     "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
-    "MaxText's mapping (pull request 4967) fills with zeros what it lacks",
+    "MaxText has such layers in a branch only (models/kimi_k3.py, 4b27699), for which no table is written yet",
 }
 
 ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
