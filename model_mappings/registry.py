@@ -59,14 +59,14 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-# Models that MaxText has no layers for, by `model_type`, and what they are. It has DeepSeek V4.1's sizes in a branch
-# (configs/models/deepseek4.1-flash.yml, b7c38e9), and a mapping of Kimi K3 without the latent's projections
-# (checkpoint_conversion/utils/param_mapping.py and to_maxtext.py, pull request 4967, 25f141a).
+# Models without a table, by `model_type`, and what they are. MaxText has DeepSeek V4.1's sizes in a branch
+# (configs/models/deepseek4.1-flash.yml, b7c38e9). Of Kimi K3 it has two: pull request 4967 (25f141a), whose mapping lacks the
+# latent's projections, and one whose layers have all (models/kimi_k3.py, layers/latent_moe.py, 4b27699).
 REFUSED = {
     "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
     "MaxText has only DeepSeek V4's, which do neither",
     "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
-    "MaxText has such layers in a branch only (models/kimi_k3.py, 4b27699), for which no table is written yet",
+    "MaxText has them in a branch only (4b27699), which no table follows yet",
 }
 
 ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
