@@ -55,6 +55,7 @@ class Family:
         store them.
       releases: the releases it covers.
       checked: MaxText's models whose parameter trees, at full size, the table is compared with in the tests.
+      trees: the versions or branches of MaxText whose trees the table has, and what of them was run.
       missing: parts of these releases that aren't converted.
       mtp: whether MaxText has its multi-token-prediction layers.
       towers: what `--multimodal true` converts besides the text model; empty where MaxText has nothing.
@@ -78,6 +79,7 @@ class Family:
     earlier: Mapping[str, Callable[[Config, Layout], list[Stack]]] = dataclasses.field(default_factory=dict)
     copies: Callable[[Config, Layout], Mapping[str, str]] = lambda c, layout: {}
     checked: tuple[str, ...] = ()
+    trees: str = "e591f30 and 0.2.5"
     missing: str = ""
     mtp: bool = False
     towers: str = ""

@@ -18,6 +18,7 @@ from weightbeam.model_mappings.families import (
     gemma4,
     gemma4_small,
     glm5,
+    glm5_next,
     gpt_oss,
     hy3,
     identity,
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v4.FAMILY,
     glm5.FAMILY,
     hy3.FAMILY,
+    glm5_next.FAMILY,
     olmo3.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
@@ -55,6 +57,17 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_vl.FAMILY,
     qwen3_omni.FAMILY,
 )
+
+
+# Models without a table, by `model_type`, and what they are. MaxText has DeepSeek V4.1's sizes in a branch
+# (configs/models/deepseek4.1-flash.yml, b7c38e9). Of Kimi K3 it has two: pull request 4967 (25f141a), whose mapping lacks the
+# latent's projections, and one whose layers have all (models/kimi_k3.py, layers/latent_moe.py, 4b27699).
+REFUSED = {
+    "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
+    "MaxText has only DeepSeek V4's, which do neither",
+    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
+    "MaxText has them in a branch only (4b27699), which no table follows yet",
+}
 
 
 class UnknownFamilyError(ValueError):
@@ -129,8 +142,9 @@ def family_by_config(config: Config) -> Family:
     kind = config.get("model_type")
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
+        what = f": {REFUSED[kind]}" if kind in REFUSED else ""
         raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json; for plain JAX --family identity takes any as it is (docs/jax.md). Supported:\n{supported()}"
+            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/howto/jax.md). Supported:\n{supported()}"
         )
     return family
 
@@ -177,9 +191,10 @@ def support_table() -> str:
 
 def models_table() -> str:
     """The MaxText models of each family, as a Markdown table, for `docs/reference/families.md`."""
-    rows = ["| family | MaxText models | compared with the trees of |", "|" + "---|" * 3]
+    rows = ["| family | MaxText models | MaxText | compared with the trees of |", "|" + "---|" * 4]
     rows += [
-        f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES
+        f"| {family.name} | {_code(map(shown, family.models))} | {family.trees} | {', '.join(family.checked)} |"
+        for family in FAMILIES
     ]
     return "\n".join(rows)
 

@@ -186,7 +186,7 @@ FORMATS = (
         (Companion(".scale", dtypes(E8M0)),),
         functools.partial(_mxfp4, suffix=".scale"),
         logical=".weight",
-        releases="DeepSeek-V4's experts",
+        releases="DeepSeek-V4's and V4.1's experts",
         methods=("fp8",),
     ),
     QuantizedFormat(

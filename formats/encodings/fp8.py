@@ -268,7 +268,7 @@ FORMATS = (
         "FP8 or MXFP8, `weight_scale`", "_scale", "compressed-tensors, ModelOpt, fbgemm", WEIGHT_SCALE, telling=False
     ),
     _entry("FP8, fused `weight_scale`", "_weight_scale", "ModelOpt's Llama 4", WEIGHT_SCALE),
-    _entry("FP8, `scale`", ".scale", "DeepSeek-V4", ("fp8",), ".weight", telling=False),
+    _entry("FP8, `scale`", ".scale", "DeepSeek-V4, V4.1", ("fp8",), ".weight", telling=False),
     QuantizedFormat(
         "int8, `weight_scale`",
         "",

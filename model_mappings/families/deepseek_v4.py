@@ -36,6 +36,7 @@ from weightbeam.model_mappings.lines import (
     head_dim,
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
+from weightbeam.model_mappings.mixers import hyper_connection, hyper_dims
 from weightbeam.model_mappings.rope import rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 
@@ -85,7 +86,7 @@ def hash_layers(c):
 
 
 def dims(c, layout):
-    embed, heads, dim, moe_mlp, hc = (c.size(key) for key in ("hidden_size", "num_attention_heads", "head_dim", "moe_intermediate_size", "hc_mult"))
+    embed, heads, dim, moe_mlp = (c.size(key) for key in ("hidden_size", "num_attention_heads", "head_dim", "moe_intermediate_size"))
     index_heads, index_dim, groups = c.size("index_n_heads"), c.size("index_head_dim"), c.size("o_groups")
     return dict(
         embed=embed, heads=heads, kv=c.size("num_key_value_heads", 1), dim=dim, q_lora=c.size("q_lora_rank"),
@@ -93,21 +94,8 @@ def dims(c, layout):
         wide=2 * dim, index_dim=index_dim, index_wide=2 * index_dim, index_heads=index_heads, index_query=index_heads * index_dim,
         **{f"rate_{rate}": rate for rate in compress_ratios(c)},
         expert=c.size("n_routed_experts"), moe_mlp=moe_mlp, shared_mlp=moe_mlp * c.size("n_shared_experts"), chosen=c.size("num_experts_per_tok"),
-        stream=hc, mixed=hc, streams=hc * embed,
+        **hyper_dims(c),
     )  # fmt: skip
-
-
-def hyper_connection(target, source, n):
-    """`n` streams are mixed into one (pre), spread again (post), and mixed among themselves (res)."""
-    parts = [("pre", 0, n, "stream", "-"), ("post", n, 2 * n, "stream", "-"), ("res", 2 * n, (2 + n) * n, "stream mixed", "- -")]
-    table = [rule(f"{target}/mhc_norm/scale", None, "streams", "norm", fill=1.0)]
-    for i, (part, start, stop, axes, names) in enumerate(parts):
-        table += [
-            rule(f"{target}/{part}_alpha", f"{source}_fn[{start}:{stop}]", f"({axes}) streams -> streams ({axes})", "activation_embed -"),
-            rule(f"{target}/{part}_beta", f"{source}_base[{start}:{stop}]", f"({axes}) -> {axes}", names),
-            rule(f"{target}/{part}_alpha_scale", f"{source}_scale[{i}:{i + 1}]", "1", "-"),
-        ]
-    return table
 
 
 def compressor(target, source, rate, dim, wide):

@@ -336,6 +336,7 @@ FAMILY = Family(
     copies=lambda c, layout: tied_head(text(c), layout, HF),
     configuration=composite(LARGE) | composite(LARGE, "gemma4_unified", "Gemma4Unified", UNIFIED_VISION),
     releases="Gemma 4 12B, 26B-A4B, 31B",
+    trees="e591f30 and 0.2.5; 12B: branch agagik-gemma4-12b (85b12b8), built; its trainer *not run*",
     checked=("gemma4-12b", "gemma4-26b", "gemma4-31b"),
     missing="audio",
     towers="vision",

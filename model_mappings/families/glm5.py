@@ -81,6 +81,7 @@ FAMILY = Family(
     configuration={"glm_moe_dsa": LINES},
     mtp=True,
     releases="GLM-5, GLM-5.1, GLM-5.2",
+    trees="pull request 4832 (83a6fce), built; its trainer *not run*",
     checked=("glm5.1-744b", "glm5.2-744b"),
     note=lambda c, layout: "arrays of MaxText's pull request 4832 (83a6fce): no release of MaxText has this model",
 )

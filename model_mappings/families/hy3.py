@@ -83,6 +83,7 @@ FAMILY = Family(
         "model.layers.*.mlp.shared_experts": "model.layers.*.mlp.shared_mlp",
     },
     releases="Hy3 (295B)",
+    trees="pull request 4704 (75d2826), built; its trainer *not run*",
     checked=("hy3-295b",),
     note=lambda c, layout: "arrays of MaxText's pull request 4704 (75d2826): no release of MaxText has this model",
 )

@@ -1,6 +1,6 @@
 """Any model, as it is: a tensor's name is the array's path, `model.norm.weight` becomes `params.params.model.norm.weight`.
 
-For models that MaxText doesn't have, and for other users of JAX (docs/jax.md). It is used where it is asked for, with `--family identity`; nothing
+For models that MaxText doesn't have, and for other users of JAX (docs/howto/jax.md). It is used where it is asked for, with `--family identity`; nothing
 is stacked, scaled or renamed, and no axis has a logical name.
 """
 

@@ -115,6 +115,7 @@ FAMILY = Family(
     layouts=("unscanned",),
     aliases=ALIASES,
     releases="Qwen 3 VL, dense and with experts; the reasoners of Cosmos 3 and Weaver",
+    trees="e591f30 and 0.2.5; Weaver: 0.2.5; Cosmos 3: branch cosmos3_nano_bringup (d6b3a0a), built; its trainer *not run*",
     checked=("qwen3-vl-2b", "qwen3-vl-30b-a3b", "cosmos3-nano-reasoner", "weaver-mini", "weaver-max"),
     missing="the generators of Cosmos 3 and Weaver",
 )

@@ -32,6 +32,14 @@ MXFP8 = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
 CT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 FBGEMM = {"quant_method": "fbgemm_fp8"}
 BLOCKS_128 = FP8 | {"weight_block_size": [128, 128]}
+# deepseek-ai/DeepSeek-V4.1-Flash, config.json at dba1be0
+DEEPSEEK_V41 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
 
 
 def modelopt(algorithm: str) -> dict[str, Any]:
@@ -94,6 +102,20 @@ def test_every_code_with_every_exponent(tmp_path: Path, stored: Any, dtype: Any)
     np.testing.assert_array_equal(values.astype(np.float64)[normal], exact[normal])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [np.uint8, E8M0], ids=["U8", "F8_E8M0"])
+def test_every_code_in_blocks_with_every_exponent(tmp_path: Path, stored: Any, dtype: Any) -> None:
+    """DeepSeek-V4.1's 32 × 32: all 256 codes four times in a block, and a block for each of the 255 exponents."""
+    exponents = np.random.default_rng(0).permutation(255).astype(np.uint8).reshape(15, 17)
+    block = np.tile(np.arange(256, dtype=np.uint8), 4).reshape(32, 32)
+    tensors = {"x.weight": np.tile(block, (15, 17)).view(E4M3), "x.scale": exponents.view(stored)}
+    exact = np.kron(exponent(exponents), np.array([meaning(code, 4, 7, "fn") for code in range(256)])[block])
+    encoding = only(source_of(tmp_path, tensors, DEEPSEEK_V41))
+    assert encoding.label == "FP8 in blocks of 32 × 32"
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert_bits(decode(encoding, dtype=dtype), exact.astype(F32).astype(dtype))
+
+
 # --- where scales lie -------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +153,8 @@ LAYOUTS: dict[str, Layout] = {
         E4M3, (256, 384), "_scale", (2, 1, 3, 1), modelopt("FP8_PB_WO"), lambda i, j: (i // 128, 0, j // 128, 0), "128 × 128"
     ),
     "blocks, DeepSeek-V4": (E4M3, (129, 576), ".scale", (2, 5), BLOCKS_128 | {"scale_fmt": "ue8m0"}, in_blocks(128, 128), "128 × 128"),
+    "blocks, DeepSeek-V4.1": (E4M3, (129, 75), ".scale", (5, 3), DEEPSEEK_V41, in_blocks(32, 32), "FP8 in blocks of 32 × 32"),
+    "an Engram table of DeepSeek-V4.1": (E4M3, (129, 256), ".scale", (129, 8), DEEPSEEK_V41, in_blocks(1, 32), "in groups of 32"),
     "one scale, no axes": (E4M3, (129, 127), "_scale", (), CT, lambda i, j: (), "with one scale"),
     "one scale, inv": (E4M3, (129, 127), "_scale_inv", (), FP8 | {"weight_block_size": None}, lambda i, j: (), "with one scale"),
     "one scale, [1]": (E4M3, (129, 127), "_scale", (1,), CT, lambda i, j: (0,), "with one scale"),
@@ -188,7 +212,9 @@ def test_layouts(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "scale_dtype", [F32, BF16, F16, E8M0, np.uint8], ids=["float32", "bfloat16", "float16", "e8m0", "uint8"]
 )
-@pytest.mark.parametrize("name", ["128 x 128", "blocks, DeepSeek-V4", "a scale for each row", "groups"])
+@pytest.mark.parametrize(
+    "name", ["128 x 128", "blocks, DeepSeek-V4", "blocks, DeepSeek-V4.1", "a scale for each row", "groups"]
+)
 def test_dtypes_of_scales(tmp_path: Path, name: str, scale_dtype: Any) -> None:
     """Each is widened to float32 before it is multiplied; bytes are exponents where the config says `ue8m0`."""
     encoding, wanted = make(tmp_path, name, scale_dtype, seed=1)

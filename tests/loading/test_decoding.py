@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,7 @@ from weightbeam.pipelines.loading.coded import SMALLEST, Coded, CodedRelease
 from weightbeam.pipelines.loading.load import _open
 from weightbeam.pipelines.loading.source import Wanted
 
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 Arrays = Mapping[str, np.ndarray]
 Blocks = tuple[str, tuple[int, ...], tuple[int, int]]  # the suffix of the scales, their shape, and the size of a block
 LINEAR = r"(_proj|kv_a_proj_with_mqa)\.weight$"
@@ -44,6 +46,10 @@ LINEAR = r"(_proj|kv_a_proj_with_mqa)\.weight$"
 
 def in_blocks(rows: int, columns: int) -> Blocks:
     return "_scale_inv", (-(-rows // 32), -(-columns // 16)), (32, 16)
+
+
+def in_squares(rows: int, columns: int) -> Blocks:
+    return "_scale_inv", (-(-rows // 32), -(-columns // 32)), (32, 32)
 
 
 def in_rows(rows: int, columns: int) -> Blocks:
@@ -60,11 +66,15 @@ LATENT = dict(
     num_hidden_layers=2, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24
 )
 BLOCKS = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[32, 16]))
+EXPONENTS = dict(
+    quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype="fp4")
+)
 PLAIN = dict(quantization_config=dict(quant_method="compressed-tensors", format="float-quantized"))
 # a model, its scales, and what of it is FP8
 CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Blocks], str]] = {
     "DeepSeek": (DEEPSEEK | WIDE | LATENT | BLOCKS, in_blocks, LINEAR),
     "MoE": (QWEN3_MOE | WIDE | BLOCKS, in_blocks, LINEAR),
+    "exponents": (DEEPSEEK | WIDE | LATENT | EXPONENTS, in_squares, LINEAR),
     "one scale": (QWEN3_MOE | WIDE | PLAIN, as_one, LINEAR),
     "rows": (LLAMA | WIDE | PLAIN, in_rows, LINEAR),
     "mixed": (QWEN3_MOE | WIDE | BLOCKS, in_blocks, r"experts|layers\.1\.self_attn\.q_proj"),
@@ -85,9 +95,11 @@ def write_encoded(folder: Path, case: str, dtype: np.dtype = BF16, scale: float 
             suffix, counts, block = blocks_of(*tensor.shape)
             codes = rng.choice(np.delete(np.arange(256, dtype=np.uint8), [127, 255]), tensor.shape).view(FP8)
             scales = (rng.standard_normal(counts) * scale).astype(F32)
+            if case == "exponents":
+                scales = np.exp2(np.round(np.log2(np.abs(scales)))).astype(E8M0)
             rows, columns = np.indices(tensor.shape)
             stored |= {name: codes, name + suffix: scales}
-            values[name] = codes.astype(F32) * scales[rows // block[0], columns // block[1]]
+            values[name] = codes.astype(F32) * scales.astype(F32)[rows // block[0], columns // block[1]]
     return save(folder / "hf", config, stored), reference(config, values, dtype)
 
 

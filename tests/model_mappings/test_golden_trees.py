@@ -21,6 +21,7 @@ ONLY_NEWER = {name: tree for name, tree in NEWER.items() if tree.config}  # of m
 # of variables that aren't parameters, which the trees don't describe
 COLLECTIONS = {"deepseek4": {"MoEBiasVar", "Tid2EidVar"}}
 NO_TREES = {  # their family's trees, from a config.json that is nested, or isn't: tests/families
+    *("glm5_next", "glm5_next_text"),  # in a branch of MaxText
     *("kimi_k25", "qwen3_5_moe_text", "gemma3_text", "gemma4_text", "gemma4_unified_text", "qwen3_omni_moe_thinker"),
 }
 
@@ -87,5 +88,5 @@ def test_trees_cover_every_family():
     models: dict[str, set[str]] = {}
     for tree in trees.values():
         models.setdefault(family_of(Config(config_of(tree)), tree.model).name, set()).add(tree.model)
-    assert models == {family.name: set(family.checked) for family in FAMILIES}
+    assert models == {family.name: set(family.checked) for family in FAMILIES if family.checked}
     assert sum(len(tree.arrays) for tree in trees.values()) == 58_823

@@ -31,6 +31,8 @@ LLAMA_31 = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.3-70b")
         ("hy_v3", "hy3"),
         ("kimi_k2", "deepseek"),
         ("kimi_k25", "deepseek"),
+        ("glm5_next", "glm5_next"),
+        ("glm5_next_text", "glm5_next"),
         ("gpt_oss", "gpt_oss"),
         ("llama4", "llama4"),
         ("llama4_text", "llama4"),
@@ -63,6 +65,20 @@ def test_one_family_fits(name):
     assert (
         len([family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config)]) == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("deepseek_v41", "Engram tables"), ("kimi_k3", "routed experts work in a latent")]
+)
+def test_what_a_model_is_that_has_no_table(kind, what):
+    """In the message's first line, which is told again behind what is supported, and so is short."""
+    with pytest.raises(UnknownFamilyError) as error:
+        family_of(Config(model_type=kind))
+    first, rest = str(error.value).split("\n", 1)
+    assert first.startswith(f"no table for model_type {kind!r} of config.json: ")
+    assert what in first
+    assert len(first) < 300
+    assert rest == supported()
 
 
 @pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "Llama"}, {"model_type": "gptj"}, {}])

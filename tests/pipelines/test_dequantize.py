@@ -7,9 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import ml_dtypes
+import numpy as np
 import pytest
 from quantised import fp8_llama
-from support import call, make_release, read_config, read_tensors
+from support import assert_same_bits, call, make_release, read_config, read_tensors, save
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -39,6 +40,35 @@ def test_values_by_their_definition(tmp_path: Path, dtype: str) -> None:
         assert tensor.tobytes() == wanted.tobytes(), name
     assert "quantization_config" not in read_config(tmp_path / "out")
     assert call("diff", source, tmp_path / "out") == (0 if dtype == "float32" else 1)
+
+
+@pytest.mark.parametrize("stored", [np.uint8, ml_dtypes.float8_e8m0fnu], ids=["U8", "F8_E8M0"])
+def test_blocks_of_32_with_exponents(tmp_path: Path, stored: type) -> None:
+    """As DeepSeek-V4.1 has them: its config, its names, every code, exponents of every size, in units that cut through
+    blocks; and a table with a scale for 32 columns of each row, whose `quantization_config` says nothing of it.
+    """
+    said = dict(
+        quant_method="fp8",
+        activation_scheme="dynamic",
+        weight_block_size=[32, 32],
+        scale_fmt="ue8m0",
+        expert_dtype="fp4",
+    )
+    rng = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {"norm.weight": rng.standard_normal(100).astype(ml_dtypes.bfloat16)}
+    values = dict(tensors)
+    for name, block in (("layers.1.attn.wq_a", (32, 32)), ("layers.1.engram.embed", (1, 32))):
+        codes = np.resize(np.arange(256, dtype=np.uint8), (200, 160)).view(ml_dtypes.float8_e4m3fn)
+        rows, columns = np.indices(codes.shape)
+        exponents = rng.integers(0, 255, (-(-200 // block[0]), 160 // block[1]), np.uint8)
+        scales = np.ldexp(np.float64(1), exponents.astype(np.int32) - 127).astype(np.float32)
+        tensors |= {f"{name}.weight": codes, f"{name}.scale": exponents.view(stored)}
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = codes.astype(np.float32) * scales[rows // block[0], columns // block[1]]
+            values[f"{name}.weight"] = wide.astype(ml_dtypes.bfloat16)
+    source = save(tmp_path / "hf", {"model_type": "deepseek_v41", "quantization_config": said}, tensors)
+    assert call("dequantize", "--source", source, "--output", tmp_path / "out", "--unit_bytes", "6000") == 0
+    assert_same_bits(read_tensors(tmp_path / "out"), values)
 
 
 def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
