@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lazily import lazily
-from support import HERE, LLAMA, assert_same_bits, call, flatten, make_release, read_tensors
+from support import HERE, LLAMA, assert_same_bits, call, make_release, read_tensors
+from training_run import load_state
 
-ocp = lazily("orbax.checkpoint")
+jax = lazily("jax")
 MODEL = ("--maxtext_model", "llama3.1-8b")
 KEPT = "Fp8DirectDotGeneralOp_0"
 
@@ -33,8 +34,9 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state_of(step: Path) -> dict[str, np.ndarray]:
-    """Every array, as stock Orbax restores it."""
-    return flatten(ocp.PyTreeCheckpointer().restore(step / "items"))
+    """Every array, as stock Orbax restores it, by its dotted key."""
+    leaves = jax.tree_util.tree_leaves_with_path(load_state(step))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
