@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 SIZES = dict(
-    base_emb_dim=16, base_num_query_heads=2, base_num_kv_heads=1, head_dim=8, base_mlp_dim=24, base_num_decoder_layers=2, vocab_size=32,
+    base_emb_dim=32, base_num_query_heads=4, base_num_kv_heads=2, head_dim=8, base_mlp_dim=48, base_num_decoder_layers=2, vocab_size=64,
 )  # fmt: skip
 RUN = dict(
     hardware="cpu", dataset_type="synthetic", attention="dot_product", enable_checkpointing=True, async_checkpointing=False, checkpoint_period=1,
-    per_device_batch_size=1, max_target_length=16, enable_goodput_recording=False, monitor_goodput=False, skip_jax_distributed_system=True,
+    per_device_batch_size=1, max_target_length=32, enable_goodput_recording=False, monitor_goodput=False, skip_jax_distributed_system=True,
     override_model_config=True, model_name="llama3.1-8b", quantization="fp8",
 )  # fmt: skip
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -32,6 +32,7 @@ from support import (
     digest,
     digests,
     headers_only,
+    peft_adapter,
     random_tensors,
     restore,
     save,
@@ -119,11 +120,17 @@ FAMILIES = {
 BLOCKS = {"in 32": (32, 32)}
 
 
-def in_blocks(tmp_path: Path, config: dict, block: tuple[int, int] = BLOCK, scale: np.dtype = F32) -> Path:
+def in_blocks(
+    tmp_path: Path, config: dict, block: tuple[int, int] = BLOCK, scale: np.dtype = F32, finite: bool = False
+) -> Path:
     """A model whose linear layers are in FP8."""
     quantization = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=list(block))
     spelled = config | dict(model_type="deepseek_v3") if config["model_type"] == "kimi_k2" else config
     tensors = quantise(random_tensors(spelled), block, scale)
+    if finite:  # without the codes that are NaN
+        tensors |= {
+            name: np.nan_to_num(codes.astype(F32)).astype(FP8) for name, codes in tensors.items() if codes.dtype == FP8
+        }
     return save(tmp_path / "release", config | dict(quantization_config=quantization), tensors)
 
 
@@ -364,6 +371,23 @@ def test_what_codes_are_not_for(
     assert call(command, checkpoint, tmp_path / "out", *options) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One is merged into values, which `quantize` makes codes of where it is told to; never into codes."""
+    source = in_blocks(tmp_path, FAMILIES["qwen3"], finite=True)
+    kept = convert(source, tmp_path / "kept", *KEPT)
+    adapter, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (48, 32)})
+    assert "up_proj.weight: is FP8 in blocks of 4 × 4" in refused(capsys, source, "--lora", str(adapter))
+    assert call("export", kept, tmp_path / "no", "--lora", adapter) == 2
+    assert "weightbeam quantize --lora makes codes of these" in " ".join(capsys.readouterr().err.split())
+    assert call("quantize", kept, tmp_path / "out", "--lora", adapter) == 0
+    assert call("export", kept, tmp_path / "values", "--lora", adapter, "--save_dtype", "float32") == 0
+    assert call("quantize", tmp_path / "values", tmp_path / "wanted") == 0
+    made, wanted = stored(tmp_path / "out"), stored(tmp_path / "wanted")
+    coded = {name for name in wanted if name.removesuffix("_scale_inv") + "_scale_inv" in wanted}
+    assert "model.layers.0.mlp.up_proj.weight" in coded
+    assert {name: made[name] for name in coded} == {name: wanted[name] for name in coded}
 
 
 def test_export_of_codes_from_values(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Options
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def filled(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -41,7 +42,13 @@ def copies(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     rank = len(shape)
     dtype, into = draw(
         st.sampled_from(
-            [(BF16, BF16), (np.dtype(np.float32),) * 2, (BF16, np.dtype(np.float32)), (np.dtype(np.float32), BF16)]
+            [
+                (BF16, BF16),
+                (FP8, FP8),
+                (np.dtype(np.float32),) * 2,
+                (BF16, np.dtype(np.float32)),
+                (np.dtype(np.float32), BF16),
+            ]
         )
     )
     inner, outer = draw(st.permutations(range(rank))), draw(st.permutations(range(rank)))
@@ -117,7 +124,7 @@ def test_jobs_hold_every_shard_once() -> None:
     assert sorted(made) == sorted(wanted)
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [FP8, BF16, np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "order"),
     [

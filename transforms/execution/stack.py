@@ -18,6 +18,7 @@ from weightbeam.model_mappings.relation import View, selection
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
 BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time
 PITCH = 64  # bytes between the rows of a block: rows a power of two apart would share a few lines of the cache
+WORDS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}  # by bytes of an element, what two neighbours are turned as
 RUN = 512  # bytes; shorter runs are copied as one element each
 
 
@@ -227,24 +228,25 @@ def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
             copied = block[: len(part) * inner_rows, : math.prod(part.shape[rank:])]
             copied.reshape(part.shape, copy=False)[...] = part
             turned = target[(slice(column, column + width), *[slice(None)] * len(narrow), slice(first, first + step))]
-            if source.itemsize == 2 and (len(narrow) == 0 or narrow[-1] % 2 == 0):
+            if source.itemsize in WORDS and (len(narrow) == 0 or narrow[-1] % 2 == 0):
                 _turn_pairs(block[: len(copied)], turned, part.shape[:rank])
             else:
                 turned[...] = copied.T.reshape(turned.shape, copy=False)
 
 
 def _turn_pairs(block: np.ndarray, target: np.ndarray, rows: tuple[int, ...]) -> None:
-    """`target = block.T` for 16-bit elements, as many as the target has; it has `rows`, and columns before them.
+    """`target = block.T` for elements of 8 or 16 bits, as many as the target has; it has `rows`, and columns before them.
 
-    Two neighbours are turned as one of 32 bits, and taken apart by a cast, which is a vector instruction.
+    Two neighbours are turned as one of twice the size, and taken apart by a cast, which is a vector instruction.
     """
     *slower, columns = target.shape[: target.ndim - len(rows)]
     pairs = -(-columns // 2)  # the last may have one column only
-    words = np.ascontiguousarray(block.view(np.uint32)[:, : math.prod(slower) * pairs].T).reshape(*slower, pairs, *rows)
+    word = WORDS[target.itemsize]
+    words = np.ascontiguousarray(block.view(word)[:, : math.prod(slower) * pairs].T).reshape(*slower, pairs, *rows)
     at = (slice(None),) * len(slower)
     low, high = (0, 1) if sys.byteorder == "little" else (1, 0)
     for half in (low, high):
         into = target[(*at, slice(half, None, 2))]
         np.copyto(into, words[(*at, slice(into.shape[len(slower)]))], casting="unsafe")
         if half == low:
-            words >>= 16
+            words >>= 8 * target.itemsize

@@ -305,11 +305,14 @@ def _without_kept(options: ExportOptions, source: OrbaxCheckpoint, view: _View) 
     if options.save_dtype == CODED and not source.tree.scales:
         message = f"{source.root} holds no FP8 codes; weightbeam quantize makes them"
         yield Problem("option", f"--save_dtype={CODED}", message)
-    if options.quantize and source.tree.scales:
+    if options.quantize and source.tree.scales and not options.lora:  # with an adapter they are other weights
         message = "its weights are FP8 codes already; weightbeam export writes them as they are"
         yield Problem("quantised", source.root, message)
     if view.kept and options.lora:
-        message = "an adapter can't be merged into FP8 codes; with --save_dtype bfloat16 it is merged into their values"
+        message = (
+            "an adapter can't be merged into FP8 codes; with --save_dtype bfloat16 it is merged into their values, and "
+            "weightbeam quantize --lora makes codes of these"
+        )
         yield Problem("adapter", source.root, message)
 
 
