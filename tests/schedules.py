@@ -118,7 +118,7 @@ def _hook(event: str, arguments: tuple) -> None:
 class MemoryBucket(Store):
     """A bucket as `formats.storage.bucket.Bucket` is, in memory; every call is an operation."""
 
-    at_a_time = 1
+    at_a_time, stages = 1, True
     objects: ClassVar[dict[str, tuple[bytes, int, float]]] = {}
     generation = 0
 
