@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -213,8 +214,11 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
         if before.has(target, stack) or not layers or len(layers) < len(numbers):
             continue
         for root, rest in moving.get(layers[0][0], ()):
-            if stack.layers.ndim and before.by_target[layers[0][0]].layers.ndim:
-                add(_select, root, rest, target, layers, stack, before, after, arrays)
+            count = before.by_target[layers[0][0]].layers.ndim
+            if stack.layers.ndim and count:
+                is_one = stack.layers.ndim == count and len({held for held, _ in layers}) == 1
+                select = _select if is_one else _regroup
+                add(select, root, rest, target, layers, stack, before, after, arrays)
             elif stack.layers.ndim:
                 add(_gather, root, rest, target, layers, stack, arrays, after)
             else:
@@ -308,6 +312,116 @@ def _select(
     return Moved((*root, *target, *rest), path, part, tuple(range(there, there + count)))
 
 
+def _regroup(
+    root: Path,
+    rest: Path,
+    target: Path,
+    layers: Sequence[tuple[Path, tuple[int, ...]]],
+    stack: Stack,
+    before: Stacks,
+    after: Stacks,
+    arrays: Mapping[Path, Held],
+) -> Moved:
+    """Layers of stacked arrays, stacked otherwise: those from one on that follow each other in each of them.
+
+    local_layers    (embed, cycles, 3, mlp)  of  layer_0, layer_1, layer_2  (embed, cycles, mlp)
+    layer_0         (embed, cycles, mlp)     of  local_layers [:, :, 0]
+    """
+    held, path = layers[0][0], (*root, *layers[0][0], *rest)
+    shape, count = arrays[path].shape, before.by_target[layers[0][0]].layers.ndim
+    here, there = before.at(root, len(shape) - count), after.at(root, len(shape) - count)
+    _check(path, shape, here, before.by_target[held])
+    taken_from = _follow(path, layers, stack.layers.shape, count)
+    apart = [axis for axis, old in enumerate(taken_from) if old is None]
+    keys = _keys_apart(root, rest, layers, stack.layers.shape, apart, arrays)
+    sizes, axes = _words(shape)
+    window: list[slice] = [slice(None)] * (here + count)
+    for old, first in enumerate(layers[0][1]):
+        size = stack.layers.shape[taken_from.index(old)] if old in taken_from else 1
+        sizes[f"d{here + old}"] = size
+        window[here + old] = slice(first, first + size)
+    fixed = {here + old for old in range(count) if old not in taken_from}
+    left = tuple(() if axis in fixed else word for axis, word in enumerate(axes))
+    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
+    free = [here + old for old in taken_from if old is not None]
+    order = [*others[:there], *free, *others[there:]]
+    at = there + (min(apart) if apart else 0)
+    part = Copy(keys, sizes, left, tuple(axes[axis] for axis in order), tuple(window), at)
+    return Moved((*root, *target, *rest), path, part, tuple(range(there, there + stack.layers.ndim)))
+
+
+def _follow(
+    path: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], shape: Shape, count: int
+) -> tuple[int | None, ...]:
+    """For each axis of `shape`, on which `layers` are stacked, the old array's of which it is a range; None where each
+    index has an old array of its own.
+
+    Args:
+      path: an array's, for the message.
+      layers: the old stack's target and the index in it.
+      count: how many axes the old stacks have.
+
+    Raises:
+      StackingError: the layers don't follow each other so.
+    """
+    places = dict(zip(np.ndindex(shape), layers, strict=False))  # fewer where places have no layer
+    held, first = layers[0]
+    came: list[int | None] = [None] * len(shape)
+    for axis in (axis for axis, size in enumerate(shape) if size > 1):
+        other, index = places.get(tuple(int(axis == each) for each in range(len(shape))), (None, first))
+        if other == held:
+            came[axis] = next((old for old in range(count) if index[old] != first[old]), None)
+    for axis in (axis for axis, size in enumerate(shape) if size == 1):
+        came[axis] = next((old for old in range(count) if old not in came), None)
+
+    def place(index: tuple[int, ...]) -> tuple[Path, tuple[int, ...]]:
+        """Where the layer at `index` must have been."""
+        apart = tuple(at if old is None else 0 for at, old in zip(index, came, strict=True))
+        along = {old: at for at, old in zip(index, came, strict=True)}
+        return places[apart][0], tuple(start + along.get(old, 0) for old, start in enumerate(first))
+
+    apart = [axis for axis, old in enumerate(came) if old is None]
+    is_together = apart == list(range(apart[0], apart[-1] + 1)) if apart else True
+    is_whole = len(layers) == math.prod(shape)
+    if not is_whole or not is_together or any(place(index) != found for index, found in places.items()):
+        raise StackingError(
+            path,
+            "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
+        )
+    return tuple(came)
+
+
+def _keys_apart(
+    root: Path,
+    rest: Path,
+    layers: Sequence[tuple[Path, tuple[int, ...]]],
+    shape: Shape,
+    apart: Sequence[int],
+    arrays: Mapping[Path, Held],
+) -> np.ndarray:
+    """The old arrays' keys, on the axes of `shape` on which each index has one of its own.
+
+    Raises:
+      StackingError: one is missing, or has another shape.
+    """
+    first = tuple(slice(None) if axis in apart else 0 for axis in range(len(shape)))
+    targets = np.empty(len(layers), dtype=object)
+    targets[:] = [held for held, _ in layers]
+    chosen = np.array(targets.reshape(shape)[first], dtype=object)
+    paths = [(*root, *held, *rest) for held in chosen.flat] if apart else [(*root, *layers[0][0], *rest)]
+    if missing := [path for path in paths if path not in arrays]:
+        raise StackingError(
+            paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
+        )
+    if other := [path for path in paths if arrays[path].shape != arrays[paths[0]].shape]:
+        raise StackingError(
+            paths[0],
+            f"its layers can't be stacked: {arrays[paths[0]].shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}",
+        )
+    keys = np.array([arrays[path].key for path in paths], dtype=object)
+    return keys.reshape([shape[axis] for axis in apart])
+
+
 def _take(
     root: Path,
     rest: Path,
@@ -323,6 +437,21 @@ def _take(
     at = before.at(root, len(shape) - stack.layers.ndim)
     _check(path, shape, at, stack)
     return Moved((*root, *target, *rest), path, taken(key, shape, at, index))
+
+
+def elsewhere(one: Moved, path: Path, at: int) -> Moved:
+    """The same array at another path, its stacked axes from `at` on, or behind all others."""
+    part, rank = one.part, len(one.part.shape) - len(one.axes)
+    keyed = range(part.scan_axis, part.scan_axis + part.keys.ndim)
+    words = iter(part.rule.axes.right)
+    sides = [None if axis in keyed else next(words) for axis in range(len(part.shape))]
+    others = [axis for axis in range(len(sides)) if axis not in one.axes]
+    at = min(at, rank)
+    order = [*others[:at], *one.axes, *others[at:]]
+    right = tuple(side for axis in order if (side := sides[axis]) is not None)
+    place = order.index(keyed.start) if keyed else 0
+    made = Copy(part.keys, part.dims, part.rule.axes.left, right, part.rule.window, place)
+    return Moved(path, one.like, made, tuple(range(at, at + len(one.axes))))
 
 
 def _check(path: Path, shape: Shape, at: int, stack: Stack) -> None:

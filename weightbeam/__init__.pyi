@@ -785,6 +785,7 @@ def reshard(
     param_scan_axis: int | None = None,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    maxtext: str | None = None,
     maxtext_model: str | None = None,
     family: str | None = None,
     use_ocdbt: bool | None = None,
@@ -818,6 +819,7 @@ def reshard(
       param_scan_axis: where the stacked axis goes (default: where it is).
       mesh: the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are).
       sharding_rules: your logical_axis_rules, as for convert.
+      maxtext: the version of MaxText whose tree and names of axes are written (default: the source's).
       maxtext_model: the MaxText model, where config.json can't settle it, or in place of like=.
       family: the table, as for convert (default: by config.json).
       use_ocdbt: one database, or a folder for each array (Pathways: false; default: as the source).

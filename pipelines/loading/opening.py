@@ -16,7 +16,7 @@ from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
-from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.plan import PREFIX, Problem
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.release import MappedRelease, Tensors
@@ -163,10 +163,11 @@ def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> di
     parts, why = find_parts(open_orbax(items), Model(form.config, shapes), options.family, options.maxtext_model)
     if why:
         raise Refused(f"release={release}: {why}")
-    weights = {key: array.shape for key, array in found.stored.items() if key.startswith(PARAMETERS)}
+    weights = {key: array.shape for key, array in found.stored.items() if key.startswith(f"{PREFIX}.")}
     problems = [
         Problem("missing", key, f"a model like {release} has it, the checkpoint hasn't", is_array=True)
         for key in parts.keys() - weights.keys()
+        if not parts[key][0].rule.spare
     ]
     for key, shape in weights.items():
         if key not in parts:

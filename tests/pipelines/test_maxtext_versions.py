@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-from support import assert_same_bits, call, converted, read_tensors
+from support import assert_same_bits, call, convert, converted, flatten, read_tensors
 
 from weightbeam.model_mappings.trees import recognize
 
@@ -52,3 +56,38 @@ def test_a_training_state_holds_the_newest_bias_with_its_modules() -> None:
         assert tree.weights[".".join(begun)] == ".".join(newest)
         assert set(tree.state) == {".".join(begun), "nnx_aux.model.rngs.count"}
         assert len(tree.weights) == 2
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """The weights of a checkpoint, as `converted` has them, with or without anything beside them."""
+    tree = ocp.PyTreeCheckpointer().restore(folder / "0" / "items")["params"]
+    return flatten(tree.pop("params")) | flatten(tree)
+
+
+@pytest.fixture(scope="module")
+def made(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Path]:
+    """What `convert` makes of a case, for a version, with its layers stacked or not; each once."""
+    place = tmp_path_factory.mktemp("made")
+
+    @functools.cache
+    def make(case: str, version: str, scan: str) -> Path:
+        folder = place / f"{case}-{version}-{scan}"
+        convert(generated / "cases" / case, folder, "--maxtext", version, "--scan_layers", scan)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize(("before", "after"), [("e591f30", "0.2.5"), ("0.2.5", "e591f30")])
+@pytest.mark.parametrize("case", ["deepseek3", "qwen3-next"])
+def test_one_versions_tree_becomes_the_others(
+    made: Callable[[str, str, str], Path], tmp_path: Path, case: str, before: str, after: str, scan: str
+) -> None:
+    """As `convert` makes it of the release, whatever is done with the layers besides; and the record says which it is."""
+    for layout, state in ((scan, "full"), ({"true": "false", "false": "true"}[scan], "params")):
+        options = ("--maxtext", after, "--scan_layers", layout, "--state", state)
+        assert call("reshard", made(case, before, scan), tmp_path / layout, *options) == 0
+        assert_same_bits(weights(tmp_path / layout), weights(made(case, after, layout)))
+        record = json.loads((tmp_path / layout / "0" / "conversion.json").read_text())
+        assert record["options"]["maxtext"] == after

@@ -45,6 +45,7 @@ from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
+from weightbeam.model_mappings.spares import read_back
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
 from weightbeam.transforms.cutting.chunk_blocks import Cut, chunk_grid, cut
 from weightbeam.transforms.cutting.files import FileLayout, plan_files
@@ -398,9 +399,9 @@ def _fit(table: _Table, view: _View, layout: Layout) -> _Fit:
     arrays: list[Array] = []
     lacking: dict[str, str] = {}
     misfit = set[str]()
-    for path, parts in expanded.items():
+    for path, parts in read_back(expanded, weights).items():
         key, shape = key_of(path), parts[0].shape
-        if all(part.rule.source is None or part.rule.spare for part in parts):
+        if all(part.rule.source is None for part in parts):
             continue
         if key not in weights:
             problems.append(_missing(key, family))

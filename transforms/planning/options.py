@@ -349,6 +349,7 @@ class ReshardOptions:
     param_scan_axis: int | None = _layout("where the stacked axis goes (default: where it is)")
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are)", ())
     sharding_rules: Rules | None = _layout(RULES_HELP)
+    maxtext: str | None = _layout("the version of MaxText whose tree and names of axes are written (default: the source's)", choices=VERSIONS)
     maxtext_model: str | None = _layout("the MaxText model, where config.json can't settle it, or in place of --like")
     family: str | None = _layout("the table, as for convert (default: by config.json)")
     use_ocdbt: bool | None = _storage("one database, or a folder for each array (Pathways: false; default: as the source)")

@@ -91,6 +91,7 @@ def plan_reshard(
         options.family,
         options.maxtext_model,
         taken,
+        options.maxtext,
     )
     problems = [*amiss, *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)

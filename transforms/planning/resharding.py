@@ -333,6 +333,7 @@ class Reshard(ComparesSource, Transfer):
         if self.taken:
             asked["layers"] = self.taken.of_release(Cut.of(made).layers)
         layout = {
+            "maxtext": self.tree.version,
             "scan_layers": self.tree.scan,
             "param_scan_axis": self.tree.scan_axis,
             "use_ocdbt": self.format.use_ocdbt,

@@ -24,8 +24,21 @@ from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.rules import ABSENT, PARAMS, Stack
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
-from weightbeam.model_mappings.stacking import Copy, Held, Moved, Path, RestackError, Stacks, restack, same, unused
+from weightbeam.model_mappings.spares import spares
+from weightbeam.model_mappings.stacking import (
+    Copy,
+    Held,
+    Moved,
+    Path,
+    RestackError,
+    Stacks,
+    elsewhere,
+    restack,
+    same,
+    unused,
+)
 from weightbeam.model_mappings.trees import VALUE, TreeError, has_scales
+from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
     layout_of,
@@ -135,6 +148,7 @@ class NewTree:
       misfit: how the weights differ from what is said to be their model; empty where they don't.
       is_maxtext: whether the weights are of one of MaxText's models.
       model: MaxText's model that has these sizes, or that was named; None where nobody knows.
+      version: the version of MaxText that has such arrays; None where nobody knows.
     """
 
     arrays: tuple[Kept, ...] = ()
@@ -150,6 +164,7 @@ class NewTree:
     misfit: str = ""
     is_maxtext: bool = False
     model: str | None = None
+    version: str | None = None
 
 
 def make_tree(
@@ -161,6 +176,7 @@ def make_tree(
     family_name: str | None,
     model_name: str | None,
     taken: TakenLayers | None = None,
+    version: str | None = None,
 ) -> tuple[NewTree, list[Problem]]:
     """The new tree, and what stands against it.
 
@@ -184,24 +200,30 @@ def make_tree(
       scan, scan_axis: the layout that is wanted; None for what the source has.
       family_name, model_name: the table that the user named, and MaxText's model.
       taken: the layers that are wanted; None for all of them.
+      version: the version of MaxText whose arrays are wanted; None for that of the source.
     """
     try:
         old = _Old.of(source, params_only)
     except TreeError as e:
         return NewTree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
-    layouts = _Layouts(source, model, old.weights, family_name, model_name, taken)
+    layouts = _Layouts(source, model, old.weights, family_name, model_name, taken, version)
     wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
-    is_moving = layouts.is_other(*wanted)
-    if problems := layouts.check(scan, is_moving):
+    repeats = layouts.repeats(*wanted) if old.is_bare else {}
+    is_moving = layouts.is_other(*wanted) or layouts.lacks(repeats)
+    if problems := [*layouts.check(scan, is_moving), *layouts.check_version(old)]:
         return NewTree(kind=old.kind), problems
     names = layouts.names(*wanted)
     try:
         moved, bare, problems = _move(old, layouts, wanted) if is_moving else _stay(old)
     except RestackError as e:
         return NewTree(kind=old.kind), [_unused(fault.path, str(fault)) for fault in e.faults]
+    repeated: dict[str, str] = {}
+    if is_moving and repeats:
+        moved, repeated = _repeat(moved, repeats, layouts.version, layouts.at(*wanted).scan_axis)
+    problems += layouts.amiss(moved, *wanted)
     arrays = tuple(_keep(old, one, names) for one in moved)
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
-    left_out = old.left_out | (layouts.left_out(old, moved) if taken else {})
+    left_out = old.left_out | repeated | (layouts.left_out(old, moved) if taken else {})
     tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=left_out, is_moved=is_moving)
     return layouts.describe(tree), problems
 
@@ -253,6 +275,11 @@ class _Old:
         if self.params_only:
             return {tuple(name.split(".")): held[key] for name, key in self.weights.items()}
         return {path: held[key] for key, path in self.paths.items()}
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether what is taken is weights alone, below MaxText's own names, and the number of a step."""
+        return self.params_only or {path[0] for path in self.paths.values()} <= {PARAMS, "step"}
 
     @property
     def empty(self) -> list[Path]:
@@ -307,6 +334,29 @@ def _move(
     return moved, {one.path: one.like for one in restack(empty, before, after)}, [*lost, *loose]
 
 
+def _repeat(
+    moved: Sequence[Moved], repeats: Mapping[Path, Path], version: str | None, axis: int
+) -> tuple[list[Moved], dict[str, str]]:
+    """The arrays with those that repeat another one, as the version that is wanted has them: made of the variable, which
+    is the newest, where the checkpoint has it, else of the parameter; and the keys of the old ones that aren't taken for
+    it, with the reason.
+    """
+    made, left_out = {one.path: one for one in moved}, {}
+    for variable, spare in repeats.items():
+        newest = made.get(variable) or made.get(spare)
+        if newest is None:
+            continue
+        if variable in made and spare in made:
+            reason = f"{'.'.join(variable)}, the newest, is taken for it"
+            left_out |= dict.fromkeys(made[spare].part.tensors, reason)
+        made[spare] = elsewhere(newest, spare, axis)
+        if version == NEWEST:
+            made.setdefault(variable, elsewhere(newest, variable, 0))
+        else:
+            made.pop(variable, None)
+    return list(made.values()), left_out
+
+
 def _keep(old: _Old, one: Moved, names: Mapping[Path, tuple[str | None, ...]]) -> Kept:
     """An array of the new tree, with its role and the names of its axes."""
     shape = one.part.shape
@@ -347,8 +397,9 @@ class _Layouts:
         family_name: str | None,
         model_name: str | None,
         taken: TakenLayers | None = None,
+        version: str | None = None,
     ):
-        self.taken = taken
+        self.taken, self.version = taken, version
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
         self.sizes = _block_sizes(self.weights)
         self.family: Family | None = None
@@ -374,13 +425,74 @@ class _Layouts:
                 fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
                 self.axis = fitting[0] if fitting else None
                 self.ambiguous = fitting if len(fitting) > 1 else ()
+            self.version = version or self.layout.maxtext
             self.family, self.note = family, family.note(self.config, self.layout)
         except (ConfigError, UnknownFamilyError, ModelNameError) as e:
             self.reason = str(e)
 
     def is_other(self, scan: bool | None, axis: int | None) -> bool:
         """Whether layers are stacked otherwise in a layout, or there are others."""
-        return self.taken is not None or scan != self.scan or (bool(scan) and axis != self.axis)
+        is_elsewhere = self.taken is not None or scan != self.scan or (bool(scan) and axis != self.axis)
+        return is_elsewhere or self.has_other_arrays
+
+    @functools.cached_property
+    def has_other_arrays(self) -> bool:
+        """Whether the version that is wanted has other arrays than the source's."""
+        if self.family is None or self.version == self.layout.maxtext:
+            return False
+        here = self.at(self.scan, self.axis)
+        there = dataclasses.replace(here, maxtext=str(self.version))
+        return expand(self.family, self.config, here).keys() != expand(self.family, self.config, there).keys()
+
+    def repeats(self, scan: bool | None, axis: int | None) -> dict[Path, Path]:
+        """The variables of a new layout, each with the parameter that repeats it, by their paths."""
+        if self.family is None or not self.family.earlier:
+            return {}
+        config, layout = self.new(scan, axis)
+        found = spares(expand(self.family, config, dataclasses.replace(layout, maxtext=NEWEST)))
+        return {(PARAMS, *one.split("/")): (PARAMS, *other.split("/")) for one, other in found.items()}
+
+    def lacks(self, repeats: Mapping[Path, Path]) -> bool:
+        """Whether the checkpoint has one of a variable and its parameter where the version that is wanted has both, or
+        the other way round.
+        """
+        if not repeats:
+            return False
+        keys = (((PARAMS, *one.split("/")), other) for one, other in self._own_repeats.items())
+        held = [(".".join(one) in self.weights, key_of(other) in self.weights) for one, other in keys]
+        wanted = (self.version == NEWEST, True)
+        return any(pair != wanted for pair in held if any(pair))
+
+    @property
+    def _own_repeats(self) -> dict[str, str]:
+        """As `repeats` has it, of the layout that the checkpoint has."""
+        assert self.family is not None
+        layout = dataclasses.replace(self.at(self.scan, self.axis), maxtext=NEWEST)
+        return spares(expand(self.family, self.config, layout))
+
+    def check_version(self, old: _Old) -> list[Problem]:
+        """What stands against the version that is wanted."""
+        if self.version and self.family is None:
+            return [
+                Problem("option", "--maxtext", f"which arrays it has follows from the model's table, but {self.reason}")
+            ]
+        if self.has_other_arrays and not old.is_bare:
+            message = f"a training state goes on in the MaxText that wrote it, {self.layout.maxtext}; --state params takes the weights"
+            return [Problem("option", "--maxtext", message)]
+        return []
+
+    def amiss(self, moved: Sequence[Moved], scan: bool | None, axis: int | None) -> list[Problem]:
+        """How the new arrays differ from those of the version that is wanted, where it has others than the source's."""
+        if not self.has_other_arrays:
+            return []
+        assert self.family is not None
+        config, layout = self.new(scan, axis)
+        wanted = {key_of(path): made for path, made in expand(self.family, config, layout).items()}
+        held = {".".join(one.path): one for one in moved if one.path[0] == PARAMS}
+        missing = f"MaxText {self.version} has it, and {self.layout.maxtext} doesn't: weightbeam convert makes it of the release"
+        unknown = f"MaxText {self.version} has no such array; weightbeam convert makes its tree of the release"
+        lost = [Problem("missing", key, missing, is_array=True) for key in sorted(wanted.keys() - held.keys())]
+        return lost + [_unused(held[key].path, unknown) for key in sorted(held.keys() - wanted.keys())]
 
     def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
         """What stands against the layout that is wanted."""
@@ -423,14 +535,20 @@ class _Layouts:
         layout = self.at(scan, axis)
         return Stacks.of(self.family.table(self.config, layout), layout.scan_axis)
 
+    def new(self, scan: bool | None, axis: int | None) -> tuple[Config, Layout]:
+        """The new model's `config.json`, and the layout that is wanted of it, with layers stacked so."""
+        layout = dataclasses.replace(self.at(scan, axis), maxtext=self.version or self.layout.maxtext)
+        if self.taken is None:
+            return self.config, layout
+        config, mtp = Config(self.taken.model.config), max(self.taken.layers) >= layer_count(self.config)
+        return config, dataclasses.replace(layout, shapes=self.taken.model.shapes, mtp=self.layout.mtp and mtp)
+
     def new_stacks(self, scan: bool | None, axis: int | None) -> Stacks:
         """The stacks of a layout of the new model, by the numbers of the old one's layers."""
-        if self.taken is None:
-            return self.stacks(scan, axis)
         assert self.family is not None
-        config, mtp = Config(self.taken.model.config), max(self.taken.layers) >= layer_count(self.config)
-        layout = dataclasses.replace(self.at(scan, axis), shapes=self.taken.model.shapes, mtp=self.layout.mtp and mtp)
-        return Stacks.of(map(self.taken.renamed, self.family.stacks(config, layout)), layout.scan_axis)
+        config, layout = self.new(scan, axis)
+        stacks = self.family.table(config, layout)
+        return Stacks.of(map(self.taken.renamed, stacks) if self.taken else stacks, layout.scan_axis)
 
     def left_out(self, old: _Old, moved: Sequence[Moved]) -> dict[str, str]:
         """The keys of a layer's arrays that nothing is made of, with the reason: only where layers are taken."""
@@ -446,10 +564,13 @@ class _Layouts:
                     left[arrays[path].key] = "of layers that aren't taken"
         return left
 
-    def parts(self, scan: bool | None, axis: int | None) -> dict[str, list[Part]]:
-        """The parts of the table's arrays in a layout, those of the scales of FP8 codes among them."""
+    def parts(self, scan: bool | None, axis: int | None, version: str | None = None) -> dict[str, list[Part]]:
+        """The parts of the table's arrays in a layout, those of the scales of FP8 codes among them; in that of the
+        source's version of MaxText, if none is said.
+        """
         assert self.family is not None
-        return keep_arrays(expand(self.family, self.config, self.at(scan, axis)), self.sizes)[0]
+        layout = dataclasses.replace(self.at(scan, axis), maxtext=version or self.layout.maxtext)
+        return keep_arrays(expand(self.family, self.config, layout), self.sizes)[0]
 
     def misfit(self) -> str:
         """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
@@ -492,7 +613,8 @@ class _Layouts:
         tree = dataclasses.replace(tree, is_maxtext=any(key.startswith(roots) for key in self.weights))
         if self.family is None:
             return tree
-        tree = dataclasses.replace(tree, family=self.family.name, note=self.note, misfit=self.misfit())
+        said = dict(family=self.family.name, note=self.note, version=self.version)
+        tree = dataclasses.replace(tree, misfit=self.misfit(), **said)
         if tree.misfit:
             return tree
         maxtext = self.maxtext(tree.scan, tree.scan_axis)
@@ -505,7 +627,7 @@ class _Layouts:
         if self.family is not None:
             return {
                 tuple(path.removeprefix(f"{PARAMS}/").split("/")): parts[0].logical_axes
-                for path, parts in self.parts(scan, axis).items()
+                for path, parts in self.parts(scan, axis, self.version).items()
             }
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
