@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VERSIONS = ("0.2.5", "e591f30")  # the newest first
-NEWEST = VERSIONS[0]
-DEFAULT = UNSAID = VERSIONS[-1]  # what is written unless told; and what was, before a record said it
+NEWEST = DEFAULT = VERSIONS[0]  # what is written unless told
+UNSAID = VERSIONS[-1]  # what was written before a record said it
 
 EARLIER_AXES: Mapping[str, Mapping[str, str]] = {"e591f30": {"embed_attn": "embed", "embed_router": "embed_moe"}}
 

@@ -111,6 +111,15 @@ def item_metadata(items: Store) -> dict[str, Any]:
     return custom_metadata(items.parent) or custom_metadata(items)
 
 
+def item_handler(items: Store) -> str:
+    """What Orbax calls the handler of an item; empty where nothing says it."""
+    try:
+        handler = read_json(items.parent, CHECKPOINT_METADATA)["item_handlers"][items.name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return handler if isinstance(handler, str) else ""
+
+
 def record_of(items: Store) -> dict[str, Any]:
     """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its
     step.

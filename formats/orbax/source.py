@@ -24,6 +24,7 @@ from weightbeam.formats.orbax import (
     check_memory,
     find_items,
     grains,
+    item_handler,
     item_metadata,
     leaves,
     ocdbt,
@@ -186,6 +187,7 @@ class OrbaxCheckpoint:
       custom: the custom metadata of its step.
       record: `conversion.json`; empty where it isn't ours.
       arrays: by their keys.
+      handler: what Orbax calls what wrote the item; empty where nothing says it.
     """
 
     root: str
@@ -194,6 +196,7 @@ class OrbaxCheckpoint:
     custom: Mapping[str, Any]
     record: Mapping[str, Any]
     arrays: Mapping[str, OrbaxArray]
+    handler: str = ""
 
     @functools.cached_property
     def tree(self) -> Tree:
@@ -275,6 +278,7 @@ class OrbaxCheckpoint:
             "custom": self.custom,
             "record": self.record,
             "arrays": arrays,
+            "handler": self.handler,
         }
 
 
@@ -317,6 +321,7 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
         staged["custom"],
         staged["record"],
         arrays,
+        staged["handler"],
     )
 
 
@@ -353,7 +358,8 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
             arrays[key] = OrbaxArray(
                 str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder
             )
-        checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)
+        said = item_metadata(items), record_of(items)
+        checkpoint = OrbaxCheckpoint(str(items), files, metadata, *said, arrays, item_handler(items))
         if not any_tree:
             _ = checkpoint.tree
     except TreeError as e:

@@ -356,6 +356,7 @@ def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
         f"target      {count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, "
         f"{' and '.join(planned.options.mesh) or 'chunks for any mesh where they are cut anew'}",
     ]
+    lines += [f"MaxText     {tree.version}, its tree and its names of axes"] if tree.version else []
     ways = {
         "copied": "as they are encoded",
         "re-cut": "read and written once",
@@ -394,6 +395,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
         "source": planned.source.root,
         "tree": planned.tree.kind,
         "scan_layers": planned.tree.scan,
+        "maxtext_version": planned.tree.version,
         "plan": planned.hash,
         "arrays": arrays,
         "bytes": {

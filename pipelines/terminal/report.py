@@ -141,6 +141,7 @@ def _model_totals(conversion: Conversion) -> Iterator[tuple[str, str]]:
     plan, options = conversion.plan, conversion.options
     yield "family", plan.family + (f": {plan.note}" if plan.note else "")
     yield "supported", plan.support
+    yield "MaxText", f"{options.maxtext}, its tree and its names of axes"
     yield "MaxText model", model_text(plan)
     if plan.maxtext:
         yield "MaxText flags", plan.maxtext.command_line()
@@ -307,6 +308,7 @@ def json_report(
         "family": plan.family,
         "model": plan.model,
         "sizes": dict(plan.sizes),
+        "maxtext_version": conversion.options.maxtext,
         "maxtext": plan.maxtext.to_dict() if plan.maxtext else None,
         "maxtext_overrides": plan.maxtext.command_line() if plan.maxtext else None,
         "limits": list(plan.maxtext.limits) if plan.maxtext else [],

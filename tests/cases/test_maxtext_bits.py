@@ -14,6 +14,7 @@ CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
 
 
 def options_of(case: str, layout: str) -> list[str]:
+    """Those of what MaxText e591f30, whose bits these are, was told."""
     dtype = "float32" if case.endswith("-fp32") else "bfloat16"
     scan = "true" if layout == "scanned" else "false"
     vocab = str(given()[case]["vocab"])
@@ -26,6 +27,8 @@ def options_of(case: str, layout: str) -> list[str]:
         scan,
         "--save_dtype",
         dtype,
+        "--maxtext",
+        "e591f30",
     ]
 
 

@@ -19,6 +19,7 @@ from support import assert_same_bits, call, converted, read_config, read_tensors
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import gemma3
 from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.versions import UNSAID
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -256,7 +257,9 @@ def test_a_text_only_release_makes_maxtexts_tree(name: str) -> None:
     """`gemma3_text` has the fields of `text_config` on the outer level."""
     tree = load_trees()[name]
     arrays = expand(
-        gemma3.FAMILY, Config(tree.config["text_config"]), Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model)
+        gemma3.FAMILY,
+        Config(tree.config["text_config"]),
+        Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model, maxtext=UNSAID),
     )
     assert {f"params/{path}": (parts[0].shape, parts[0].logical_axes) for path, parts in arrays.items()} == tree.arrays
     assert {cell.tensor.split(".")[0] for parts in arrays.values() for part in parts for cell in part.cells()} == {

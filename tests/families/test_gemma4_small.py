@@ -129,7 +129,7 @@ def test_e4b_at_full_size() -> None:
     """The other model that MaxText has, of which there is no tree: 24 layers with keys and values, 18 that share, alike
     otherwise, one width.
     """
-    tree = load_trees()["gemma4-e2b--unscan"]
+    tree = load_trees("0.2.5")["gemma4-e2b--unscan"]
     text = {
         key: value
         for key, value in tree.config["text_config"].items()

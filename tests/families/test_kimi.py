@@ -31,6 +31,7 @@ from support import (
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
+from weightbeam.model_mappings.versions import UNSAID
 
 TREES = {name: tree for name, tree in load_trees().items() if tree.model == "kimi-k2-1t"}
 VISION = "vision tower, MaxText's Kimi K2 has none"
@@ -70,7 +71,7 @@ def test_table_makes_maxtexts_tree(name: str) -> None:
     """At full size: the paths, shapes and logical axes of kimi-k2-1t."""
     tree = TREES[name]
     config = Config(nested({"model_type": "kimi_k2"} | tree.config))
-    layout = Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model)
+    layout = Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model, maxtext=UNSAID)
     arrays = make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
     assert {array.key: (array.shape, array.logical_axes) for array in arrays} == {
         path.replace("/", "."): fact for path, fact in tree.arrays.items()
@@ -109,7 +110,9 @@ def test_wrapped_deepseek_gives_maxtexts_bits(generated: Path, tmp_path: Path, l
     folder = generated / "cases" / "deepseek3"
     wrapped = {f"language_model.{name}": values for name, values in read_tensors(folder).items()}
     source = save(tmp_path / "hf", nested(read_config(folder) | {"model_type": "kimi_k2"}), wrapped)
-    arrays = converted(source, tmp_path / "out", "--scan_layers", str(layout == "scanned").lower())
+    arrays = converted(
+        source, tmp_path / "out", "--maxtext", "e591f30", "--scan_layers", str(layout == "scanned").lower()
+    )
     assert digests(arrays) == given_arrays("deepseek3", layout)
 
 

@@ -127,6 +127,7 @@ class Job:
                 layout for layout in ("scanned", "unscanned") if layout in about and case != "deepseek3-mtp-standalone"
             ]:
                 options = dict(
+                    maxtext="e591f30",
                     maxtext_model=about["maxtext_model"],
                     vocab_size=about["vocab"],
                     scan_layers=layout == "scanned",

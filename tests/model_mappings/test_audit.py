@@ -208,8 +208,11 @@ def test_reasons_of_dropped_mtp_layers(check, make_specs):
     specs = make_specs(shapes(config))
     mtp = {name for name in specs if name.startswith("model.layers.3.")}
     assert check(config, specs).dropped == dict.fromkeys(mtp, "multi-token prediction, convert it with --mtp")
-    assert check(config, specs, Layout(mtp=True)).dropped == {
-        "model.layers.3.embed_tokens.weight": "a copy of the embedding, MaxText shares it",
+    copy = {"model.layers.3.embed_tokens.weight": "a copy of the embedding, MaxText shares it"}
+    assert check(config, specs, Layout(mtp=True)).dropped == copy | {
+        "model.layers.3.shared_head.head.weight": "MaxText's MTP block shares the model's head"
+    }
+    assert check(config, specs, Layout(mtp=True, maxtext="e591f30")).dropped == copy | {
         "model.layers.3.shared_head.norm.weight": "MaxText's MTP block shares the model's head and last norm",
         "model.layers.3.shared_head.head.weight": "MaxText's MTP block shares the model's head and last norm",
     }
@@ -220,7 +223,7 @@ def test_mtp_of_a_checkpoint_without_it(check, make_specs):
     config = CONFIGS["kimi_k2"]
     problems = check(config, make_specs(shapes(config)), Layout(mtp=True)).problems
     expected = {name for name in shapes(config | {"num_nextn_predict_layers": 1}) if name.startswith("model.layers.3.")}
-    expected = {name for name in expected if "shared_head" not in name and "embed_tokens" not in name}
+    expected = {name for name in expected if "shared_head.head" not in name and "embed_tokens" not in name}
     assert {(problem.kind, problem.subject) for problem in problems} == {("missing", name) for name in expected}
 
 

@@ -9,6 +9,7 @@ from facts import config_of, load_trees
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.stacking import Held, RestackError, Stacks, restack, unused
+from weightbeam.model_mappings.versions import UNSAID
 
 TREES = load_trees()
 BOTH = [
@@ -22,7 +23,13 @@ ROOTS = (("params", "params"), ("opt_state", "0", "nu", "params"))
 def stacks(tree, scan, axis=1):
     config = Config(config_of(tree))
     layout = Layout(
-        scan=scan, scan_axis=axis, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab
+        maxtext=UNSAID,
+        scan=scan,
+        scan_axis=axis,
+        mtp=tree.mtp,
+        multimodal=tree.multimodal,
+        model=tree.model,
+        vocab=tree.vocab,
     )
     return Stacks.of(family_of(config, tree.model).table(config, layout), axis)
 

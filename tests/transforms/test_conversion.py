@@ -88,7 +88,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "compression": dict(compression="zstd"), "unit_bytes": dict(unit_bytes=50_000), "step": dict(step=1),
     "virtual": dict(virtual=True), "lora": dict(lora=(("/nowhere/adapter", 0.5),)), "adapter_only": dict(adapter_only=True),
     "family": dict(family="llama"), "allow_links": dict(allow_links=True), "check_source": dict(check_source="true"),
-    "full_paths": dict(full_paths=False), "maxtext": dict(maxtext="0.2.5"),
+    "full_paths": dict(full_paths=False), "maxtext": dict(maxtext="e591f30"),
     "layers": dict(layers="0:1"), "experts": dict(experts="0:1"), "vocab_rows": dict(vocab_rows=64),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from weightbeam.formats.orbax.metadata import HANDLER
 from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -15,7 +16,7 @@ from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtex
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import PARAMETERS, expand, key_of
 from weightbeam.model_mappings.trees import is_scanned
-from weightbeam.model_mappings.versions import DEFAULT, VERSIONS
+from weightbeam.model_mappings.versions import DEFAULT, UNSAID, VERSIONS
 
 EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
 TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
@@ -42,9 +43,13 @@ def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
 
 
 def version_said(source: OrbaxCheckpoint) -> str:
-    """The version of MaxText that a checkpoint was written for, by our record; the default where there is none."""
+    """The version of MaxText that a checkpoint was written for or by: as our record says, else by Orbax's handler, which
+    is another one in 0.2.5 (common/checkpointing.py).
+    """
     made = source.record.get("options")
-    version = made.get("maxtext") if isinstance(made, dict) else None
+    if not isinstance(made, dict):
+        return UNSAID if source.handler == HANDLER else DEFAULT
+    version = made.get("maxtext", UNSAID)
     return version if version in VERSIONS else DEFAULT
 
 
