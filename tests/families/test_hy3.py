@@ -61,7 +61,7 @@ def test_the_names_in_memory_give_the_same_arrays(generated: Path, tmp_path: Pat
 
 
 def test_multi_token_prediction(generated: Path, tmp_path: Path) -> None:
-    """The layer behind the last; its own last norm is left out, by name, and without --mtp all of it."""
+    """The layer behind the last, with a last norm of its own; without --mtp all of it is left out, by name."""
     folder = generated / "models" / "hy3"
     config, tensors = read_config(folder), read_tensors(folder)
     n, embed = config["num_hidden_layers"], config["hidden_size"]

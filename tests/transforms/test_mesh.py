@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import facts
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lazily import lazily
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
+from weightbeam.model_mappings.versions import VERSIONS
 from weightbeam.transforms.cutting.mesh import (
     Mesh,
     MeshError,
@@ -52,13 +54,12 @@ def flax_spec(names: tuple[str | None, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def names_of_arrays() -> set[tuple[str | None, ...]]:
-    """The logical axes of every array of the families, scanned and unscanned."""
+    """The logical axes of every array of the families, scanned and unscanned, in both versions of MaxText."""
     found = set()
-    for config in CONFIGS.values():
-        for scan in (True, False):
-            conversion = prepare(Options(scan_layers=scan), headers_only(config))
-            assert not conversion.plan.problems
-            found |= {array.logical_axes for array in conversion.plan.arrays}
+    for config, scan, version in itertools.product(CONFIGS.values(), (True, False), VERSIONS):
+        conversion = prepare(Options(scan_layers=scan, maxtext=version), headers_only(config))
+        assert not conversion.plan.problems
+        found |= {array.logical_axes for array in conversion.plan.arrays}
     return found
 
 
@@ -73,9 +74,10 @@ def test_the_rules_are_maxtexts() -> None:
 
 
 def test_specs_of_our_arrays_equal_flaxs() -> None:
-    """Every combination of logical axes that an array of a family has."""
+    """Every combination of logical axes that an array of a family has; the rules of both versions are the same."""
     names = names_of_arrays()
     assert len(names) > 15
+    assert {"embed_attn", "embed_router", "embed_moe"} <= {axis for axes in names for axis in axes}
     assert {axes: canonical(partition_spec(axes, base_rules())) for axes in names} == {
         axes: flax_spec(axes) for axes in names
     }
