@@ -1,18 +1,22 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weightbeam needs Python 3.11 or later; make PYTHON=…")' && $(PYTHON) -m venv
 RUN := .venv/bin
+DIST ?= dist
 WORKERS ?= $(shell nproc)
 # As many processes as cores; each takes the next of a contiguous half, so that what a file makes once is made once.
 PYTEST = $(RUN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE # else every process compiles the project and the tests anew
 
-.PHONY: demo check test test-landing test-slow test-nightly test-all mutants durations soak dataflow-dry-run pin-packages pin-images lint format bench bench-full docs clean
+.PHONY: demo check test test-landing test-slow test-nightly test-all mutants durations soak dataflow-dry-run pin-packages pin-images lint format bench bench-full docs dist test-pure clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
 
 test: .venv/test ## the tests that a person waits for: everything pure, one path of each command, every two things together
 	$(PYTEST) -m "not landing and not slow"
+
+test-pure: .venv/test ## tables, formats, plans and their numbers, without commands and clusters: what is tried on macOS, too
+	$(PYTEST) -m "not landing and not slow" tests/model_mappings tests/formats tests/transforms tests/families
 
 test-landing: .venv/test ## the rest but the slow ones: whole commands in many ways, processes, kills, engines
 	$(PYTEST) -m "landing and not slow"
@@ -91,5 +95,11 @@ docs: .venv/docs ## the site, in out/site/html: notebooks are run, and a broken 
 	$(RUN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
+dist: .venv/test ## sdist and wheel in DIST, and what their linters say: twine, check-wheel-contents
+	rm -rf $(DIST)
+	$(RUN)/python -m build --outdir $(DIST)
+	$(RUN)/twine check --strict $(DIST)/*
+	$(RUN)/check-wheel-contents $(DIST)/*.whl
+
 clean:
-	rm -rf .venv .nox out *.egg-info
+	rm -rf .venv .nox out dist *.egg-info

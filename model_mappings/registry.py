@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import runpy
 from collections.abc import Iterable
 
+from weightbeam.model_mappings import doors
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.families import (
     deepseek,
@@ -69,8 +69,6 @@ REFUSED = {
     "MaxText has them in a branch only (4b27699), which no table follows yet",
 }
 
-ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
-
 
 class UnknownFamilyError(ValueError):
     """No table describes the checkpoint, or the MaxText model that was named is another one."""
@@ -84,13 +82,11 @@ def families() -> tuple[Family, ...]:
       UnknownFamilyError: what an entry point names can't be loaded, or isn't a family.
     """
     found = []
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for entry in doors.entries(doors.FAMILIES):
         try:
-            family = entry.load()
-        except Exception as e:
-            raise UnknownFamilyError(
-                f"the family {entry.name!r} of {entry.value} can't be loaded: {type(e).__name__} {e}"
-            ) from e
+            family = doors.load(entry, "family")
+        except doors.DoorError as e:
+            raise UnknownFamilyError(str(e)) from e
         found.append(_checked(family, f"the entry point {entry.name!r}, {entry.value},"))
     return (*found, *FAMILIES)
 

@@ -36,6 +36,9 @@ MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
 SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}(\.{VALUE})?$")
 PARTS = {"decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block"}  # of MaxText's models
+# What training in FP8 keeps for each kernel, of bfloat16 or float32: the largest magnitudes of the last steps, and the scales
+# that follow from them (google/flax, flax/linen/fp8_ops.py, 0.12.12; `quantization=fp8` in MaxText)
+MAGNITUDES, OVERWRITTEN = "_amax_history", "_overwrite_with_gradient"
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -70,6 +73,7 @@ def recognize(paths: Iterable[Path]) -> Tree:
     _refuse(paths)
     tops = {path[0] for path in paths if path}
     kind, prefix = _kind(paths, tops)
+    of_fp8 = _of_fp8_training(paths)
     weights: dict[str, str] = {}
     state: list[str] = []
     for path in paths:
@@ -80,7 +84,7 @@ def recognize(paths: Iterable[Path]) -> Tree:
             weights[named] = key
             continue
         inner = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
-        if not inner or (not prefix and path[0] in STATE) or GENERATORS.search(key):
+        if not inner or (not prefix and path[0] in STATE) or path in of_fp8 or GENERATORS.search(key):
             state.append(key)
             continue
         named = _named(inner, below_params=prefix == (PREFIX,))
@@ -96,6 +100,18 @@ def recognize(paths: Iterable[Path]) -> Tree:
         )
     scales = _scales(weights)
     return Tree(f"{kind}, FP8 codes with scales beside them" if scales else kind, weights, tuple(state), scales)
+
+
+def _of_fp8_training(paths: Iterable[Path]) -> set[Path]:
+    """The arrays that training in FP8 keeps beside its weights; they are none, though some are called `kernel_scale`."""
+    folders = {path: _bare(path)[:-1] for path in paths if path}
+    kept = {folder for path, folder in folders.items() if _bare(path)[-1].endswith(MAGNITUDES)}
+    return {path for path, folder in folders.items() if folder in kept or OVERWRITTEN in path}
+
+
+def _bare(path: Path) -> Path:
+    """A path without nnx's last component."""
+    return path[:-1] if path[-1] == VALUE and len(path) > 1 else path
 
 
 def _scales(weights: Mapping[str, str]) -> dict[str, str]:
@@ -161,14 +177,13 @@ def _collection(path: Path) -> str | None:
     """The collection of a weight that a training state holds with the state of its modules; None for all else."""
     if path[: len(MODULES)] != MODULES:
         return None
-    path = path[:-1] if path[-1] == VALUE else path
+    path = _bare(path)
     return next((name for end, name in VARIABLES.items() if path[-len(end) :] == end), None)
 
 
 def _folded(path: Path) -> list[str]:
     """The components of a weight's key: those of a path without nnx's own, elements of an nnx.List numbered."""
-    if path[-1] == VALUE and len(path) > 1:
-        path = path[:-1]
+    path = _bare(path)
     is_model = not PARTS.isdisjoint(path[:2])  # what isn't MaxText's keeps its names: those of `--family identity`
     folded: list[str] = []
     for component in path:

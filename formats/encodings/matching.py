@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,14 +19,7 @@ from weightbeam.formats.encodings.format import (
 from weightbeam.formats.encodings.fp8 import FLOAT8
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.scaled import E8M0
-from weightbeam.formats.encodings.table import (
-    COMPRESSED_TENSORS,
-    DROPPED,
-    FORMATS,
-    METHODS,
-    REFUSED_METHODS,
-    REFUSED_NAMES,
-)
+from weightbeam.formats.encodings.table import COMPRESSED_TENSORS, DROPPED, REFUSED_METHODS, REFUSED_NAMES, known
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.plan import Problem
 
@@ -34,15 +27,9 @@ Match = tuple[QuantizedFormat, QuantizedTensor]
 
 INTEGERS = frozenset(map(np.dtype, (np.uint8, np.int8, np.int32)))  # what codes are packed into
 NEVER_WEIGHTS = FLOAT8 | {E8M0}  # by themselves
-SCALES = {companion.suffix: companion.telling for entry in FORMATS for companion in entry.companions}
-ORPHANS = tuple(suffix if telling else f"weight{suffix}" for suffix, telling in SCALES.items())
 ALL_DROPPED, ALL_REFUSED = (
     tuple(ending for endings in table.values() for ending in endings) for table in (DROPPED, REFUSED_NAMES)
 )
-BY_DTYPE = {
-    dtype: tuple(entry for entry in FORMATS if dtype in entry.dtypes)
-    for dtype in frozenset().union(*(entry.dtypes for entry in FORMATS))
-}
 
 
 class SourceError(ValueError):
@@ -56,7 +43,7 @@ class SourceError(ValueError):
 def find_matches(tensor: Tensor, tensors: Mapping[str, Tensor], quantization: Quantization) -> list[Match]:
     """The formats that a tensor and its companions have by their names and dtypes; those with most companions."""
     found: list[Match] = []
-    for entry in BY_DTYPE.get(tensor.dtype, ()):
+    for entry in known().by_dtype.get(tensor.dtype, ()):
         if not tensor.name.endswith(entry.suffix):
             continue
         stem = tensor.name.removesuffix(entry.suffix)
@@ -101,7 +88,7 @@ def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
     Raises:
       SourceError: it isn't values, but codes without scales or a scale without codes.
     """
-    if tensor.name.endswith(ORPHANS) or tensor.dtype == E8M0:
+    if tensor.name.endswith(known().orphans) or tensor.dtype == E8M0:
         beside = [other for other in _codes_of(tensor.name) if other in tensors]
         found = (
             f"{beside[0]}, which is {tensors[beside[0]].dtype.name}: no format that is supported has that"
@@ -109,7 +96,7 @@ def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
             else "no weight that it belongs to"
         )
         raise SourceError("orphan scale", f"a scale ({tensor.dtype.name} {tensor.shape}) beside {found}")
-    near = [entry for entry in BY_DTYPE.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
+    near = [entry for entry in known().by_dtype.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
     packed = any(entry.suffix and entry.suffix != entry.logical for entry in near)
     if (
         tensor.dtype in NEVER_WEIGHTS
@@ -154,7 +141,7 @@ def _companions(entry: QuantizedFormat, codes: str) -> dict[str, Companion]:
 
 def logical_names(tensor: Tensor) -> Iterator[str]:
     """The names that the weight may have whose codes a tensor is."""
-    for entry in BY_DTYPE.get(tensor.dtype, ()):
+    for entry in known().by_dtype.get(tensor.dtype, ()):
         if tensor.name.endswith(entry.suffix):
             yield tensor.name.removesuffix(entry.suffix) + entry.logical
 
@@ -162,12 +149,12 @@ def logical_names(tensor: Tensor) -> Iterator[str]:
 def _siblings(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """What lies beside a tensor under the name of a scale."""
     stems = dict.fromkeys((name, name.removesuffix(".weight")))
-    return [stem + suffix for stem in stems for suffix in SCALES if stem + suffix in tensors]
+    return [stem + suffix for stem in stems for suffix in known().scales if stem + suffix in tensors]
 
 
 def _codes_of(scale: str) -> Iterator[str]:
     """The names of the codes that a scale of this name may belong to."""
-    for entry in FORMATS:
+    for entry in known().formats:
         for companion in entry.companions:
             if scale.endswith(companion.suffix):
                 yield scale.removesuffix(companion.suffix) + entry.suffix
@@ -183,11 +170,13 @@ def why_dropped(name: str) -> str | None:
     return _ending(name, DROPPED) if name.endswith(ALL_DROPPED) else None
 
 
-def check_names(tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Formats that give themselves away by names and aren't supported, each once."""
+def check_names(tensors: Mapping[str, Tensor], read: Collection[str]) -> Iterator[Problem]:
+    """Formats that give themselves away by names and aren't supported, each once; `read` are the tensors that some
+    format has.
+    """
     found: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
-        if name.endswith(ALL_REFUSED) and (kind := _ending(name, REFUSED_NAMES)):
+        if name not in read and name.endswith(ALL_REFUSED) and (kind := _ending(name, REFUSED_NAMES)):
             found[kind].append(name)
     for kind, names in found.items():
         more = f", and {len(names) - 1:,} more tensors like it" if len(names) > 1 else ""
@@ -198,8 +187,8 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
     """What the checkpoint says, against what it may say and against what it holds."""
     if quantization.method is None:
         return
-    if quantization.method not in METHODS:
-        supported = ", ".join(sorted(METHODS))
+    if quantization.method not in known().methods:
+        supported = ", ".join(sorted(known().methods))
         yield Problem(
             "quantised",
             quantization.file,

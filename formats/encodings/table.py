@@ -1,9 +1,19 @@
-"""The table of formats; what belongs to a quantised model but to no weight; and what is refused by its name."""
+"""The table of formats, ours and those of installed packages; what belongs to a quantised model but to no weight; and
+what is refused by its name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
 from weightbeam.formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
 from weightbeam.formats.encodings.format import QuantizedFormat
+from weightbeam.model_mappings import doors
+from weightbeam.model_mappings.plan import Problem
 
 FORMATS: tuple[QuantizedFormat, ...] = (
     *fp8.FORMATS,
@@ -12,8 +22,6 @@ FORMATS: tuple[QuantizedFormat, ...] = (
     *gptq.FORMATS,
     *bitsandbytes.FORMATS,
 )
-
-METHODS = frozenset(method for entry in FORMATS for method in entry.methods)  # `quant_method`s with an entry
 
 # By the endings of their names: scales of activations and of the KV cache. They hold for a serving engine's own 8-bit
 # arithmetic; no weight needs them.
@@ -58,6 +66,71 @@ REFUSED_NAMES = {
     "scaling the inputs of a weight (AWQ's pre_quant_scale)": (".pre_quant_scale", "_pre_quant_scale"),
     "torchao": ("_weight_qdata", ".weight_qdata", ".weight:_data"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The formats that a checkpoint may have, and what follows from them.
+
+    Attributes:
+      formats: of installed packages, and ours.
+      problems: what stands against those of installed packages; they aren't among the formats.
+    """
+
+    formats: tuple[QuantizedFormat, ...]
+    problems: tuple[Problem, ...] = ()
+
+    @functools.cached_property
+    def methods(self) -> frozenset[str]:
+        """The `quant_method`s with an entry."""
+        return frozenset(method for entry in self.formats for method in entry.methods)
+
+    @functools.cached_property
+    def by_dtype(self) -> Mapping[np.dtype, tuple[QuantizedFormat, ...]]:
+        """Those whose codes have a dtype."""
+        found = frozenset().union(*(entry.dtypes for entry in self.formats))
+        return {dtype: tuple(entry for entry in self.formats if dtype in entry.dtypes) for dtype in found}
+
+    @functools.cached_property
+    def scales(self) -> Mapping[str, bool]:
+        """What the names of companions end in, and whether that alone tells them."""
+        return {companion.suffix: companion.telling for entry in self.formats for companion in entry.companions}
+
+    @functools.cached_property
+    def orphans(self) -> tuple[str, ...]:
+        """What the name of a scale without codes ends in."""
+        return tuple(suffix if telling else f"weight{suffix}" for suffix, telling in self.scales.items())
+
+
+@functools.cache
+def known() -> Known:
+    """All formats. A package's entry that can't be loaded, or that has the name of another one, is a problem."""
+    found: list[QuantizedFormat] = []
+    problems = []
+    for entry in doors.entries(doors.ENCODINGS):
+        where = f"{doors.ENCODINGS}: {entry.name}"
+        try:
+            found += _checked(doors.load(entry, "encoding"), {each.name for each in (*found, *FORMATS)})
+        except doors.DoorError as e:
+            problems.append(Problem("encoding", where, str(e)))
+    return Known((*found, *FORMATS), tuple(problems))
+
+
+def _checked(loaded: object, names: set[str]) -> list[QuantizedFormat]:
+    """The formats that an entry point names, none of which may have one of these names.
+
+    Raises:
+      DoorError: it names something else, or one of them does.
+    """
+    given = list(loaded) if isinstance(loaded, Iterable) else [loaded]
+    formats = [each for each in given if isinstance(each, QuantizedFormat)]
+    if not given or len(formats) != len(given):
+        raise doors.DoorError(
+            f"should be a weightbeam.formats.encodings.format.QuantizedFormat, or several, but is {loaded!r:.200}"
+        )
+    if taken := names & {each.name for each in formats}:
+        raise doors.DoorError(f"there is a format {', '.join(sorted(taken))} already; give it a name of its own")
+    return formats
 
 
 def support_table() -> str:

@@ -29,6 +29,7 @@ from weightbeam.formats.encodings.matching import (
     why_dropped,
 )
 from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.encodings.table import known
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
@@ -152,8 +153,9 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
     quantization, problems = find_block(
         quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks)
     )
-    problems += [*check_method(quantization, matches), *check_names(tensors)]
     claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
+    problems += [*known().problems, *check_method(quantization, matches)]
+    problems += check_names(tensors, claimed | matches.keys())
     is_quantized = bool(matches or quantization.fields)
 
     encodings: dict[str, Encoding] = {}

@@ -21,7 +21,7 @@ from weightbeam.formats.staging.staging import (
     Staging,
     TakenOverError,
 )
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 
 __all__ = [
     "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
@@ -39,7 +39,7 @@ def staging_at(output: str | Path | Store, step: int, plan_hash: str = "plan") -
         raise StorageError(
             f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder"
         )
-    store: Any = open_store(output)
+    store: Any = store_to_write(output)
     if isinstance(store, LocalFolder):
         place = FolderStaging(store, str(step), plan_hash)
         place.check_name()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from weightbeam.formats.storage.local import (
     TEMPORARY,
@@ -25,6 +27,7 @@ from weightbeam.formats.storage.store import (
     reason,
     stretches,
 )
+from weightbeam.model_mappings import doors
 
 __all__ = [
     "TEMPORARY",
@@ -41,6 +44,7 @@ __all__ = [
     "read_whole",
     "reason",
     "store_and_name",
+    "store_to_write",
     "stretches",
     "sync_folder",
     "write_file",
@@ -75,9 +79,43 @@ def open_store(where: str | Path | Store) -> Store:
         from weightbeam.formats.storage.hub import open_repository
 
         return open_repository(url.rstrip("/"))
+    if store := _store_of_a_package(scheme, url.rstrip("/")):
+        return store
     raise StorageError(
         f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are{hint(url)}"
     )
+
+
+def _store_of_a_package(scheme: str, url: str) -> Store | None:
+    """The store of an installed package that has a scheme; None where none has it.
+
+    Raises:
+      StorageError: it can't be loaded, or is no store.
+    """
+    entry = next((entry for entry in doors.entries(doors.STORES) if entry.name == scheme), None)
+    if entry is None:
+        return None
+    try:
+        made = cast(Callable[[str], object], doors.load(entry, "store"))(url)
+    except doors.DoorError as e:
+        raise StorageError(f"{url}: {e}") from e
+    if not isinstance(made, Store):
+        raise StorageError(
+            f"{url}: {entry.value} should give a {Store.__module__}.Store, but gives {type(made).__name__}"
+        )
+    return made
+
+
+def store_to_write(where: str | Path | Store) -> Store:
+    """The store of a result.
+
+    Raises:
+      StorageError: see `open_store`; or results can't be staged there: a package's store is for sources.
+    """
+    store = open_store(where)
+    if not store.stages:
+        raise StorageError(f"{where}: can be read, but not written to; name a folder, or gs://bucket/folder")
+    return store
 
 
 def store_and_name(path: str) -> tuple[Store, str]:

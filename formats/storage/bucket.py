@@ -195,6 +195,7 @@ class Bucket(Store):
 
     at_a_time = 16
     held_bytes = MAX_REQUESTS * MAX_REQUEST_BYTES
+    stages = True
 
     def __init__(self, url: str):
         super().__init__(url)

@@ -188,6 +188,7 @@ class LocalFolder(Store):
     """A folder of this machine, or of a file system that it has mounted."""
 
     at_a_time = 1
+    stages = True
     given = ""  # how the user wrote it, where that is known
 
     @property

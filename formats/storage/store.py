@@ -90,10 +90,12 @@ class Store(abc.ABC):
       at_a_time: small files that are worth reading at a time, since each answer takes a while.
       held_bytes: that `read_into` takes beside the buffers which it fills, in this process, however many threads call
         it.
+      stages: whether results can be staged and published there, for which there is code beside the store's.
     """
 
     at_a_time = 8
     held_bytes = 0
+    stages = False
 
     def __init__(self, url: str):
         self.url = url

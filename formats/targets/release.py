@@ -19,7 +19,7 @@ import xxhash
 from weightbeam.formats.record.provenance import total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
@@ -137,7 +137,7 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
     """
     if str(output).startswith("hf://"):
         raise StorageError(f"{output}: it can be written to a folder or to gs://bucket/folder, not to the hub")
-    store: Any = open_store(output)
+    store: Any = store_to_write(output)
     if isinstance(store, LocalFolder):
         if not store.name:
             raise StorageError(f"{output}: is the root of the file system")

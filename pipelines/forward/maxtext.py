@@ -42,9 +42,7 @@ def check_python(python: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Refused(f"--maxtext={python}: can't be run: {e}") from e
     if found.returncode:
-        raise Refused(
-            f"--maxtext={python}: has no MaxText; name the Python of an environment with `pip install maxtext`"
-        )
+        raise Refused(f"--maxtext={python}: has no MaxText; name the Python of an environment that has it")
     return found.stdout.strip()
 
 

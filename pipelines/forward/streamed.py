@@ -30,6 +30,7 @@ from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.release.files import QUANTIZATIONS
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.text.installing import install
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.forward.sides import Side
@@ -51,7 +52,7 @@ def check_installed() -> None:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as e:
-        raise Refused(f"logits: needs torch and transformers ({e}); pip install 'weightbeam[models]'") from e
+        raise Refused(f"logits: needs torch and transformers ({e}); {install('models')}") from e
 
 
 @dataclasses.dataclass(frozen=True)

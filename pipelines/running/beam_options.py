@@ -74,7 +74,9 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         # a runner's options are known once it is loaded
         create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
+    beams = {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}
+    del beams[ConversionOptions.__name__]  # what is ours stands among the arguments where a command doesn't take it
+    for options in beams.values():
         options._add_argparse_args(cast(Any, parser))
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:

@@ -21,7 +21,16 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from weightbeam.formats.release.files import WRITTEN
 from weightbeam.formats.staging import MARKER
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
+from weightbeam.formats.storage import (
+    File,
+    LocalFolder,
+    StorageError,
+    Store,
+    open_store,
+    reason,
+    store_to_write,
+    sync_folder,
+)
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
 from weightbeam.formats.storage.strict_json import JsonError, read_json
@@ -119,7 +128,7 @@ def open_place(url: str, scratch: Path, create_pr: bool = False) -> Place:
     """
     if url.startswith("hf://"):
         return HubPlace(url, scratch, create_pr)
-    store = open_store(url)
+    store = store_to_write(url)
     return FolderPlace(store, scratch) if isinstance(store, LocalFolder) else BucketPlace(store, scratch)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support import call
 
+from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.terminal.arguments.parser import is_boolean, make_parser, parse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read_options
@@ -161,3 +162,28 @@ runs: [{{checkpoints: {tmp_path}, targets: [{{name: hf, save_dtype: FP16}}]}}]
     config = read_config(str(file))
     assert config.targets[0].options.save_dtype == "bfloat16"
     assert config.runs[0].targets[0].arguments == ("--save_dtype=float16",)
+
+
+@pytest.mark.parametrize("name", [action.dest for action in COMMANDS["convert"]._actions if action.dest != "help"])
+def test_convert_options_are_none_of_beams(name: str) -> None:
+    """Another command that gets one refuses it: Beam is told of them, for jobs, and took them without a word."""
+    with pytest.raises(Refused, match="unknown options: "):
+        check_options([f"--{name}=2"])
+    check_options(["--direct_num_workers=2"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "materialize a b --save_dtype float32",
+        "export a b --vocab_size 5",
+        "reshard a b --experts 0:1",
+        "quantize a b --scan_layers false",
+        "cut a b --layers 0:1 --save_dtype float32",
+        "verify a --mesh fsdp=8",
+    ],
+)
+def test_an_option_of_another_command_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is looked at."""
+    assert call(*words.split()) == 2
+    assert f"unknown options: --{words.rpartition('--')[2]}" in capsys.readouterr().err

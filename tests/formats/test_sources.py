@@ -16,8 +16,7 @@ from encoded import only
 from stored import decode, source_of
 from support import LLAMA, call, random_tensors, save
 
-from weightbeam.formats.encodings.matching import BY_DTYPE
-from weightbeam.formats.encodings.table import DROPPED, FORMATS, METHODS, REFUSED_NAMES
+from weightbeam.formats.encodings.table import DROPPED, FORMATS, REFUSED_NAMES, known
 from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import open_hf
 
@@ -285,7 +284,7 @@ METHODS_REFUSED = [
 @pytest.mark.parametrize("method", METHODS_REFUSED)
 def test_methods_that_are_refused(tmp_path: Path, method: str) -> None:
     """By the config's word, whatever the tensors look like; the message says what is supported."""
-    assert method not in METHODS
+    assert method not in known().methods
     message = told(source_of(tmp_path, {"x.weight": ones(4, 4, dtype=BF16)}, {"quant_method": method}))[
         "quantised: config.json"
     ]
@@ -396,7 +395,7 @@ def test_entries_are_named_and_told_apart() -> None:
         required = [companion for companion in entry.companions if companion.required]
         assert required
         for dtype in entry.dtypes:
-            assert entry in BY_DTYPE[dtype]
+            assert entry in known().by_dtype[dtype]
             for dtypes in required[0].dtypes:
                 key = (dtype, entry.suffix, dtypes, *(companion.suffix for companion in required))
                 assert key not in seen, (entry.name, seen.get(key))

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,14 @@ from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
 from weightbeam.formats.storage import store as stores
 from weightbeam.formats.storage.store import Request, make_requests
+from weightbeam.testing import STORE_CHECKS, check_readable_store
+from weightbeam.testing.store import HELD, fetch
 
 ROOT = Path(__file__).parents[2]
 DATA = random.Random(0).randbytes(200_000)
 REPO, SHARD = "org/model", "weights/model.safetensors"
 TOKEN = "hf_thisisthetoken"
 FILES = {SHARD: DATA, "config.json": b"{}", "weights/more/tokenizer.json": b'{"a": 1}'}
-
-
-def fetch(store: Store, name: str, *ranges: tuple[int, int]) -> list[bytes]:
-    """Ranges of a file, by `read_into`."""
-    buffers = [bytearray(stop - start) for start, stop in ranges]
-    store.read_into(name, [(start, memoryview(buffer)) for (start, _), buffer in zip(ranges, buffers, strict=True)])
-    return [bytes(buffer) for buffer in buffers]
 
 
 def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -103,99 +98,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 # --- what all of them do ----------------------------------------------------------------------------------------------
 
 
-def test_names(store: Store) -> None:
-    for name in ("a", "b/c", "b/d/e", "ba", "z ü%2F+?#"):
-        store.write(name, name.encode())
-    assert [file.name for file in store.list()] == ["a", "b/c", "b/d/e", "ba", "z ü%2F+?#"]
-    assert [file.name for file in store.list("b")] == ["b/c", "b/d/e", "ba"]
-    assert [file.name for file in store.list("b/")] == ["b/c", "b/d/e"]
-    assert [file.name for file in store.list("b/", recursive=False)] == ["b/c"]
-    assert [file.name for file in store.list(recursive=False)] == ["a", "ba", "z ü%2F+?#"]
-    assert store.list("none/") == store.list("c") == []
-    assert store.folders() == ["b"]
-    assert {"a", "ba"} <= set(store.entries())
-    below = store / "b"
-    assert [file.name for file in below.list()] == ["c", "d/e"]
-    assert (below.read("c"), (below / "d").read("e"), store.read("z ü%2F+?#")) == (
-        b"b/c",
-        b"b/d/e",
-        "z ü%2F+?#".encode(),
-    )
-    assert below.path("c") == f"{store.url}/b/c"
-
-
-def test_what_is_known_of_a_file(store: Store) -> None:
-    before = time.time() - 1
-    store.write("a/b", b"12345")
-    found = store.stat("a/b")
-    assert found is not None
-    assert (found.name, found.size) == ("a/b", 5)
-    assert before <= found.updated <= time.time() + 1
-    assert found == store.list()[0]
-    assert store.stat("a") is store.stat("a/c") is None
-    assert store.exists("a/b")
-    time.sleep(0.01)
-    store.write("a/b", b"54321")
-    again = store.stat("a/b")
-    assert again is not None
-    assert again.version != found.version
-
-
-def test_ranges(store: Store) -> None:
-    store.write("x", DATA)
-    store.write("empty", b"")
-    for start, stop in (
-        (0, None),
-        (0, 10),
-        (500, None),
-        (7, 7),
-        (9, 7),
-        (len(DATA) - 5, len(DATA) + 5),
-        (len(DATA), None),
-        (len(DATA) + 9, len(DATA) + 99),
-    ):
-        assert store.read("x", start, stop) == (b"" if stop is not None and stop < start else DATA[start:stop])
-    assert store.read("empty") == store.read("empty", 0, 10) == b""
-    assert fetch(store, "x") == []
-    with pytest.raises(FileNotFoundError):
-        store.read("none")
-    with pytest.raises(StorageError):
-        fetch(store, "none", (0, 1))
-    with pytest.raises(StorageError, match="was it changed after it was planned"):
-        fetch(store, "x", (0, 5), (len(DATA) - 5, len(DATA) + 1))
-
-
-def test_many_small_files(store: Store) -> None:
-    names = [str(number) for number in range(50)]
-    for name in names:
-        store.write(name, name.encode())
-    assert list(store.read_many(names)) == [name.encode() for name in names]
-
-
-def test_what_is_written(store: Store) -> None:
-    store.check_writable()
-    assert store.list() == []
-    store.write("a/b", b"1")
-    store.write("a/b", b"2")
-    assert store.read("a/b") == b"2"
-    assert not store.create("a/b", b"3")
-    assert store.create("a/c", b"3")
-    assert (store.read("a/b"), store.read("a/c")) == (b"2", b"3")
-    store.delete("a/b")
-    store.delete("a/b")
-    assert not store.exists("a/b")
-    store.write("ab/c", b"4")
-    store.delete_folder("a")
-    store.delete_folder("none")
-    assert [file.name for file in store.list()] == ["ab/c"]
-    store.delete_folder()
-    assert store.list() == []
-
-
-def test_of_racing_threads_one_creates(store: Store) -> None:
-    """Though all of them write the same."""
-    for number in range(5):
-        assert sorted(race(lambda _, name=str(number): store.create(name, b"the same"))) == [False] * 7 + [True]
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+def test_what_a_store_promises(store: Store, check: Callable[[Store], None]) -> None:
+    check(store)
 
 
 def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
@@ -207,14 +112,6 @@ def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
         racer.stdin.flush()
     told = [json.loads(racer.communicate()[0].lower()) for racer in racers]
     assert [sum(column) for column in zip(*told, strict=True)] == [1] * 20
-
-
-def test_stores_pickle(store: Store) -> None:
-    store.write("a", b"1")
-    again = pickle.loads(pickle.dumps(store))
-    assert again == store
-    assert again.read("a") == b"1"
-    assert len({store, again, store / "b"}) == 2
 
 
 @pytest.mark.parametrize(
@@ -287,6 +184,16 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def test_any_ranges(full: Store, ranges: list[tuple[int, int]]) -> None:
     wanted = [(start, start + size) for start, size in ranges]
     assert fetch(full, SHARD, *wanted) == [DATA[start:stop] for start, stop in wanted]
+
+
+def test_a_repository_promises_what_is_read(hub: FakeHub, tmp_path: Path) -> None:
+    """As a store of a package's own that can only be read."""
+    for name, data in HELD.items():
+        (tmp_path / "held" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "held" / name).write_bytes(data)
+    hub.add("org/held")
+    hub.commit("org/held", tmp_path / "held", remove=[".gitattributes"])
+    check_readable_store(open_store("hf://org/held"))
 
 
 def test_what_is_counted(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:

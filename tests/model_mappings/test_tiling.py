@@ -13,8 +13,9 @@ from facts.tiny import CONFIGS, FUSED, shapes
 
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.config import Config, Layout
-from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.registry import family_of
+from weightbeam.testing import check_elements
+from weightbeam.testing.family import kept_rows
 
 LAYOUTS = {"unscanned": Layout(scan=False), **{f"scan_axis={axis}": Layout(scan_axis=axis) for axis in range(4)}}
 CASES = [
@@ -27,15 +28,6 @@ CASES = [
         for fused in (False, True)
     ),
 ]
-
-
-def dropped_rows(dropped, name, shape):
-    """The number of leading rows of a tensor that aren't dropped."""
-    for entry in dropped:
-        window = re.fullmatch(re.escape(name) + r"\[(\d+):\]", entry)
-        if window or entry == name:
-            return int(window[1]) if window else 0
-    return shape[0]
 
 
 @pytest.mark.parametrize("vocab", [None, 16, 20, 11], ids=lambda vocab: f"vocab={vocab}")
@@ -72,7 +64,7 @@ def test_cells_tile_arrays_and_tensors(check, make_specs, name, is_fused, base, 
         assert (made == 1).all(), array.key
         assert array.fill == (0.0 if is_padded else None)
     for tensor, count in used.items():
-        rows = dropped_rows(checked.dropped, tensor, count.shape)
+        rows = kept_rows(checked.dropped, tensor, count.shape)
         assert (count[:rows] == 1).all(), tensor
         assert (count[rows:] == 0).all(), tensor
     embeddings = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if not tied else set())
@@ -111,27 +103,10 @@ FAMILY_CASES = [(name, layout) for name, entry in HEADERS.items() for layout in 
 
 @pytest.mark.parametrize("axis", [0, 1, 3])
 @pytest.mark.parametrize(("name", "layout"), FAMILY_CASES)
-def test_cells_tile_what_transformers_writes(check, name, layout, axis):
-    """The same for the families whose checkpoints are known by what transformers wrote: every element made once, and
-    used once or dropped.
+def test_cells_tile_what_transformers_writes(name, layout, axis):
+    """The same for the families whose checkpoints are known by what transformers wrote: every element made once, used
+    once or dropped, and read back from where it went.
     """
     entry = HEADERS[name]
-    family = family_of(Config(entry.config))
-    checked = check(entry.config, entry.tensors, dataclasses.replace(layouts_of(entry.config)[layout], scan_axis=axis))
-    assert checked.problems == []
-    used = {rename(tensor, family.aliases): np.zeros(spec.shape, np.int8) for tensor, spec in entry.tensors.items()}
-    for array in checked.arrays:
-        made, box = np.zeros(array.shape, np.int8), whole(array.shape)
-        for piece in (piece for cell in array.cells() for piece in cell.pieces(box)):
-            piece.target.of(made, (0,) * made.ndim)[...] += 1
-            piece.source.of(used[piece.tensor], (0,) * used[piece.tensor].ndim)[...] += 1
-        if array.fill is None:
-            assert (made == 1).all(), array.key
-        else:  # a padded vocabulary, or a constant
-            assert (made <= 1).all(), array.key
-            assert not made.all(), array.key
-    for tensor, count in used.items():
-        count = np.atleast_1d(count)
-        rows = dropped_rows(checked.dropped, tensor, count.shape)
-        assert (count[:rows] == 1).all(), tensor
-        assert (count[rows:] == 0).all(), tensor
+    laid_out = dataclasses.replace(layouts_of(entry.config)[layout], scan_axis=axis)
+    check_elements(family_of(Config(entry.config)), entry.config, entry.tensors, {layout: laid_out})

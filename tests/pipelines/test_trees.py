@@ -80,6 +80,15 @@ def replicas(weights: Flat) -> Flat:
     return {key: np.stack([values, values + 1]) for key, values in weights.items()}
 
 
+def of_fp8_training(place: str, leaf: str = "") -> Flat:
+    """What Flax keeps for a kernel that is computed with in FP8."""
+    return {
+        f"{place}.decoder.layers.mlp.wi_0.Fp8DirectDotGeneralOp_0.{of}_{what}{leaf}": np.ones(size, F32)
+        for of in ("input", "kernel", "output_grad")
+        for what, size in (("scale", 1), ("amax_history", 16))
+    }
+
+
 TAKEN: dict[str, Any] = {  # name: the items of a step, of the weights
     "1 parameters": lambda w: {"items": below("params.params.", w) | {"step": 0}},
     "2 a training state": lambda w: {"items": below("params.params.", w) | adam(w) | generators("nnx_aux.model.decoder")},
@@ -99,6 +108,8 @@ TAKEN: dict[str, Any] = {  # name: the items of a step, of the weights
     "9 a training engine": lambda w: {
         "model_params": below("", w, ".value"), "optimizer_state": below("mu.", w, ".value"), "accumulated_grads": below("", w, ".value"),
     },
+    "15 FP8 training": lambda w: {"items": below("params.params.", w) | of_fp8_training("params._overwrite_with_gradient") | adam(w)},
+    "15 FP8 training of NNX": lambda w: {"items": below("model.", w, ".value") | of_fp8_training("model", ".value") | {"optimizer.step.value": 3}},
 }  # fmt: skip
 
 

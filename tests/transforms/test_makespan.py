@@ -255,7 +255,7 @@ def test_rates_are_those_measured(kernel: str) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])  # of four each has so few units that their sizes count
 def test_the_simulation_against_hosts_that_were_measured(hosts: int) -> None:
     """1 GB in 64 units, from a bucket into a bucket, on Flink: one slot a host, links of 30 Mbit/s. A tenth too fast, as
-    docs/howto/running.md says; without overlap it would be more than a third too slow.
+    docs/reference/workers.md says; without overlap it would be more than a third too slow.
     """
     nbytes, found = RESULTS["hosts"]["details"]["bytes"] // 64, RESULTS["hosts"]["details"]["seconds"][str(hosts)]
     unit = Effort(2 * nbytes / makespan.TRANSFER + nbytes / makespan.TRANSPOSE, 9, nbytes, nbytes)

@@ -32,6 +32,7 @@ from weightbeam.formats.staging import BYTES, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Watched
 from weightbeam.formats.targets import Target
+from weightbeam.model_mappings import doors
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.units import Unit
@@ -186,6 +187,8 @@ class Transfer(abc.ABC):
         """
         identity = Identity()
         identity.add(DECODING_VERSION, self.kind, hashed(self.options), dict(self.small_hashes), self.settled())
+        if others := doors.versions(doors.ENCODINGS):  # their code decodes, and no table of ours tells what it does
+            identity.add(others)
         for source in self.sources:
             identity.add(source.identity)
         for array in self.plan.arrays:

@@ -111,6 +111,13 @@ class WatchShell:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftShell:
+    """What a table is drafted from."""
+
+    like: str | None = option("the release whose config.json and headers are read: a folder, gs:// or hf://", metavar="RELEASE")
+
+
 _SEEN: dict[str, Any] = dict(group="what you see")
 DRY_RUN = Option("dry_run", "say what would be done, and every problem; write nothing", False, **TRUTH, **_SEEN)
 JSON = Option(
@@ -267,6 +274,11 @@ COMMANDS = {
         Command(
             "watch", "convert the hub's releases, or export a run's steps, as they come", texts.WATCH,
             shell=(WatchOptions, RunOptions, WatchShell), progress=True, module="weightbeam.pipelines.watching.watch",
+        ),
+        Command(
+            "new-family", "draft the table of a family, and the test beside it", texts.NEW_FAMILY, "NAME --like RELEASE",
+            _place("name", "of the family, and of the files that are written into this folder"), shell=(DraftShell,),
+            module="weightbeam.pipelines.commands.new_family", verbose=False,
         ),
         Command("models", "list the families that can be converted", texts.MODELS, verbose=False),
         Command(

@@ -19,7 +19,7 @@ The last line says whether the conversion can go ahead, and the command.
   weightbeam plan hf://deepseek-ai/DeepSeek-V3 --mesh fsdp=64 --workers 1,10,100
 
 With --workers it simulates the conversion on so many workers of Dataflow, or of Flink with --runner=FlinkRunner, from
-a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help running` says what it
+a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help workers` says what it
 assumes.
 
 `weightbeam plan COMMAND …` plans another command, such as `weightbeam plan materialize ckpt new`.
@@ -122,7 +122,7 @@ MaxText itself: the release is converted, and run there with the maxtext.yml tha
   weightbeam logits ~/models/Qwen3-8B qwen3-8b-fp8 --token_ids 785,6722,315
   weightbeam logits ~/models/Qwen3-8B --token_ids 785,6722,315 --maxtext ~/maxtext/bin/python
 
-Needs torch and transformers: pip install 'weightbeam[models]'. Layers are counted from 0.
+Needs torch and transformers (the extra `models`). Layers are counted from 0.
 
 Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, 2 it can't be done.
 """
@@ -224,6 +224,16 @@ compared with the checkpoint, published and announced. `weightbeam help followin
       --output hf://me/qwen3-8b-tuned --every 1000
 
 Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
+"""
+
+NEW_FAMILY = """\
+Writes the first draft of a family's table into the current folder, from config.json and the headers of a release, and
+beside it the headers and a test. Tensors of alike layers are one line; axes have the words of config.json's sizes. What
+headers can't tell is marked TODO, and the test fails until none is left.
+
+  weightbeam new-family my_model --like ~/models/My-Model-7B
+  python -m pytest test_my_model.py
+  weightbeam plan ~/models/My-Model-7B --family my_model.py
 """
 
 MODELS = """\

@@ -1,0 +1,40 @@
+"""MaxText's FP8 model on our checkpoints: the logits that it has on the one that its own converter wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support import HERE, call
+
+MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
+CASES = HERE / "cases"
+WITHIN = 1e-4  # of logits of a standard deviation of 1.6; two runs of MaxText in float32 differ by 4e-5
+
+
+@pytest.mark.skipif(not MAXTEXT, reason="WEIGHTBEAM_MAXTEXT_PYTHON names no Python of an environment with MaxText")
+@pytest.mark.slow("MaxText, which is imported and compiles, a minute each")
+@pytest.mark.parametrize("layout", ["true", "false"], ids=["scanned", "unscanned"])
+def test_maxtext_computes_on_the_codes(tmp_path: Path, layout: str) -> None:
+    """Told what `maxtext.yml` says, it takes codes and scales, stacked or not."""
+    release, kept = tmp_path / "release", tmp_path / "kept"
+    subprocess.run([sys.executable, str(CASES / "fp8_release.py"), str(release)], check=True)
+    assert call("convert", release, kept, "--save_dtype", "float8_e4m3fn", "--scan_layers", layout) == 0
+    with np.load(CASES / "fp8_logits.npz") as recorded:
+        tokens, wanted = recorded["tokens"][0], recorded["logits"][0]
+    config = yaml.safe_load((kept / "0" / "maxtext.yml").read_text())
+    assert config["weight_dtype"] == "float8_e4m3fn"
+    job, result = tmp_path / "job.json", tmp_path / "logits.npy"
+    job.write_text(json.dumps({"config": config, "checkpoint": str(kept / "0" / "items"), "tokens": tokens.tolist()}))
+    words = [MAXTEXT, "-P", str(CASES / "fp8_logits.py"), str(job), str(result)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    subprocess.run(words, check=True, cwd=tmp_path, env=clean, timeout=600)
+    made = np.load(result)
+    assert np.abs(made - wanted).max() < WITHIN
+    np.testing.assert_array_equal(made.argmax(-1), wanted.argmax(-1))
