@@ -479,7 +479,7 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert call("help", command) == 0
         said = capsys.readouterr().out
         assert said.startswith(wanted)
-        assert ("# The way back" in said) == (command == "export")
+        assert ("# Exporting" in said) == (command == "export")
 
 
 def test_every_page_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ MaxText itself: the release is converted, and run there with the maxtext.yml tha
 
   weightbeam logits ~/models/Qwen3-8B --prompt "The capital of France is"
   weightbeam logits ~/models/Qwen3-8B qwen3-8b-fp8 --token_ids 785,6722,315
-  weightbeam logits ~/models/Qwen3-8B --token_ids 785,6722,315 --maxtext ~/maxtext/bin/python
+  weightbeam logits ~/Qwen3-8B --token_ids 785,6722 --maxtext env/bin/python
 
 Needs torch and transformers (the extra `models`). Layers are counted from 0.
 
