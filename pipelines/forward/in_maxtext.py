@@ -18,6 +18,9 @@ first. Facts about MaxText and flax are of versions 0.2.5 and 0.12.12.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -55,7 +58,8 @@ def main(job_file: str, result: str) -> None:
     tokens = jnp.asarray([job["tokens"]], jnp.int32)
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     config = pyconfig.initialize(["", str(base)], **{**job["config"], **RUN, "max_target_length": tokens.shape[1]})
-    model, weights = without_weights(config), Weights(job["checkpoint"])
+    model = without_weights(config)
+    weights = Weights(job["checkpoint"], model)
     weights.check(model)
     weights.fill(model, apart=[("decoder", layer) for layer in job["layers"]])
     seen: dict[str, Any] = {}
@@ -93,13 +97,16 @@ class Weights:
 
     Args:
       url: of the item.
+      model: MaxText's, whose weights they are.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, model: Any) -> None:
         from orbax import checkpoint
 
+        # it reads as many arrays at once as may be in memory twice: the largest one's gigabytes
+        at_once = 1 + max(variable.size * variable.dtype.itemsize for _, variable in variables(model)) // 10**9
         self._url, self._orbax = url, checkpoint
-        self._reader = checkpoint.Checkpointer(checkpoint.PyTreeCheckpointHandler())
+        self._reader = checkpoint.Checkpointer(checkpoint.PyTreeCheckpointHandler(restore_concurrent_gb=at_once))
         found = self._reader.metadata(url)
         if found is None or found.item_metadata is None:
             raise SystemExit(f"{url}: no Orbax checkpoint")
@@ -144,6 +151,13 @@ class Weights:
         for name in at:
             made = made[name]
         nnx.update(module, made)
+
+
+def let_go() -> None:
+    """Gives the system what isn't needed: modules and readers lie in circles, and the C library keeps what was freed."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def variables(module: Any) -> list[tuple[tuple[str, ...], Any]]:
@@ -194,6 +208,7 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weigh
                 seen[f"{len(called) - 1}/{path}".rstrip("/")] = np.asarray(values[0], np.float32)
             if empty is not None:
                 nnx.update(self, empty)
+                let_go()
                 print(f"{PROGRESS}{len(called)}", flush=True)
             return made
 

@@ -47,19 +47,23 @@ def check_python(python: str) -> str:
 
 
 def layers_and_parts(plan: Plan) -> tuple[list[str], Mapping[str, str]]:
-    """What MaxText calls the layers of an unscanned plan, in order; and by what MaxText calls a module in one, what
-    transformers calls it: `{"0/self_attention": "0/self_attn"}`. They are what a line of the table has on its sides.
+    """What MaxText calls the layers of an unscanned plan, in order, each once: Gemma 2's are two of a release's. And by
+    what MaxText calls a layer or a module in one, what transformers calls it: `{"0": "1", "0/self_attention_local":
+    "0/self_attn"}`; what a layer of MaxText's makes is what the last of the release's in it makes. They are what a line of
+    the table has on its sides.
     """
-    layers: dict[int, str] = {}
-    parts: dict[str, str] = {}
+    held: dict[str, set[int]] = {}  # by MaxText's layer, the release's
+    found: dict[tuple[str, str], str] = {}
     for array in plan.arrays:
         path, _, rest = array.key.removeprefix(DECODER).partition(".")
         for match in (IN_LAYER.match(name) for part in array.parts for name in part.tensors):
             if match and rest and array.key.startswith(DECODER):
                 number = int(match["layer"])
-                layers.setdefault(number, path)
-                parts.setdefault(f"{number}/{rest.split('.')[0]}", f"{number}/{match['part']}")
-    return [layers[number] for number in sorted(layers)], parts
+                held.setdefault(path, set()).add(number)
+                found.setdefault((path, rest.split(".")[0]), f"{number}/{match['part']}")
+    paths = sorted(held, key=lambda path: min(held[path]))
+    names = {str(at): str(max(held[path])) for at, path in enumerate(paths)}
+    return paths, names | {f"{paths.index(path)}/{module}": name for (path, module), name in found.items()}
 
 
 def run(

@@ -37,8 +37,13 @@ class Beside:
 
     @property
     def parts_at(self) -> LayerDifference | None:
-        """The first layer, or module in one, where they part; None where they don't."""
-        return next((each for each in self.layers if each.beyond(self.tolerance)), None)
+        """The first layer that parts, or the first module in it that does; None where none does. In a layer that doesn't
+        part, two modules that part are two sides' ways to divide the same work.
+        """
+        parted = [each for each in self.layers if each.beyond(self.tolerance)]
+        if (layer := next((each for each in parted if "/" not in each.name), None)) is None:
+            return None
+        return next((each for each in parted if each.name.startswith(f"{layer.name}/")), layer)
 
     @property
     def ok(self) -> bool:

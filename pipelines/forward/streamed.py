@@ -16,6 +16,8 @@ documented API; PEFT uses the first, and the extra `models` pins the version.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import re
 from collections import defaultdict
@@ -306,6 +308,8 @@ class StreamedModel:
         """Lets go of the parameters of a group."""
         for name in group.names:
             self._set(name, self._parameter(name).to("meta"))
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed: 30 MB more with each layer of 67 MB
 
     def _parameter(self, name: str) -> torch.Tensor:
         module, _, own = name.rpartition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from support import LLAMA, call, convert, make_release, peft_adapter, save
 
 import weightbeam as wb
+from weightbeam.pipelines.forward.maxtext import layers_and_parts
 
 torch, transformers = lazily("torch"), lazily("transformers")
 TOKENS = [1, 5, 9, 60, 3, 5]
@@ -38,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, tied": ("Qwen3Config", DENSE | dict(tie_word_embeddings=True)),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "gemma2": ("Gemma2Config", DENSE | dict(num_hidden_layers=4)),
     "gemma3": ("Gemma3TextConfig", DENSE | dict(num_hidden_layers=6)),
     "gpt_oss": ("GptOssConfig", DENSE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
@@ -238,6 +241,54 @@ def test_an_interrupt_stops_maxtext_with_all_that_it_started(tmp_path: Path) -> 
     assert b"Traceback" not in said
     wait_until(lambda: is_gone(note))
     assert not list(tmp_path.glob("weightbeam-logits-*"))
+
+
+def sparse_llama(folder: Path, layers: int) -> Path:
+    """A Llama of wide layers, whose file is a hole."""
+    embed, mlp = 1024, 4096
+    folder.mkdir()
+    sizes = DENSE | dict(hidden_size=embed, intermediate_size=mlp, num_hidden_layers=layers, num_key_value_heads=4)
+    (folder / "config.json").write_text(json.dumps(sizes | dict(model_type="llama", head_dim=256)))
+    shapes = {"model.embed_tokens.weight": (96, embed), "model.norm.weight": (embed,), "lm_head.weight": (96, embed)}
+    for layer in range(layers):
+        of = f"model.layers.{layer}."
+        shapes |= {f"{of}self_attn.{name}_proj.weight": (embed, embed) for name in "qkvo"}
+        shapes |= {f"{of}mlp.{name}_proj.weight": (mlp, embed) for name in ("gate", "up")}
+        shapes |= {f"{of}mlp.down_proj.weight": (embed, mlp)}
+        shapes |= {f"{of}{name}_layernorm.weight": (embed,) for name in ("input", "post_attention")}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+    return folder
+
+
+def test_memory_is_of_a_layer_not_of_the_model(tmp_path: Path) -> None:
+    """A Llama of ten layers takes what one of two takes, and less than a layer more."""
+
+    def peak(layers: int) -> int:
+        words = [sys.executable, "-m", "weightbeam", "logits", str(sparse_llama(tmp_path / str(layers), layers))]
+        with subprocess.Popen([*words, "--token_ids", "1,5"], stdout=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_maxrss << 10
+
+    layer = 4 * (4 * 1024**2 + 3 * 1024 * 4096)  # 67 MB in float32
+    assert peak(10) - peak(2) < layer
+
+
+def test_layers_that_maxtext_runs_as_one_have_the_names_of_the_last(tmp_path: Path) -> None:
+    """Gemma 2's are two of a release's."""
+    planned = wb.plan(str(write(tmp_path / "hf", "gemma2")), scan_layers=False)
+    layers, names = layers_and_parts(planned.conversion.plan)
+    assert layers == ["layers_0", "layers_1"]
+    assert (names["0"], names["1"]) == ("1", "3")
+    assert (names["1/mlp_local"], names["1/mlp_global"]) == ("2/mlp", "3/mlp")
 
 
 MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
