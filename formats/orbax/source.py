@@ -54,10 +54,11 @@ class OrbaxArray(InOrder):
       driver: TensorStore's, `zarr3` or `zarr`.
       use_ocdbt: whether the item is one database.
       shape, dtype: of the array.
-      chunk: what is read whole.
+      chunk: what is read whole, if there is room for it.
       compressed: whether a chunk has to be decoded.
       shard: what was written whole, and has a share in the array's digest.
       folder: inode of the item's local folder, as it was planned with; 0 where that isn't known.
+      inner: what can be read by itself: `chunk`, or a chunk of it where that is a shard of several.
     """
 
     items: str
@@ -70,7 +71,13 @@ class OrbaxArray(InOrder):
     compressed: bool
     shard: tuple[int, ...]
     folder: int = 0
+    inner: tuple[int, ...] = ()
     label = None
+
+    @property
+    def grains(self) -> tuple[tuple[int, ...], ...]:
+        """What may be read at a time, the largest first: a unit takes whole ones of the first for which it has room."""
+        return (self.chunk, self.inner) if self.inner and self.inner != self.chunk else (self.chunk,)
 
     @property
     def nbytes(self) -> int:
@@ -266,6 +273,7 @@ class OrbaxCheckpoint:
                 array.chunk,
                 array.compressed,
                 array.shard,
+                array.inner,
             ]
             for key, array in self.arrays.items()
         }
@@ -322,8 +330,9 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
             compressed,
             tuple(shard),
             folder,
+            tuple(inner),
         )
-        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard) in staged["arrays"].items()
+        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard, inner) in staged["arrays"].items()
     }
     return OrbaxCheckpoint(
         staged["root"],
@@ -362,12 +371,12 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
             codec = json.dumps(store.codec.to_json() if store.codec else None)
             compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
             grain = shard if math.prod(shard) * dtype.itemsize <= MAX_WHOLE_SHARD_BYTES else read
-            grain, shard = (
+            grain, shard, read = (
                 tuple(min(n, size) if size else 1 for n, size in zip(step, store.shape, strict=True))
-                for step in (grain, shard)
+                for step in (grain, shard, read)
             )
             arrays[key] = OrbaxArray(
-                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder
+                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder, read
             )
         said = item_metadata(items), record_of(items)
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, *said, arrays, item_handler(items))

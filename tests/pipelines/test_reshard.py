@@ -16,6 +16,7 @@ import yaml
 from lazily import lazily
 from pairs import each
 from support import (
+    LLAMA,
     assert_same_bits,
     convert,
     digest,
@@ -191,6 +192,22 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
 
 
 # --- every family, scanned and unscanned ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [[], ["--mesh", "fsdp=4"]], ids=["no mesh", "fsdp=4"])
+def test_shards_that_a_unit_has_no_room_for_are_read_by_their_chunks(tmp_path: Path, options: list[str]) -> None:
+    """Our own checkpoint for no mesh: each of its shards holds many chunks and all layers, so that a unit that reads whole
+    ones, and makes an array of each layer, needs more than it may have.
+    """
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=512)
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+    release = make_release(tmp_path / "release", LLAMA | sizes | heads)
+    convert(release, tmp_path / "stacked")
+    wanted = convert(release, tmp_path / "apart", "--scan_layers", "false")
+    source = open_orbax(tmp_path / "stacked")
+    assert any(len(array.grains) > 1 for array in source.arrays.values())
+    made = reshard(tmp_path / "stacked", tmp_path / "made", "--scan_layers", "false", "--unit_bytes", "2M", *options)
+    assert_same_bits(weights(made), weights(wanted))
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,8 @@ def cut(
       unit_bytes: memory of a unit.
       slots: units at a time that they are cut for, if that is known.
     """
-    by_chunks = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, quantized) for array in arrays]
-    large = {
-        grid.spec.key
-        for grid in by_chunks
-        if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes
-    }
+    by_chunks = [grid_of(array, weights[array.key], sizes, quantized, unit_bytes) for array in arrays]
+    large = {grid.spec.key for grid in by_chunks if not _fits(grid, unit_bytes)}
     whole = {key: why for key in large if (why := why_whole(weights[key]))}
     unpacked = frozenset(large - whole.keys())
     grids = tuple(
@@ -77,6 +73,16 @@ def cut(
     )
     problems = tuple(_too_large(grids, unit_bytes, whole))
     return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
+
+
+def grid_of(
+    array: Array, stored: OrbaxArray, sizes: Mapping[str, int], quantized: Container[str], unit_bytes: int
+) -> Grid:
+    """How an array is cut: by what is read whole, or, where a unit has no room for that, by the chunks in it that can be
+    read by themselves; by the former where neither fits. See `chunk_grid`.
+    """
+    grids = [chunk_grid(array, stored, grain, sizes, quantized) for grain in stored.grains]
+    return next((grid for grid in grids if _fits(grid, unit_bytes)), grids[0])
 
 
 def chunk_grid(
@@ -113,6 +119,11 @@ def _smallest(grid: Grid) -> list[int]:
 def _smallest_bytes(grid: Grid) -> int:
     """Memory for the smallest block."""
     return grid.working_bytes(_smallest(grid))
+
+
+def _fits(grid: Grid, unit_bytes: int) -> bool:
+    """Whether a unit has room for the smallest block, and for what is read at a time."""
+    return max(_smallest_bytes(grid), math.prod(grid.spec.shard) * grid.spec.dtype.itemsize) <= unit_bytes
 
 
 def _too_large(grids: Sequence[Grid], unit_bytes: int, whole: Mapping[str, str]) -> Iterator[Problem]:

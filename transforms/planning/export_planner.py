@@ -48,7 +48,7 @@ from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import read_back
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
-from weightbeam.transforms.cutting.chunk_blocks import Cut, chunk_grid, cut
+from weightbeam.transforms.cutting.chunk_blocks import Cut, cut, grid_of
 from weightbeam.transforms.cutting.files import FileLayout, plan_files
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.quantizing import (
@@ -685,7 +685,7 @@ def _not_in_blocks(
     held = [array for array in fit.arrays if not coded.keys().isdisjoint(_made_of([array]))]
     sizes = dict.fromkeys(_made_of(held), 2 * VALUES.itemsize + 1)
     weights = source.weights
-    grids = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, coded) for array in held]
+    grids = [grid_of(array, weights[array.key], sizes, coded, options.unit_bytes) for array in held]
     amiss: set[str] = set()
     for group in find_twins(held, math.inf):
         if not _is_in_blocks(held, grids, group, options.unit_bytes, coded):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,43 +241,48 @@ class _Planner:
         growth = tuple(reversed(range(len(array.shape))))  # blocks are longest along the last axes
         if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
             return Way(Grid(spec, {}, frozenset(), growth, 2 * array.dtype.itemsize, ()), "copied", spec.shard)
-        grain, layers = _grain(part, stored)
         held = stored.dtype.itemsize * (2 if stored.compressed else 1)
         if merged:
             held += np.dtype(np.float32).itemsize
         reading = Reading(frozenset(), growth, held, beside(merged[0], part) if merged else ())
         try:
-            grid = cut_array(
-                array, assignments, reading, self.meshes, self.options.unit_bytes, self.format, self.experts
-            )
+            ways = [*self._recuts(array, stored, assignments, reading)]
         except UnitBytesError as e:
             self.problems.append(Problem("memory", f"--unit_bytes={self.options.unit_bytes}", str(e)))
-            return Way(
-                Grid(
-                    ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape),
-                    {},
-                    frozenset(),
-                    growth,
-                    1,
-                    (),
-                ),
-                "re-cut",
-                grain,
-            )
-        self.warnings += grid.warnings
-        grid = _in_step(grid, grain)
-        if (
-            layers * grid.working_bytes(_least(grid, grain)) <= self.options.unit_bytes
-            and stored.chunk_bytes <= self.options.unit_bytes
-        ):
-            return Way(grid, "re-cut", grain, layers)
+            spec = ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape)
+            return Way(Grid(spec, {}, frozenset(), growth, 1, ()), "re-cut", array.shape)
+        way, needed = next((each for each in ways if each[1] <= self.options.unit_bytes), ways[0])
+        self.warnings += way.grid.warnings
+        if needed <= self.options.unit_bytes:
+            return way
         if why := next(filter(None, (why_whole(self.source.arrays[key]) for key in part.tensors)), ""):
-            needed = max(layers * grid.working_bytes(_least(grid, grain)), 2 * stored.chunk_bytes)
+            needed = max(needed, 2 * stored.chunk_bytes)
             message = f"its chunks {stored.chunk} can't be decoded in parts, {why}: a unit needs {needed:,} bytes; raise --unit_bytes"
             self.problems.append(Problem("memory", array.key, message, is_array=True))
         # read in parts, and put together
-        unpacked = dataclasses.replace(grid, element_bytes=grid.element_bytes + stored.dtype.itemsize)
+        unpacked = dataclasses.replace(way.grid, element_bytes=way.grid.element_bytes + stored.dtype.itemsize)
         return Way(unpacked, "unpacked", (1,) * len(array.shape))
+
+    def _recuts(
+        self, array: Array, stored: OrbaxArray, assignments: Sequence[Assignment] | None, reading: Reading
+    ) -> Iterator[tuple[Way, int]]:
+        """The ways of an array of which a unit reads whole pieces of the source, best first, and the bytes that the
+        smallest unit of each needs: by what is read whole; where that is a shard, by the chunks in it too, and where
+        arrays share a piece, with new shards so small that a unit has room for one of each.
+
+        Raises:
+          UnitBytesError: no shard fits a unit.
+        """
+        for read in stored.grains:
+            grain, layers = _grain(array.parts[0], stored, read)
+            for share in sorted({1, layers} if len(stored.grains) > 1 else {1}):
+                room = self.options.unit_bytes // share
+                with contextlib.nullcontext() if share == 1 else contextlib.suppress(UnitBytesError):
+                    made = cut_array(array, assignments, reading, self.meshes, room, self.format, self.experts)
+                    grid = _in_step(made, grain)
+                    needed = layers * grid.working_bytes(_least(grid, grain))
+                    way = Way(grid, "re-cut", grain, layers, tuple(read))
+                    yield way, max(needed, math.prod(read) * stored.dtype.itemsize)
 
     def _assignments(self, kept: Kept, array: Array, stored: OrbaxArray) -> Sequence[Assignment] | None:
         """The mesh axes of each axis: by its logical names, else as it was sharded before; None where nobody knows."""
@@ -322,13 +328,13 @@ def _is_cut_for(mesh: Mesh, spec: ArraySpec, assignments: Sequence[Assignment] |
     return True
 
 
-def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
-    """The extents of the source's chunk on the array's axes, and how many layers it holds besides, which are arrays of
-    their own here.
+def _grain(part: Part, stored: OrbaxArray, read: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The extents on the array's axes of what is read of the source at a time, and how many layers that holds besides,
+    which are arrays of their own here.
     """
     grain = [1] * len(part.shape)
     layers = 1
-    for axis, chunk in enumerate(stored.chunk):
+    for axis, chunk in enumerate(read):
         held = part.axes_of(axis)
         for target in held:
             grain[target] = chunk
@@ -361,7 +367,7 @@ def _least(grid: Grid, grain: Sequence[int]) -> list[int]:
 
 
 def _read_together(arrays: Sequence[Array], ways: Sequence[Way], source: OrbaxCheckpoint) -> list[list[int]]:
-    """The numbers of arrays in groups: those that take layers of one chunk of the source are read together."""
+    """The numbers of arrays in groups: those that take layers of one piece of the source are read together."""
     groups: dict[object, list[int]] = {}
     for number, (array, way) in enumerate(zip(arrays, ways, strict=True)):
         together: object = number
@@ -369,7 +375,7 @@ def _read_together(arrays: Sequence[Array], ways: Sequence[Way], source: OrbaxCh
             part = array.parts[0]
             stored = source.arrays[part.tensors[0]]
             cut = [axis for axis in range(len(stored.shape)) if not part.axes_of(axis)]
-            together = stored.key, tuple(part.starts[axis] // stored.chunk[axis] for axis in cut)
+            together = stored.key, tuple(part.starts[axis] // way.read[axis] for axis in cut)
         groups.setdefault(together, []).append(number)
     return list(groups.values())
 

@@ -71,14 +71,16 @@ class Way:
     Attributes:
       grid: of the new array.
       name: copied, re-cut or unpacked.
-      grain: the extents of the source's chunk on the array's axes.
-      layers: how many arrays share a chunk of the source; they are made together.
+      grain: the extents on the array's axes of what is read of the source at a time.
+      layers: how many arrays share that; they are made together.
+      read: its extents on the source's axes; empty where it isn't shared.
     """
 
     grid: Grid
     name: str
     grain: tuple[int, ...]
     layers: int = 1
+    read: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
