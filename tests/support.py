@@ -388,7 +388,7 @@ def reference(
     """MaxText's scanned arrays of a model in the hub's spelling: float32 throughout, one cast at the end.
 
     Every kernel is `x.T` reshaped; layers are stacked on axis 1, experts on axis 0 (MaxText, utils/param_mapping.py,
-    e591f30).
+    e591f30). DeepSeek's router bias is a variable besides, with its layers on axis 0 (0.2.5, layers/moe.py).
     """
     c = config
     heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
@@ -467,6 +467,9 @@ def reference(
             f"decoder.{name}.{key}": np.stack([one[key] for one in stacked], 1)
             for key in (stacked[0] if stacked else ())
         }
+    bias = "decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+    if bias in arrays:
+        arrays[f"MoEBiasVar.{bias}"] = arrays[bias].T
     return {key: values.astype(dtype) for key, values in arrays.items()}
 
 

@@ -25,10 +25,10 @@ def options_of(case: str, layout: str) -> list[str]:
         vocab,
         "--scan_layers",
         scan,
-        "--save_dtype",
-        dtype,
         "--maxtext",
         "e591f30",
+        "--save_dtype",
+        dtype,
     ]
 
 

@@ -55,7 +55,9 @@ def compare(family: str, python: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         kind, sizes, shard = (CASES | MODELS)[case]
         if "qk_rope_head_dim" in sizes:
-            sizes = sizes | {"head_dim": sizes["qk_rope_head_dim"]}  # else transformers' RoPE has the width of BASE's heads
+            sizes = sizes | {
+                "head_dim": sizes["qk_rope_head_dim"]
+            }  # else transformers' RoPE has the width of BASE's heads
         make(kind, sizes, shard, Path(folder) / case, seed=0)
         try:
             found = wb.logits(f"{folder}/{case}", token_ids=TOKENS, maxtext=python, maxtext_model=model, progress=False)

@@ -168,7 +168,8 @@ def test_real_sizes(model: str, mesh: str) -> None:
     bound.
     """
     conversion = plan(MODELS[model], mesh=MESHES[mesh])
-    assert conversion.source_bytes == conversion.target_bytes == nbytes(MODELS[model])
+    twice = sum(array.nbytes for array in conversion.plan.arrays if array.parts[0].rule.spare)
+    assert conversion.source_bytes == conversion.target_bytes - twice == nbytes(MODELS[model])
     assert_each_shard_once(conversion)
     assert all(working_set(conversion, number) <= conversion.options.unit_bytes for number in sample(conversion, 12))
     assert 1 <= conversion.read_bytes / conversion.source_bytes <= 1.02
