@@ -20,7 +20,7 @@ from typing import Any
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.configuration import Line, read
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
+from weightbeam.model_mappings.maxtext_models import SCHEDULES, base, keys_of, models, nearest, run_as
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.values import Value
 
@@ -213,6 +213,7 @@ def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | No
         name
         for name in models()
         if kind in family.types_of(name)
+        and not name.endswith(SCHEDULES)
         and family.is_model(config, name)
         and family.variant(name) == family.variant("")
     ]

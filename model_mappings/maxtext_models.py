@@ -15,7 +15,8 @@ SIZES = (  # the keys that say how large a model is; a fine-tune may have a larg
     "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim", "base_moe_mlp_dim", "base_num_decoder_layers",
     "num_experts", "q_lora_rank", "kv_lora_rank", "first_num_dense_layers", "global_head_dim", "global_num_kv_heads", "gdn_num_value_heads",
 )  # fmt: skip
-VARIANTS = ("-2dfsdp", "-batchsplit", "-test", "-tiny")  # files of MaxText's for one and the same release, or for none
+SCHEDULES = ("-2dfsdp", "-batchsplit")  # of one model on a mesh of a certain kind
+VARIANTS = (*SCHEDULES, "-test", "-tiny")  # files of MaxText's for one and the same release, or for none
 
 
 @functools.cache

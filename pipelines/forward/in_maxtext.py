@@ -29,7 +29,8 @@ from typing import Any
 
 PROGRESS = "weightbeam: layer "
 # How it runs, not what the model is: eagerly, on one CPU, in float32, dense attention, every expert without a capacity.
-# MaxText's other ways to multiply experts are kernels for TPUs, which a CPU interprets step by step.
+# MaxText's other ways to multiply experts are kernels for TPUs, which a CPU interprets step by step; the schedule in which
+# deepseek3-671b splits batches is of a mesh.
 RUN = {
     "run_name": "logits",
     "skip_jax_distributed_system": True,
@@ -41,6 +42,7 @@ RUN = {
     "attention": "dot_product",
     "sparse_matmul": False,
     "megablox": False,
+    "use_batch_split_schedule": False,
     "capacity_factor": -1.0,
     "enable_dropout": False,
 }

@@ -1,6 +1,6 @@
-"""Writes the table of families beside MaxText into `docs/is_it_right.md`: `weightbeam logits --maxtext` of a tiny model each.
+"""Writes the table of families beside MaxText into `docs/explanation/is_it_right.md`: `weightbeam logits --maxtext` of a tiny model each.
 
-    PYTHONPATH=tests python tests/facts/make_logits.py MAXTEXT_PYTHON FOUND.json [FAMILY …]
+    PYTHONPATH=tests python tests/facts/make_logits.py MAXTEXT_PYTHON FOUND.json [FAMILY … | -]
 
 `MAXTEXT_PYTHON` is the interpreter of an environment with MaxText. FOUND.json keeps what was found, so that a family can
 be run again by itself; without families it is all that FOUND.json lacks. The models are those of `tests/cases/models.py`, random weights
@@ -19,7 +19,7 @@ from cases.models import CASES, MODELS, make
 
 import weightbeam as wb
 
-PAGE = Path(__file__).parents[2] / "docs" / "is_it_right.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "is_it_right.md"
 BEGIN, END = "<!-- made by tests/facts/make_logits.py -->", "<!-- until here -->"
 # what runs on MaxText's own name is not known of a tiny model: Llama's layout of RoPE, what Qwen 2 is called
 FAMILIES: dict[str, tuple[str, str | None]] = {
@@ -70,7 +70,7 @@ def compare(family: str, python: str) -> dict[str, Any]:
 def row(family: str, found: dict[str, Any]) -> str:
     """A family's line of the table."""
     if "said" in found:
-        return f"| {family} | – | – | {' '.join(found['said'].split())} |"
+        return f"| {family} | – | – | not run: {found['said'].strip().splitlines()[-1].rpartition('/')[2]} |"
     logits, parts = found["logits"], found["parts_at"]
     where = "–"
     if parts:
@@ -78,13 +78,16 @@ def row(family: str, found: dict[str, Any]) -> str:
         where = f"layer {parts['layer']}" + (f", `{parts['module']}`: {kinds}" if parts["module"] else "")
     elif not found["ok"]:
         where = "last norm or head"
+    known = "; ".join(found["limits"]) if parts else ""
+    where += f". {known}" if known else ""
     return f"| {family} | {logits['relative']:.1g} | {logits['top1']} of {logits['tokens']} | {where} |"
 
 
 def main(python: str, kept: str, *families: str) -> None:
     file = Path(kept)
     found = json.loads(file.read_text()) if file.exists() else {}
-    for family in families or [family for family in FAMILIES if family not in found]:
+    wanted = families or [family for family in FAMILIES if family not in found]
+    for family in [] if families == ("-",) else wanted:  # `-`: only the table anew
         print(f"== {family}", flush=True)
         found[family] = compare(family, python)
         file.write_text(json.dumps(found, indent=1))

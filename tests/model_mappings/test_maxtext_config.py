@@ -155,6 +155,12 @@ def test_what_maxtext_cannot_express(config, model, words):
     assert all(word in limit for word in words)
 
 
+def test_no_schedule_of_a_mesh_is_taken_for_a_cut() -> None:
+    """MaxText has DeepSeek V3 a second time, for a schedule that splits batches, and fails with it elsewhere."""
+    cut = TREES["deepseek3-671b"] | dict(n_routed_experts=16, num_hidden_layers=4, vocab_size=8192)
+    assert made_for(cut).model == "deepseek3-671b"
+
+
 def test_kimi_runs_as_deepseek():
     """MaxText's router takes Kimi K2's scores as they should be only under another name."""
     config = TREES["kimi-k2-1t"] | dict(

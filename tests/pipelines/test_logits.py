@@ -293,16 +293,41 @@ def test_layers_that_maxtext_runs_as_one_have_the_names_of_the_last(tmp_path: Pa
 
 MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
 with_maxtext = pytest.mark.skipif(
-    not MAXTEXT, reason="WEIGHTBEAM_MAXTEXT_PYTHON names no Python of an environment with MaxText"
+    not MAXTEXT,
+    reason="MaxText of the package index isn't installed: WEIGHTBEAM_MAXTEXT_PYTHON names no Python of an environment with it",
 )
+
+
+def check_maxtext(release: Path, model: str | None, count: int, **cut: str) -> None:
+    """MaxText makes of a release, or of a cut of it, what transformers makes, layer by layer and module by module."""
+    found = wb.logits(str(release), token_ids=TOKENS, maxtext=MAXTEXT, maxtext_model=model, progress=False, **cut)
+    assert found.ok, str(found)
+    compared = {each.name for each in found.beside.layers}
+    assert {str(layer) for layer in range(count)} <= compared
+    assert {f"{layer}/{part}" for layer in range(count) for part in ("self_attn", "mlp")} <= compared
+
+
+@with_maxtext
+def test_maxtext_makes_the_same_of_a_cut_with_experts(tmp_path: Path) -> None:
+    check_maxtext(write(tmp_path / "hf", "deepseek_v3"), None, 2, layers="0:2", experts="0:4")
 
 
 @with_maxtext
 @pytest.mark.slow("MaxText, which is imported and compiles, half a minute each")
-@pytest.mark.parametrize("family", ["llama", "qwen3, tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3, tied", "gpt_oss"])
 def test_maxtext_makes_the_same(tmp_path: Path, family: str) -> None:
-    release = write(tmp_path / "hf", family)
-    model = {"llama": "llama2-7b"}.get(family, "qwen3-0.6b")
-    found = wb.logits(str(release), token_ids=TOKENS, maxtext=MAXTEXT, maxtext_model=model, progress=False)
-    assert found.ok, str(found)
-    assert len(found.beside.layers) > 3 * 3
+    model = {"llama": "llama2-7b", "qwen3, tied": "qwen3-0.6b"}.get(family)
+    check_maxtext(write(tmp_path / "hf", family), model, 3)
+
+
+@with_maxtext
+@pytest.mark.slow("MaxText, which is imported and compiles, half a minute")
+def test_what_maxtext_cannot_express_is_named_with_its_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = write(tmp_path / "hf", "qwen3_moe", norm_topk_prob=False)
+    options = ("--token_ids", "1,5,9", "--maxtext", MAXTEXT, "--maxtext_model", "qwen3-30b-a3b")
+    assert call("logits", release, *options) == 1
+    said = capsys.readouterr().out
+    assert "they part in layer 0, in mlp (mlp.experts.*.down_proj.weight" in said
+    assert "MaxText can't express this: norm_topk_prob is False" in said
