@@ -16,7 +16,7 @@ from lazily import lazily
 from safetensors.numpy import load_file, save_file
 from support import BF16, LLAMA, call, convert, random_tensors, read_config, read_tensors, save
 
-from weightbeam.transforms.planning.export_planner import _is_absent
+from weightbeam.transforms.planning.export_config import _is_absent
 
 torch = lazily("torch")
 transformers = lazily("transformers")

@@ -1,0 +1,134 @@
+"""What an export changes in the release's `config.json`, and what it says of parts that stay out of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.model_mappings.config import NEXTN, Config
+from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
+from weightbeam.transforms.cutting.quantizing import (
+    Given,
+    quantization_config,
+)
+from weightbeam.transforms.planning.export_state import (
+    ExportDrops,
+    ExportFit,
+    ExportTable,
+    ExportTensors,
+    ExportView,
+    ExportWritten,
+    made_of,
+)
+from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.layouts import (
+    EMBEDDING,
+)
+from weightbeam.transforms.planning.options import CODED
+from weightbeam.transforms.planning.text_model import has_towers, text_class
+
+
+def config_edits(
+    table: ExportTable, fit: ExportFit, drops: ExportDrops, tensors: ExportTensors, like: Like
+) -> dict[str, Any]:
+    """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers and towers that aren't there,
+    the class of the language model alone.
+    """
+    nested = table.config.get("text_config")
+    text = nested if isinstance(nested, dict) else table.config
+    edits = _vocabulary(text, fit, tensors)
+    if _lacks_predictions(drops, tensors):
+        edits |= {field: 0 for field in NEXTN if text.get(field)}
+    edits |= _without_towers(table.config, drops, tensors)
+    if table.form is not like:
+        edits |= {field: table.form.config[field] for field in ("architectures", "model_type")}
+    return edits
+
+
+def _vocabulary(text: Mapping[str, Any], fit: ExportFit, tensors: ExportTensors) -> dict[str, Any]:
+    """The size of the vocabulary, where the checkpoint has another."""
+    rows = {tensors.made[name].shape[0] for name in made_of(array for array in fit.arrays if array.key == EMBEDDING)}
+    if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
+        return {"vocab_size": count}
+    return {}
+
+
+def _lacks_predictions(drops: ExportDrops, tensors: ExportTensors) -> bool:
+    """Whether the table leaves prediction layers out, and they aren't taken from the release."""
+    left_out, taken = (
+        any(isinstance(reason, Prediction) for reason in reasons.values()) for reasons in (drops.reasons, tensors.taken)
+    )
+    return left_out and not taken
+
+
+def _without_towers(config: Config, drops: ExportDrops, tensors: ExportTensors) -> dict[str, Any]:
+    """The fields by which a model is made without the towers that the table leaves out, and that aren't taken from the
+    release.
+    """
+    there = [reason.absent for reason in tensors.taken.values() if isinstance(reason, Tower)]
+    return {
+        field: value
+        for tower in drops.reasons.values()
+        if isinstance(tower, Tower) and tower.absent not in there
+        for field, value in tower.absent.items()
+        if not _is_absent(config, field, value)
+    }
+
+
+def _is_absent(config: Mapping[str, Any], field: str, value: Any) -> bool:
+    """Whether `config.json` says already that a part isn't there; a dot of the field leads into a section.
+
+    A section that is null, or isn't there, describes nothing; but a flag that isn't there is true.
+    """
+    *sections, name = field.split(".")
+    for section in sections:
+        config = config.get(section) or {}
+        if not config:
+            return True
+    return not config.get(name) if value is None else config.get(name, True) == value
+
+
+def quantization_of(written: ExportWritten, given: Given | None, view: ExportView, like: Like) -> dict[str, Any]:
+    """`quantization_config` as it will be; empty where nothing is quantised."""
+    if view.kept:
+        plain = [(name, dtype, shape) for name, dtype, shape in written.entries if dtype.name != CODED]
+        block = max(max(scaled.block) for scaled in view.scaled.values())
+        made = quantization_config([*plain, *written.carried], frozenset()) | {"weight_block_size": [block, block]}
+        return dict(Quantization.of(like.config).fields) or made
+    if not written.quantized:
+        return {}
+    if given:
+        return given.quantization_config
+    return quantization_config([*written.entries, *written.carried], written.quantized)
+
+
+def warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> Iterator[str]:
+    """Towers that stay out: those that `config.json` goes on to describe, since no field of it can take them back, and
+    others.
+    """
+    towers = [reason for reason in dropped.values() if isinstance(reason, Tower)]
+    config = Config(like.config)
+    ways = ["--like RELEASE takes them from the release"]
+    if has_towers(family, config) and text_class(config, family):
+        ways.append("--multimodal false writes the language model alone")
+    of, hint = like.root or "the release", ", ".join(ways)
+    if described := sum(not tower.absent for tower in towers):
+        yield (
+            f"config.json describes towers that the checkpoint doesn't hold ({described:,} tensors of {of}), "
+            f"so loaders miss them: {hint}"
+        )
+    if fields := dict.fromkeys(field for tower in towers for field in tower.absent):
+        yield (
+            f"parts that the checkpoint doesn't hold stay out ({len(towers) - described:,} tensors of {of}), and config.json says so "
+            f"({', '.join(fields)}): {hint}"
+        )
+
+
+def warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:
+    """What training may have changed, and the checkpoint doesn't hold."""
+    if variables := [name for name, reason in taken.items() if isinstance(reason, Variable)]:
+        yield (
+            f"{len(variables):,} tensors that the checkpoint doesn't hold are those of {like.root}, as before any training: "
+            f"no parameters in MaxText, such as {variables[0]}"
+        )
