@@ -68,6 +68,11 @@ def restore(step: Path) -> dict[str, np.ndarray]:
     return flatten(tree["params"].pop("params")) | flatten(tree["params"])
 
 
+def bare(key: str) -> str:
+    """An array's key as `restore` has it."""
+    return key.removeprefix("params.").removeprefix("params.")
+
+
 def converted(source: Path, output: Path, *options: str) -> dict[str, np.ndarray]:
     """`convert` and `restore`."""
     return restore(convert(source, output, *options))

@@ -29,6 +29,7 @@ from support import (
     LLAMA,
     QWEN3_MOE,
     assert_same_bits,
+    bare,
     call,
     peft_adapter,
     random_tensors,
@@ -107,11 +108,12 @@ def wanted(kind: str, form: str, layout: str) -> dict[str, np.ndarray]:
         return scanned
     made = {}
     for key, array in scanned.items():
-        if not (stacked := re.fullmatch(r"(decoder\.(?:\w+_)?layers)\.(.*)", key)):
+        if not (stacked := re.fullmatch(r"((?:MoEBiasVar\.)?decoder\.(?:\w+_)?layers)\.(.*)", key)):
             made[key] = array
             continue
-        for layer in range(array.shape[1]):
-            made[f"{stacked[1]}_{layer}.{stacked[2]}"] = array[:, layer]
+        at = 0 if key.startswith("MoEBiasVar.") else 1
+        for layer in range(array.shape[at]):
+            made[f"{stacked[1]}_{layer}.{stacked[2]}"] = array.take(layer, at)
     return made
 
 
@@ -162,7 +164,7 @@ def by_load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
         settings["maxtext_model"] = "llama2-7b"
     made = wb.load(str(source), **settings)
     flat = {
-        ".".join(str(key.key) for key in path).removeprefix("params.params."): np.asarray(array)
+        bare(".".join(str(key.key) for key in path)): np.asarray(array)
         for path, array in jax.tree_util.tree_leaves_with_path(made)
     }
     return flat, wanted(row["kind"], row["form"], row["layout"])

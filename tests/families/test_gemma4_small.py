@@ -132,7 +132,7 @@ def test_e4b_at_full_size() -> None:
     tree = load_trees("0.2.5")["gemma4-e2b--unscan"]
     text = {
         key: value
-        for key, value in tree.config["text_config"].items()
+        for key, value in load_trees("e591f30")["gemma4-e2b--unscan"].config["text_config"].items()
         if key not in ("layer_types", "per_layer_config")
     }
     # src/maxtext/checkpoint_conversion/utils/hf_model_configs.py of MaxText e591f30

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import HERE, digest
-
-from weightbeam.model_mappings.plan import PARAMETERS
+from support import HERE, bare, digest
 
 Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
 
@@ -57,8 +55,8 @@ def run_job(
 def assert_holds(told: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> None:
     """Every shard that a process holds is the part of the array that its index says."""
     assert "shards" in told, told
-    assert {key.removeprefix(PARAMETERS) for key in told["shards"]} == set(wanted)
+    assert {bare(key) for key in told["shards"]} == set(wanted)
     for key, shards in told["shards"].items():
-        values = wanted[key.removeprefix(PARAMETERS)]
+        values = wanted[bare(key)]
         for index, found in shards:
             assert digest(values[tuple(slice(*cut) for cut in index)]) == found, (key, index)

@@ -24,6 +24,7 @@ from support import (
     LLAMA,
     QWEN3_MOE,
     assert_same_bits,
+    bare,
     flatten,
     random_tensors,
     reference,
@@ -32,7 +33,6 @@ from support import (
 
 import weightbeam as wb
 from weightbeam.formats.encodings import Scaled
-from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.loading import decoding
 from weightbeam.pipelines.loading.coded import SMALLEST, Coded, CodedRelease
 from weightbeam.pipelines.loading.load import _open
@@ -105,7 +105,7 @@ def write_encoded(folder: Path, case: str, dtype: np.dtype = BF16, scale: float 
 
 def load_flat(source: Path, **options: Any) -> dict[str, np.ndarray]:
     tree = flatten(wb.load(str(source), mesh="fsdp=1", **options))
-    return {key.removeprefix(PARAMETERS): np.asarray(values) for key, values in tree.items()}
+    return {bare(key): np.asarray(values) for key, values in tree.items()}
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_any_box(folder: Path, data: st.DataObject) -> None:
         for axis, (size, count) in enumerate(zip(made.codes.shape, made.scales.shape, strict=True)):
             scales = np.repeat(scales, size // count, axis)
         made = (made.codes.view(FP8).astype(F32) * scales).astype(BF16).transpose(made.form.order)
-    assert_same_bits({key: made}, {key: wanted[key.removeprefix(PARAMETERS)][slices(box)]})
+    assert_same_bits({key: made}, {key: wanted[bare(key)][slices(box)]})
     assert nbytes == release.make([Wanted(key, box, BF16)])[1]
 
 

@@ -18,6 +18,7 @@ from support import (
     FP8,
     LLAMA,
     assert_same_bits,
+    bare,
     convert,
     make_release,
     random_tensors,
@@ -37,7 +38,7 @@ from weightbeam.pipelines.terminal.errors import RefusedError
 
 
 def names(tree: LazyTree) -> dict[str, np.ndarray]:
-    return {key.removeprefix(PARAMETERS): np.asarray(array) for key, array in tree.items()}
+    return {bare(key): np.asarray(array) for key, array in tree.items()}
 
 
 @settings(max_examples=300, deadline=None)
