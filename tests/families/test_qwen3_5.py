@@ -116,7 +116,7 @@ def moe(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> np.ndarray:
 def both(
     generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[dict, Any, Arrays]:
-    """The text model's config, transformers' layers, and the converted arrays: scanned, in float32, of the files'
+    """The text model's config, transformers' layers, and the converted arrays: scanned as e591f30 has them, in float32, of the files'
     bfloat16.
     """
     folder = generated / request.param
@@ -128,7 +128,7 @@ def both(
     return (
         config.get("text_config", config),
         text,
-        converted(folder, tmp_path_factory.mktemp("scanned"), "--save_dtype", "float32"),
+        converted(folder, tmp_path_factory.mktemp("scanned"), "--save_dtype", "float32", "--maxtext", "e591f30"),
     )
 
 
