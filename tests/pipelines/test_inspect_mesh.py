@@ -219,8 +219,8 @@ def test_rules_of_a_file_make_the_chunks(source: Path, tmp_path: Path, capsys: p
     wi, out = ("params.params.decoder.layers.mlp.wi_0.kernel", "params.params.decoder.layers.self_attention.out.kernel")
     for made in planned:
         assert made["arrays"][wi]["chunk"] == [128, 2, 1024]
-        assert made["arrays"][out]["chunk"] == [16, 2, 32, 128]
-    assert "--sharding_rules, which differ for embed, embed_vocab, heads" in capsys.readouterr().out
+        assert made["arrays"][out]["chunk"] == [16, 2, 32, 512]  # `embed_attn`, which these rules don't know
+    assert "--sharding_rules, which differ for embed, embed_attn, embed_vocab, heads" in capsys.readouterr().out
 
     step = convert(source, tmp_path / "out", "--mesh", mesh, "--sharding_rules", str(tmp_path / "rules.yml"))
     status, shown = inspect(capsys, step, "--mesh", mesh)

@@ -217,7 +217,7 @@ def test_meshes_that_do_not_divide_blocks(release: Path, capsys: pytest.CaptureF
     """MaxText can't make its model there, though the kernels could be divided."""
     assert call("convert", "--source", release, "--output", tmp_path / "out", *KEPT, "--mesh", "fsdp=4") == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "in_proj_qkvz.kernel_scale: embed = 2 doesn't divide over fsdp=4" in told
+    assert "in_proj_qkvz.kernel_scale: embed_attn = 2 doesn't divide over fsdp=4" in told
     assert not (tmp_path / "out").exists()
 
 
