@@ -14,4 +14,4 @@ from support import HERE
 def test_load_nnx(way: tuple[str, ...]) -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     ran = run(sys.executable, *way, cwd=HERE.parent, env=environment, status=0)
-    assert "32 arrays on 4 devices; token 7 begins with [" in ran.stdout
+    assert "33 arrays on 4 devices; token 7 begins with [" in ran.stdout
