@@ -38,6 +38,7 @@ CHOICES = frozenset(
         "param_scan_axis",
         "save_dtype",
         "sharding_rules",
+        "maxtext",
         "maxtext_model",
         "vocab_size",
         "mtp",
