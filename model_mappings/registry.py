@@ -142,7 +142,7 @@ def family_by_config(config: Config) -> Family:
     kind = config.get("model_type")
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
-        what = f": {REFUSED[kind]}" if kind in REFUSED else ""
+        what = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise UnknownFamilyError(
             f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/howto/jax.md). Supported:\n{supported()}"
         )
