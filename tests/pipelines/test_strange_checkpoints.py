@@ -27,6 +27,7 @@ from weightbeam.formats.orbax import state as orbax_state
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.orbax.state import surroundings
 from weightbeam.formats.storage import StorageError
+from weightbeam.model_mappings.plan import MAX_ELEMENTS
 from weightbeam.pipelines.commands.export import plan
 
 SECONDS, MEGABYTES = 30, 1536  # of the processor's time, which other work on a machine makes longer; of a process
@@ -392,7 +393,7 @@ def test_any_description(
     except StorageError:
         pass
     else:
-        assert array.nbytes <= 4 << 41
+        assert array.nbytes <= 4 * MAX_ELEMENTS
         assert array.chunk_bytes <= 64 << 30
         (items / "_METADATA").write_text(json.dumps(tree(["params.params.v"])))
         with pytest.raises(StorageError):
