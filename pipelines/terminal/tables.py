@@ -107,7 +107,7 @@ class Table:
             rows = list(_gather(self.rows))
             if self._width(rows, columns) > width:
                 shortened = list(_shorten(self.rows, width - self._width(self.rows, columns[1:]) - GAP))
-                if column is None or not _has_lonely(shortened):
+                if column is None or _lonely(shortened) <= 1:  # such as the one variable beside the parameters
                     rows = shortened
             if column is not None and self._width(rows, columns) > width:
                 columns.remove(column)
@@ -196,10 +196,10 @@ def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
             yield (f"{indent}  {name[len(common) + 1 :]}" if common else f"{indent}{name.removeprefix(above)}", *rest)
 
 
-def _has_lonely(rows: Sequence[tuple[str, ...] | str]) -> bool:
-    """Whether there is a line with a single row below it."""
+def _lonely(rows: Sequence[tuple[str, ...] | str]) -> int:
+    """How many lines have a single row below them."""
     below = [list(group) for is_head, group in itertools.groupby(rows, lambda row: isinstance(row, str)) if not is_head]
-    return any(len(group) == 1 and group[0][0].startswith(" ") for group in below)
+    return sum(len(group) == 1 and group[0][0].startswith(" ") for group in below)
 
 
 def _shorten(rows: Sequence[tuple[str, ...]], room: int) -> Iterator[tuple[str, ...] | str]:
