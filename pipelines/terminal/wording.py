@@ -53,7 +53,7 @@ _OPTIONS = [
 ]
 # true by their names alone, in messages too; --multimodal is named where it is false as well
 FLAGS = frozenset(each.name for each in _OPTIONS if each.is_boolean and each.default is False) - {"multimodal"}
-PLACES = ("a", "b", "checkpoint", "output", "source")
+PLACES = ("a", "b", "checkpoint", "other", "output", "source")
 KEYWORDS = frozenset(each.name for each in _OPTIONS).union(PLACES)
 _at_the_shell = False
 
