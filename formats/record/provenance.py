@@ -137,6 +137,6 @@ def tensors_of(record: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, tensor in record["tensors"].items():
             shape = tuple(map(int, tensor["shape"]))
             found[name] = Tensor(name, DTYPES[tensor["dtype"]], shape, str(tensor["file"]), 0)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise StorageError(f"{RECORD} doesn't say which tensors the release had: {type(e).__name__} {e}") from e
     return found

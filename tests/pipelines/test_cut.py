@@ -180,7 +180,9 @@ def test_the_cut_of_a_conversion(
     names = [f"{kind}_{number}" for kind, count in kinds.items() for number in range(count)]
     new = {f"decoder.{names[layer]}.": f"decoder.{kind}_{sum(name.startswith(kind) for name in map(names.__getitem__, layers[:at]))}."
            for at, layer in enumerate(layers) for kind in [names[layer].rpartition("_")[0]]}  # fmt: skip
-    wanted = {key: values for key, values in whole.items() if not re.match(r"decoder\.\w*layers_\d+\.", key)}
+    new |= {f"MoEBiasVar.{old}": f"MoEBiasVar.{kept}" for old, kept in new.items()}
+    layered = r"(MoEBiasVar\.)?decoder\.\w*layers_\d+\."
+    wanted = {key: values for key, values in whole.items() if not re.match(layered, key)}
     for old, kept in new.items():
         wanted |= {kept + key.removeprefix(old): values for key, values in whole.items() if key.startswith(old)}
     cut = ["--layers", ",".join(map(str, layers))]
