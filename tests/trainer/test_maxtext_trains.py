@@ -1,7 +1,7 @@
 """MaxText from the package index, as it is, with our checkpoints: it trains from them, what it trained is exported, and
 its resharded states go on.
 
-The environment variable `MAXTEXT_PYTHON` names an interpreter of an environment that has it (0.2.5 was run with jax
+The environment variable `WEIGHTBEAM_MAXTEXT_PYTHON` names an interpreter of an environment that has it (0.2.5 was run with jax
 0.11.1, Python 3.12, on a CPU); without one these tests are skipped. `WRITE_TRAINED=FILE` adds a line for each model to
 a file: that is the table of docs/maxtext_job.md.
 """
@@ -24,7 +24,7 @@ from weightbeam.pipelines.commands import convert, export, reshard
 torch = lazily("torch")
 transformers = lazily("transformers")
 
-PYTHON = os.environ.get("MAXTEXT_PYTHON", "")
+PYTHON = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
 SCRIPT = Path(__file__).with_name("run_maxtext.py")
 CASES = (
     "llama3.1", "qwen2.5", "qwen3", "qwen3-tied", "qwen3-moe", "mixtral", "deepseek2", "deepseek3", "deepseek3.2", "gpt-oss", "olmo3", "qwen3-next",
@@ -48,7 +48,7 @@ PLAIN = (
 
 pytestmark = [
     pytest.mark.slow("the real MaxText, twice for each model: imports and compiles for minutes"),
-    pytest.mark.skipif(not PYTHON, reason="MAXTEXT_PYTHON names no interpreter that has MaxText"),
+    pytest.mark.skipif(not PYTHON, reason="WEIGHTBEAM_MAXTEXT_PYTHON names no interpreter that has MaxText"),
 ]
 
 
