@@ -183,19 +183,20 @@ class BucketStaging(Staging):
         if doomed:
             (self.desk / note).write(NAMES, json.dumps(sorted(doomed)).encode())
         try:
-            self._delete(old)
+            self._take_plans(old)
         except TakenOverError:
             self.desk.delete_folder(note)
             raise
+        self._delete(old)  # after it was interrupted the note is all that knows what lies there
         for name in (*old, note):
             self.desk.delete_folder(name)
         self._id = ""
 
-    def _delete(self, old: Sequence[str]) -> None:
-        """Deletes what is in the place, and what would be copied there.
+    def _take_plans(self, old: Sequence[str]) -> None:
+        """Deletes the plans that were staged: nobody goes on with them.
 
         Raises:
-          TakenOverError: it isn't this one's any more.
+          TakenOverError: the place isn't this one's any more, or somebody goes on with one.
         """
         plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
         self.check_claim()
@@ -203,6 +204,13 @@ class BucketStaging(Staging):
             self.desk.delete_all(found)
         if any((self.desk / name).exists(PLAN) for name in old):
             raise self.taken_over()
+
+    def _delete(self, old: Sequence[str]) -> None:
+        """Deletes what is in the place, and what would be copied there.
+
+        Raises:
+          TakenOverError: it isn't this one's any more.
+        """
         for name in old:
             self.desk.delete_folder(f"{name}/{ASIDE}")
         files = self.final.list()
