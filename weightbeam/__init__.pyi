@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.pipelines.checking.comparison import Comparison
+from weightbeam.pipelines.checking.verification import Verification
 from weightbeam.pipelines.commands.adapters import ExportedAdapter
 from weightbeam.pipelines.commands.convert import Converted
-from weightbeam.pipelines.commands.diff import Comparison
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.fit import fit as fit
 from weightbeam.pipelines.commands.inspect import Inspection
 from weightbeam.pipelines.commands.merge import Merged
 from weightbeam.pipelines.commands.plan import Plan as Plan
 from weightbeam.pipelines.commands.reshard import Resharded
-from weightbeam.pipelines.commands.verify import Verification
 from weightbeam.pipelines.forward.report import Logits
 from weightbeam.pipelines.loading.load import load as load
 from weightbeam.pipelines.loading.tree import open as open

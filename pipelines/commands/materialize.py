@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.model_mappings.versions import UNSAID
+from weightbeam.pipelines.checking.virtual import check_files, open_own_source
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
-from weightbeam.pipelines.commands.virtual import check_files, open_own_source
 from weightbeam.pipelines.running.output import bring_back
 from weightbeam.pipelines.running.prepare import plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line

@@ -10,7 +10,7 @@ from typing import Any
 
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
-from weightbeam.pipelines.commands import virtual
+from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.running.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of

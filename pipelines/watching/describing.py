@@ -12,7 +12,9 @@ from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readd
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines.commands.diff import ComparedPair, Comparison, compare_pairs, open_pair
+from weightbeam.pipelines.checking.comparison import Comparison
+from weightbeam.pipelines.checking.pairs import ComparedPair, open_pair
+from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER

@@ -22,7 +22,8 @@ from weightbeam.formats.storage import LocalFolder, open_store
 from weightbeam.formats.targets import release as release_target
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.registry import FAMILIES
-from weightbeam.pipelines.commands.diff import compare_pairs, open_pair
+from weightbeam.pipelines.checking.pairs import open_pair
+from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.transforms.comparing import baselines, differences
 from weightbeam.transforms.comparing.baselines import FILE, Baseline, read_found
 from weightbeam.transforms.comparing.differences import Difference

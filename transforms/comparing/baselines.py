@@ -4,7 +4,7 @@ The rows of a unit are compared with the same rows of each baseline before they 
 the unit's ledger entry, and the assembly puts the sums into `differences.json`. The result depends on no baseline: what
 can't be told on the way isn't told (of units that an earlier command made, of tensors that aren't written as values in
 floating point, of a baseline that this worker can't read), and who wants it compares that afterwards
-(`pipelines/commands/diff.py`, `compare_pairs`).
+(`pipelines/checking/pairwise.py`, `compare_pairs`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+"""A checkpoint against its source: both are looked at, and the conversion of the source is planned again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read_tree, record_of, unknown_beside
+from weightbeam.formats.record.naming import is_name, is_named
+from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage.identity import Files
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.targets.published import RECORD
+from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.trees import TreeError, is_state, recognize
+from weightbeam.pipelines.checking.of_export import plan_against_checkpoint
+from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
+from weightbeam.pipelines.checking.subject import Subject, compare_trees
+from weightbeam.pipelines.checking.virtual import check_files, open_own_source
+from weightbeam.pipelines.running.beam_options import check_options
+from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, reading, refuse
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.transforms.comparing.metadata import find_metadata_faults
+from weightbeam.transforms.comparing.release_faults import compare_remembered
+from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
+
+LOG = logging.getLogger("weightbeam")
+
+
+NO_HASH = f"isn't compared: {CHECKPOINT_RECORD} has no hash of it"
+
+
+def plan_verification(
+    checkpoint: str,
+    source: str | None,
+    given: Mapping[str, Any],
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+) -> Subject:
+    """Looks at both sides, and plans the conversion of the release.
+
+    Raises:
+      Refused: it can't be compared.
+      Failed: the files that a virtual checkpoint refers to have changed.
+    """
+    check_options(beam, "verify", {"source": source, "checkpoint": checkpoint})
+    name_secret(hf_token_secret)
+    if not checkpoint:
+        raise Refused("--checkpoint is missing: what was made of the source")
+    checkpoint, source = in_order(checkpoint, source)
+    with reading(checkpoint):
+        if (pair := find_export(checkpoint, source)) is not None:
+            return plan_against_checkpoint(*pair, given)
+        _refuse_options_of_exports(given)
+        found = _open_checkpoint(checkpoint, source, given)
+        options = _options(found, given)
+        conversion = prepare(options, found.source, open_adapters(options))
+    refuse(conversion.plan.problems, conversion.source)
+    with reading(checkpoint):
+        return _compare_metadata(found, conversion)
+
+
+def _refuse_options_of_exports(given: Mapping[str, Any]) -> None:
+    """Refuses the options that only an export has a use for.
+
+    Raises:
+      Refused: there are any.
+    """
+    if given.get("like"):
+        raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
+    if given.get("accept"):
+        raise Refused("--accept: is for an export, whose small files are compared; neither side is one; leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint, and the release that it is compared with.
+
+    Attributes:
+      stores: its arrays, by their keys.
+      weights: the keys of its weights, by MaxText's names for them.
+      files: which are watched while they are read.
+      is_own: whether the release is the files that a virtual checkpoint refers to.
+    """
+
+    items: Store
+    stores: Mapping[str, ts.TensorStore]
+    weights: Mapping[str, str]
+    files: Files
+    source: HfCheckpoint
+    is_own: bool
+
+
+def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, Any]) -> _Checkpoint:
+    """Looks at a checkpoint, and at the release that it is compared with.
+
+    Raises:
+      Refused: it can't be compared, or doesn't say with what.
+      Failed: the files that a virtual checkpoint refers to have changed.
+    """
+    items = find_items(checkpoint)
+    if virtual := check_files(items):
+        LOG.info(virtual)
+    stores, files, weights = open_arrays(items), Files.of(items), weights_of(items)
+    if not given.get("lora"):
+        _refuse_merged(items)
+    if not source and not virtual:
+        source = source_of(items)
+        if is_name(source):
+            raise Refused(only_named(str(items), source, checkpoint))
+        LOG.info(f"compared with {source}, which it was made of")
+    made = record_of(items).get("options", {})
+    opened = open_source(source, bool(made.get("allow_links")), Cut.of(made)) if source else open_own_source(items)
+    return _Checkpoint(items, stores, weights, files, opened, not source)
+
+
+def _refuse_merged(items: Store) -> None:
+    """Refuses a checkpoint that an adapter of MaxText's was merged into, which can't be merged here again.
+
+    Raises:
+      Refused: there was one.
+    """
+    for adapter in record_of(items).get("adapters", ()):
+        if "lora_rank" in adapter:
+            raise Refused(
+                f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it; weightbeam diff compares it "
+                "with another checkpoint, or --lora names the adapter as PEFT has it"
+            )
+
+
+def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
+    """The options of the conversion into such a checkpoint.
+
+    Raises:
+      Refused: adapters were merged into it, and nothing says where they are.
+    """
+    weights = {name: found.stores[key] for name, key in found.weights.items()}
+    options = options_of(found.items, {**weights, **found.stores}, given, found.source.config)
+    if named := [url for url, _ in options.lora if is_name(url)]:
+        raise Refused(
+            f"{found.items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"
+        )
+    return options
+
+
+def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
+    """What is to be compared, with what can be said of it by the metadata alone."""
+    items, stores, record = found.items, found.stores, record_of(found.items)
+    arrays = conversion.plan.arrays
+    keys = {
+        array.key: array.key if array.key in stores else found.weights.get(array.key, array.key) for array in arrays
+    }
+    names = {key: name for name, key in keys.items()}
+    state = tuple(key for key in stores if key not in names and key != STEP.key and is_state(key))
+    there = {names.get(key, key): store for key, store in stores.items() if key not in state}
+    faults = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
+    wrong = tuple(dict.fromkeys(faults))
+    notes = () if found.is_own else _source_notes(found.source, record)
+    notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
+    return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, found.files))
+
+
+def weights_of(items: Store) -> Mapping[str, str]:
+    """The keys of a checkpoint's weights, by MaxText's names for them; empty where its tree isn't one that is known."""
+    try:
+        return recognize(leaves(read_tree(items))).weights
+    except TreeError:
+        return {}
+
+
+def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is to be known of a source that isn't the one that a checkpoint says it was made of: how its `config.json`
+    differs. It may be an export whose record is lost.
+    """
+    made_of, config = record.get("source"), record.get("config")
+    if made_of in (None, source.root) or is_named(made_of, source) or not isinstance(config, Mapping):
+        return ()
+    release = open_store(source.root)
+    why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
+    notes = compare_remembered(release, config)
+    return (*([] if release.exists(RECORD) else [(RECORD, why)]), *notes)

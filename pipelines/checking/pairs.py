@@ -1,0 +1,221 @@
+"""Two checkpoints of any kinds under the same names: releases, Orbax checkpoints, or one of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.orbax.scaled import values_of
+from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.release.source import open_source
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.plan import Array, is_float
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.execution.boxes import make_boxes
+from weightbeam.transforms.execution.operands import Operand, stored_operand
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import COMPUTED
+
+STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
+
+
+SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
+
+
+Side = Mapping[str, Operand]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedPair:
+    """Two checkpoints that are compared.
+
+    Attributes:
+      a, b: where they are.
+      first, second: what they hold, under the same names.
+      left_out: tensors of a release that its table leaves out on purpose, with the reason.
+      sources: what is read.
+    """
+
+    a: str
+    b: str
+    first: Side
+    second: Side
+    left_out: Mapping[str, str]
+    sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...] = ()
+
+    def shared(self, name: str) -> bool:
+        """Whether both have a tensor of that name and of one shape."""
+        first, second = self.first.get(name), self.second.get(name)
+        return first is not None and second is not None and first.shape == second.shape
+
+
+def open_pair(a: str, b: str, maxtext_model: str | None = None, family: str | None = None) -> ComparedPair:
+    """Looks at two checkpoints; see `diff`.
+
+    Raises:
+      Refused: one of them can't be looked at, or problems stand against it.
+    """
+    sources = [_look(place) for place in (a, b)]
+    (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
+    return ComparedPair(a, b, first, second, left_out, tuple(sources))
+
+
+def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
+    """A release by its headers, or an Orbax checkpoint by its metadata.
+
+    Raises:
+      Refused: neither can be found there.
+    """
+    try:
+        store = open_store(where)
+        store.check_readable()
+        return open_hf(store) if is_release(store) else open_orbax(store)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    except OSError as e:
+        raise Refused(f"{where}: {reason(e)}") from e
+
+
+def _in_one_spelling(
+    where: Sequence[HfCheckpoint | OrbaxCheckpoint], model: str | None, named: str | None
+) -> tuple[tuple[Side, Side], dict[str, str]]:
+    """Both sides under the same names, and what of a release has no place there."""
+    releases = [place for place in where if isinstance(place, HfCheckpoint)]
+    if len(releases) == 2:
+        families = [_family(release, model, named) for release in releases]
+        known = families[0] if all(family is families[0] for family in families) else None
+        return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
+    if not releases:
+        first, second = (_arrays(checkpoint) for checkpoint in where if isinstance(checkpoint, OrbaxCheckpoint))
+        return (_layer_by_layer(first, second), _layer_by_layer(second, first)), {}
+    (checkpoint,) = (place for place in where if isinstance(place, OrbaxCheckpoint))
+    there = _arrays(checkpoint)
+    here, left_out = _converted(releases[0], open_store(checkpoint.root), there, model, named)
+    return (here, there) if isinstance(where[0], HfCheckpoint) else (there, here), left_out
+
+
+def _family(release: HfCheckpoint, model: str | None, named: str | None) -> Family | None:
+    """The family of a release, whose table names its tensors; None where there is no table.
+
+    Raises:
+      Refused: the family was named, and there is none.
+    """
+    try:
+        return family_of(Config(release.config), model, named)
+    except (ConfigError, UnknownFamilyError) as e:
+        if named:
+            raise Refused(str(e)) from e
+        return None
+
+
+def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
+    """A release's own tensors; quantised ones by their values in float32."""
+    source = open_source(release)
+    source = source.renamed(family.aliases) if family else source
+    problems = [
+        problem
+        for problem in (*release.problems, *source.problems)
+        if (problem.kind, problem.subject) != ("missing", "config.json")
+    ]
+    if problems:
+        raise Refused(f"{release.root}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    return {name: stored_operand(encoding) for name, encoding in source.encodings.items()}
+
+
+def _arrays(checkpoint: OrbaxCheckpoint) -> Side:
+    """An Orbax checkpoint's weights by MaxText's keys; FP8 codes by their values in float32."""
+    return {key: stored_operand(array) for key, array in values_of(checkpoint).items()}
+
+
+def _layer_by_layer(side: Side, other: Side) -> Side:
+    """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
+
+    `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on.
+    Only what the other side has as many of as there are layers, each of the shape that is left, is taken apart.
+    """
+    found: dict[str, Operand] = {}
+    for key, stored in side.items():
+        match = STACKED.fullmatch(key)
+        layers = (
+            list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count())))
+            if match
+            else []
+        )
+        axes = [axis for axis, size in enumerate(stored.shape) if size == len(layers)]
+        axes = [
+            axis
+            for axis in axes
+            if all(other[name].shape == stored.shape[:axis] + stored.shape[axis + 1 :] for name in layers)
+        ]
+        if key in other or not axes:
+            found[key] = stored
+            continue
+        # several fit only where sizes are equal: MaxText's default, or the last place
+        axis = SCAN_AXIS if SCAN_AXIS in axes else axes[-1]
+        found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers)}
+    return found
+
+
+def _layer(stored: Operand, axis: int, number: int) -> Operand:
+    """One layer of a stacked array."""
+
+    def without(values: Sequence[int]) -> tuple[int, ...]:
+        return (*values[:axis], *values[axis + 1 :])
+
+    def fetch(box: Box) -> np.ndarray:
+        return stored.read((*box[:axis], (number, number + 1), *box[axis:])).squeeze(axis)
+
+    order = tuple(other - (other > axis) for other in stored.order if other != axis)
+    return Operand(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
+
+
+def _converted(
+    release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
+) -> tuple[Side, dict[str, str]]:
+    """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
+
+    Raises:
+      Refused: it can't be converted so.
+    """
+    try:
+        given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}
+        options = options_of(items, open_arrays(items), options_of_export(release.root) | given, release.config)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise Refused(f"{items}: can't be read: {e}") from e
+    options = dataclasses.replace(options, scan_layers=is_scanned(there))
+    dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in COMPUTED)
+    if dtypes:
+        options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
+    conversion = prepare(options, release)
+    refuse(conversion.plan.problems, conversion.source)
+    grids = {grid.spec.key: grid for grid in conversion.grids}
+
+    def stored(array: Array) -> Operand:
+        other = there.get(array.key)
+        dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in COMPUTED else array.dtype
+        made = dataclasses.replace(array, dtype=dtype)
+        order = tuple(reversed(grids[array.key].growth))
+        return Operand(
+            array.shape,
+            dtype,
+            order,
+            (1,) * len(array.shape),
+            lambda box: make_boxes([(made, box)], conversion.encodings)[0][0],
+            array.lossy,
+        )
+
+    return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
