@@ -157,8 +157,10 @@ class OrbaxTarget(Target[Staging]):
         return _why_not_replace(place, self.another)
 
     def why_not_discard(self, place: Staging) -> str:
-        """In a bucket what was staged lies where it will be read."""
-        return _deletes(_unknown(place), self.another) if isinstance(place, BucketStaging) else ""
+        """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""
+        if not isinstance(place, BucketStaging):
+            return ""
+        return self.why_not_replace(place) if place.is_complete() else _deletes(_unknown(place), self.another)
 
     def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """None where all but the name is there."""

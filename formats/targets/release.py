@@ -112,6 +112,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         return self._deletes({*others_in(place.final)} - self.own)
 
     def why_not_discard(self, place: ReleasePlace) -> str:
+        if plan_hash_of(place.final) is not None:  # in a bucket, where one who slept staged a plan beside it
+            return self.why_not_replace(place)
         return self._deletes(place.others_there())
 
     def _deletes(self, others: Collection[str]) -> str:

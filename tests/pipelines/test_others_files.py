@@ -105,6 +105,27 @@ def test_a_step_is_replaced_but_for_what_others_put_there(
         store.delete(name)
 
 
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_plan_that_a_sleeper_staged_beside_what_is_whole(
+    source: Path, checkpoint: Path, place: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was taken over before it staged its plan, and died right after: what is published is replaced, and what others
+    put there is still named.
+    """
+    arguments = (source, place, *MODEL) if command == "convert" else (checkpoint, place)
+    name = "0" if command == "convert" else "out"
+    beside = open_store(place if command == "convert" else place.removesuffix("/out"))
+    assert call(command, *arguments) == 0
+    beside.write(f"{name}.weightbeam/{'5' * 16}/plan.json.gz", b"staged")
+    beside.write(f"{name}/precious.txt", b"mine")
+    assert call(command, *arguments, "--overwrite") == 2
+    assert "would delete: precious.txt; move it away" in capfd.readouterr().err
+    beside.delete(f"{name}/precious.txt")
+    assert call(command, *arguments, "--overwrite") == 0
+    assert not beside.list(f"{name}.weightbeam/")
+
+
 @pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt", ".mine", "items/.mine", "items/eval/"])
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
