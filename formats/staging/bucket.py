@@ -164,7 +164,7 @@ class BucketStaging(Staging):
         try:
             self.check_claim()
         except StorageError:
-            self.plan_folder.delete_folder()
+            self.plan_folder.delete(PLAN, self._version)  # unless whoever took it over goes on with it by now
             raise
 
     def discard(self) -> None:
@@ -222,7 +222,8 @@ class BucketStaging(Staging):
     def write_plan(self, plan: bytes) -> None:
         if not self._claim:
             self.claim()
-        self._version = self.plan_folder.replace(PLAN, plan, self._version or None) or ""
+        if self._version:  # else there was none when the place was claimed
+            self._version = self.plan_folder.replace(PLAN, plan, self._version) or ""
         if not self._version:
             raise self.taken_over()
 

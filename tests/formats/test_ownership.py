@@ -130,6 +130,8 @@ def test_releases_that_sleep_and_wake(kind: str) -> None:
 LOST = {
     64766: "whoever was deleting what a stopped export had there was overtaken by one that gave up: it was nobody's then",
     17727: "whoever was overtaken staged his plan beside what had been published, and was killed: that was nobody's then",
+    200097: "whoever was overtaken when he had staged his plan removed it, though the other one went on with it",
+    302408: "whoever went on with a plan that was gone by then staged it where nobody looks",
 }
 
 
