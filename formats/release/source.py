@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from weightbeam.formats.adapters import Merging
+from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
 from weightbeam.formats.encodings import Encoding, Plain, Scaled
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
@@ -34,6 +35,7 @@ from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.keeping import NO_CODES, NOT_SQUARE, ONE_SCALE
 from weightbeam.model_mappings.plan import Problem, TensorSpec
 from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 
@@ -97,7 +99,7 @@ class ReleaseTensors:
                 encodings |= {name: Plain(one.weight), name + TENSOR_SUFFIX: Plain(one.scale)}
                 blocks[name] = one.block
             else:
-                problems.append(Problem("blocks", name, f"is {one.label}; MaxText keeps {CODES} in square blocks only"))
+                problems.append(Problem("blocks", name, f"is {one.label}; {_without_place(one)}"))
         sizes = {block[-1] for block in blocks.values()}
         if len(sizes) > 1:
             message = f"blocks of {' and '.join(map(str, sorted(sizes)))}; MaxText's weight_block_size is one for all"
@@ -141,6 +143,15 @@ def _spec(name: str, encoding: Encoding) -> TensorSpec:
     file = encoding.weight.path.rpartition("/")[2]
     stored = encoding.weight.name
     return TensorSpec(encoding.shape, dtype, file if stored == name else f"{file} (as {stored})", encoding.label)
+
+
+def _without_place(encoding: Encoding) -> str:
+    """Why a weight that isn't stored as its values can't stay codes."""
+    if isinstance(encoding, MergedWeight | Shifted | Replaced):
+        return "what an adapter makes of it has no codes until weightbeam quantize makes some"
+    if not isinstance(encoding, Scaled) or not encoding.has_codes:
+        return NO_CODES
+    return ONE_SCALE if encoding.block[-2:] == encoding.shape[-2:] else NOT_SQUARE
 
 
 def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:

@@ -40,6 +40,7 @@ from weightbeam.model_mappings.keeping import (
     check_modules,
     keep_codes,
     maxtext_keys,
+    why_without_codes,
     without_mapping,
 )
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
@@ -320,6 +321,8 @@ def _check_options(options: Options, family: Family, checkpoint: HfCheckpoint) -
     if options.virtual and checkpoint.cut:
         message = f"a virtual checkpoint holds the whole files of its source, and this is {checkpoint.cut} of it; cut it first, with weightbeam cut"
         yield Problem("virtual", "--virtual", message)
+    if options.save_dtype == CODES and (why := why_without_codes(options.maxtext)):
+        yield Problem("option", f"--maxtext={options.maxtext}", why)
     if options.mtp and not family.mtp:
         yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
     if options.multimodal and not family.towers:
