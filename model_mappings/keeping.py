@@ -27,6 +27,20 @@ UNQUANTIZED = (
     "norm",
 )
 DECODER = "params/decoder/"
+# Facts of 0.2.5 that messages say: `DType` in src/maxtext/configs/types.py, `DenseGeneral` in layers/linears.py, `RoutedMoE`
+# in layers/moe.py, the recipes in layers/quantizations.py.
+NO_CODES = (
+    f"{CODES} alone is kept; MaxText {VERSION}'s weights are that, float8_e5m2 or unquantised (te_mxfp8 and te_nvfp4 quantise "
+    "while it computes, and store nothing)"
+)
+NOT_SQUARE = (
+    f"{CODES} is kept in square blocks only: of two sizes of a weight_block_size MaxText {VERSION} takes the first for all "
+    "axes of a kernel that has heads"
+)
+ONE_SCALE = (
+    f"{CODES} is kept in square blocks only; MaxText {VERSION} could hold one scale a matrix (weight_block_size: null), "
+    "which isn't written"
+)
 
 Parts = Mapping[str, list[Part]]  # of each array, by its path
 Blocks = Mapping[str, Sequence[int]]  # of each tensor that stays codes, the elements on each axis that share a scale
@@ -109,6 +123,16 @@ def maxtext_keys(parts: Parts, size: int) -> dict[str, Any]:
         "weight_block_size": size,
         "unquantized_modules": [module for module in UNQUANTIZED if module in found],
     }
+
+
+def why_without_codes(maxtext: str | None) -> str:
+    """Why a version of MaxText has no place for codes; empty where it has, or where none is named."""
+    if maxtext in (None, VERSION):
+        return ""
+    return (
+        f"has no model with FP8 weights (its weight_dtype is bfloat16, float32 or float16); MaxText {VERSION} has, "
+        "which is written without this option"
+    )
 
 
 def without_mapping(family: str) -> list[str]:

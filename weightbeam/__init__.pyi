@@ -60,6 +60,7 @@ def convert(
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
+    quantize: str | None = None,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
@@ -102,6 +103,8 @@ def convert(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
+      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
+        quantised, as weightbeam.quantize does.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -496,6 +499,7 @@ def maxtext_config(
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
+    quantize: str | None = None,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
@@ -528,6 +532,8 @@ def maxtext_config(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
+      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
+        quantised, as weightbeam.quantize does.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -627,6 +633,7 @@ def plan(
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     save_dtype: str = "bfloat16",
+    quantize: str | None = None,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
@@ -665,6 +672,8 @@ def plan(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
+      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
+        quantised, as weightbeam.quantize does.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.

@@ -16,6 +16,7 @@ bfloat16; and everywhere, if the scales that the values were decoded with are gi
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 
 from weightbeam.formats.encodings.encoding import ContentError
 from weightbeam.formats.encodings.fp8 import blocks_over
+from weightbeam.model_mappings.plan import is_float
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_CODE = np.float32(448)  # of the codes
@@ -79,6 +81,34 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return blocks_over(shape, (1,) * (len(shape) - 2) + BLOCK)
 
 
+def find_scales(values: np.ndarray, name: str, formula: str = "deepseek") -> np.ndarray:
+    """The scales of a weight alone; see `quantize`."""
+    find, _ = FORMULAS[formula]
+    made = np.empty(scale_shape(values.shape), np.float32)
+    for lead in np.ndindex(values.shape[:-2]):
+        for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
+            band = values[lead][start : start + BLOCK[0]].astype(np.float32)
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                made[(*lead, row)], _ = find(_magnitudes(band, name, start))
+    return made
+
+
+def _magnitudes(band: np.ndarray, name: str, start: int) -> np.ndarray:
+    """The largest magnitude of each block of a row of them, in float32; (rows, columns) -> (blocks,).
+
+    Raises:
+      ContentError: a value is NaN or infinite.
+    """
+    largest = np.maximum(band.max(axis=0), -band.min(axis=0))
+    starts = np.arange(0, band.shape[-1], BLOCK[1])
+    amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
+    if not np.isfinite(amax).all():
+        raise ContentError(
+            f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it"
+        )
+    return amax
+
+
 def quantize(
     values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -109,12 +139,7 @@ def quantize(
     for lead in np.ndindex(values.shape[:-2]):
         for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
             band = values[lead][start : start + BLOCK[0]].astype(np.float32)
-            largest = np.maximum(band.max(axis=0), -band.min(axis=0))
-            amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
-            if not np.isfinite(amax).all():
-                raise ContentError(
-                    f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it"
-                )
+            amax = _magnitudes(band, name, start)
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
                 scale, factor = find(amax)
                 kept = None if given is None else _decoded_with(given[(*lead, row)], band, starts, widths)
@@ -186,6 +211,11 @@ def why_kept(name: str, shape: Sequence[int]) -> str | None:
     if len(shape) != 2 or module == name:
         return "no weight of a linear layer"
     return next((reason for reason, pattern in KEPT.items() if pattern.fullmatch(module)), None)
+
+
+def is_linear(name: str, dtype: np.dtype, shape: Sequence[int]) -> bool:
+    """Whether a tensor is a weight that is quantised: of a linear layer, of a dtype that isn't quantised already."""
+    return is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape) > 0
 
 
 def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:

@@ -65,9 +65,13 @@ class Scaled(InOrder):
         """Rows, and columns, of a block, where these codes and scales are what MaxText's FP8 models compute on: E4M3 in
         square blocks; else None.
         """
-        plain = self.code == CODES and self.zero is None and self.second is None
         *lead, rows, columns = self.block
-        return rows if plain and rows == columns > 1 and all(size == 1 for size in lead) else None
+        return rows if self.has_codes and rows == columns > 1 and all(size == 1 for size in lead) else None
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether a value is a code of E4M3 times one scale."""
+        return self.code == CODES and self.zero is None and self.second is None
 
     @property
     def per_byte(self) -> int:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from weightbeam.formats.adapters import Merging
+from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
 from weightbeam.formats.encodings import Encoding, Plain, Scaled
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
 from weightbeam.formats.encodings.gptq import spare_biases
+from weightbeam.formats.encodings.made_codes import MadeCodes, MadeScales
 from weightbeam.formats.encodings.matching import (
     SourceError,
     check_method,
@@ -29,13 +31,15 @@ from weightbeam.formats.encodings.matching import (
     why_dropped,
 )
 from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.encodings.quantizing import BLOCK, is_linear
 from weightbeam.formats.encodings.table import known
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.keeping import NO_CODES, NOT_SQUARE, ONE_SCALE
 from weightbeam.model_mappings.plan import Problem, TensorSpec
-from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
+from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX, in_square
 
 # of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
 MAX_SPARE_BYTES = 1 << 26
@@ -84,6 +88,36 @@ class ReleaseTensors:
         """The same tensors with adapters merged into them."""
         return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
 
+    def quantized(self, unneeded: Callable[[str], object]) -> ReleaseTensors:
+        """The same tensors with codes and scales made of each weight of a linear layer, as `weightbeam quantize` makes
+        them.
+
+        Args:
+          unneeded: whether a tensor is left out.
+        """
+        needed = {name: one for name, one in self.encodings.items() if not unneeded(name)}
+        problems = [
+            Problem("quantised", name, f"is {one.label}; --quantize takes values as they are stored")
+            for name, one in needed.items()
+            if one.label is not None
+        ]
+        linear = {
+            name: one.weight
+            for name, one in needed.items()
+            if one.label is None and is_linear(name, one.weight.dtype, one.shape)
+        }
+        if not linear and not problems:
+            problems.append(Problem("quantised", "config.json", "it has no linear layer that FP8 is for"))
+        codes = {name: MadeCodes(weight) for name, weight in linear.items()}
+        scales = {name + TENSOR_SUFFIX: MadeScales(weight) for name, weight in linear.items()}
+        blocks = {name: in_square(len(weight.shape), BLOCK[0]) for name, weight in linear.items()}
+        return dataclasses.replace(
+            self,
+            encodings={**self.encodings, **codes, **scales},
+            blocks={**self.blocks, **blocks},
+            problems=(*self.problems, *problems),
+        )
+
     def as_codes(self, unneeded: Callable[[str], object]) -> ReleaseTensors:
         """The same tensors with two in place of each quantised one: its codes, under its name, and its scales.
 
@@ -97,7 +131,7 @@ class ReleaseTensors:
                 encodings |= {name: Plain(one.weight), name + TENSOR_SUFFIX: Plain(one.scale)}
                 blocks[name] = one.block
             else:
-                problems.append(Problem("blocks", name, f"is {one.label}; MaxText keeps {CODES} in square blocks only"))
+                problems.append(Problem("blocks", name, f"is {one.label}; {_without_place(one)}"))
         sizes = {block[-1] for block in blocks.values()}
         if len(sizes) > 1:
             message = f"blocks of {' and '.join(map(str, sorted(sizes)))}; MaxText's weight_block_size is one for all"
@@ -107,7 +141,7 @@ class ReleaseTensors:
                 Problem(
                     "blocks",
                     "config.json",
-                    f"none of its weights is quantised, so none can be kept as {CODES}; weightbeam quantize makes such a release",
+                    f"none of its weights is quantised, so none can be kept as {CODES}; --quantize fp8 makes codes of them",
                 )
             )
         return dataclasses.replace(self, encodings=encodings, blocks=blocks, problems=tuple(problems))
@@ -137,10 +171,20 @@ class ReleaseTensors:
 
 
 def _spec(name: str, encoding: Encoding) -> TensorSpec:
-    dtype = encoding.weight.dtype if encoding.label is None else np.dtype(np.float32)
+    is_stored = encoding.label is None or isinstance(encoding, MadeCodes | MadeScales)
+    dtype = encoding.weight.dtype if is_stored else np.dtype(np.float32)
     file = encoding.weight.path.rpartition("/")[2]
     stored = encoding.weight.name
     return TensorSpec(encoding.shape, dtype, file if stored == name else f"{file} (as {stored})", encoding.label)
+
+
+def _without_place(encoding: Encoding) -> str:
+    """Why a weight that isn't stored as its values can't stay codes."""
+    if isinstance(encoding, MergedWeight | Shifted | Replaced):
+        return "what an adapter makes of it has no codes until weightbeam quantize makes some"
+    if not isinstance(encoding, Scaled) or not encoding.has_codes:
+        return NO_CODES
+    return ONE_SCALE if encoding.block[-2:] == encoding.shape[-2:] else NOT_SQUARE
 
 
 def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:

@@ -1,5 +1,6 @@
 """Trains a tiny Llama in FP8 with MaxText 0.2.5 and packs its state: `python tests/cases/fp8_training.py OUTPUT.tar.gz`, by
-an interpreter that has MaxText.
+an interpreter that has MaxText. `… fp8_training.py FOLDER RUN LAYOUT STEPS` trains so far, or goes on to there, and leaves the
+losses in FOLDER/RUN.jsonl.
 
 `quantization=fp8` keeps weights in float32, computes in FP8 (Flax's `Fp8DirectDotGeneralOp`), and keeps for each kernel the
 largest magnitudes of the last 1,024 steps and the scales that follow from them: variables of the model's, beside its
@@ -37,6 +38,7 @@ def train(folder: Path, run: str, scan_layers: bool, steps: int) -> Path:
         "base_output_directory": folder,
         "scan_layers": scan_layers,
         "steps": steps,
+        "metrics_file": folder / f"{run}.jsonl",
     }
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     words = [sys.executable, "-m", "maxtext.trainers.pre_train.train", str(base)]
@@ -52,4 +54,8 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        where, name, layout, count = sys.argv[1:]
+        train(Path(where), name, layout == "scanned", int(count))

@@ -38,3 +38,30 @@ def test_maxtext_computes_on_the_codes(tmp_path: Path, layout: str) -> None:
     made = np.load(result)
     assert np.abs(made - wanted).max() < WITHIN
     np.testing.assert_array_equal(made.argmax(-1), wanted.argmax(-1))
+
+
+def train(folder: Path, run: str, layout: str, steps: int) -> dict[int, float]:
+    """Trains so far with `quantization=fp8`; the losses of the steps that this took."""
+    losses = folder / f"{run}.jsonl"
+    losses.unlink(missing_ok=True)
+    words = [MAXTEXT, "-P", str(CASES / "fp8_training.py"), str(folder), run, layout, str(steps)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    subprocess.run(words, check=True, cwd=folder, env=clean, timeout=1800)
+    rows = [json.loads(line) for line in losses.read_text().splitlines()]
+    return {int(row["step"]): row["learning/loss"] for row in rows}
+
+
+@pytest.mark.skipif(not MAXTEXT, reason="WEIGHTBEAM_MAXTEXT_PYTHON names no Python of an environment with MaxText")
+@pytest.mark.slow("MaxText trains, a minute each time")
+@pytest.mark.parametrize("layouts", [("scanned", "unscanned"), ("unscanned", "scanned")], ids="-".join)
+def test_training_in_fp8_goes_on_in_the_other_layout(tmp_path: Path, layouts: tuple[str, str]) -> None:
+    """Weights, moments, magnitudes and scales of step 1 make the losses of steps 2 and 3 that the run itself goes on to."""
+    there, other = layouts
+    whole = train(tmp_path, "whole", there, 4)
+    moved = tmp_path / "moved" / "checkpoints"
+    step = tmp_path / "whole" / "checkpoints" / "1"
+    scan = ("--scan_layers", str(other == "scanned").lower())
+    assert call("reshard", step, moved, "--step", "1", "--state", "full", *scan) == 0
+    rest = train(tmp_path, "moved", other, 4)
+    assert sorted(rest) == [2, 3]
+    np.testing.assert_allclose([rest[2], rest[3]], [whole[2], whole[3]], rtol=1e-5)

@@ -176,7 +176,38 @@ def test_sizes_that_are_not_whole_blocks(tmp_path: Path, capsys: pytest.CaptureF
     told = refused(capsys, in_blocks(tmp_path, LLAMA, (16, 16)))
     assert "self_attention.query.kernel: its weights can't stay float8_e4m3fn: a block of 16 × 16" in told
     told = refused(capsys, in_blocks(tmp_path / "other", LLAMA, (4, 8)))
-    assert "is FP8 in blocks of 4 × 8; MaxText keeps float8_e4m3fn in square blocks only" in told
+    assert "is FP8 in blocks of 4 × 8; float8_e4m3fn is kept in square blocks only: of two sizes" in told
+
+
+def test_scales_that_maxtext_has_another_place_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One scale a matrix it could hold (weight_block_size: null): the message doesn't say that it couldn't."""
+    values = random_tensors(LLAMA)
+    tensors = quantise(values, (1 << 10, 1 << 10), F32)
+    quantization = dict(quant_method="fp8", activation_scheme="dynamic")
+    source = save(tmp_path / "release", LLAMA | dict(quantization_config=quantization), tensors)
+    told = refused(capsys, source)
+    assert "is FP8 with one scale; float8_e4m3fn is kept in square blocks only; MaxText 0.2.5 could hold one" in told
+
+
+def test_codes_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of E5M2 MaxText has the dtype, of 4 bits nothing."""
+    quantization = dict(quant_method="fp8", weight_block_size=list(BLOCK))
+    e5m2 = np.dtype("float8_e5m2")
+    tensors = {
+        name: array.astype(F32).astype(e5m2) if array.dtype == FP8 else array
+        for name, array in quantise(random_tensors(LLAMA), BLOCK, F32).items()
+    }
+    told = refused(capsys, save(tmp_path / "release", LLAMA | dict(quantization_config=quantization), tensors))
+    assert "float8_e4m3fn alone is kept; MaxText 0.2.5's weights are that, float8_e5m2 or unquantised" in told
+
+
+def test_a_version_without_codes(release: Path, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    """MaxText of August has no model that computes on them."""
+    told = refused(capsys, release, "--maxtext", "e591f30")
+    assert "--maxtext=e591f30: has no model with FP8 weights" in told
+    assert call("reshard", checkpoint, tmp_path / "out", "--maxtext", "e591f30") == 2
+    assert "has no model with FP8 weights" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_heads_of_deepseek_v3() -> None:
@@ -378,7 +409,9 @@ def test_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = in_blocks(tmp_path, FAMILIES["qwen3"], finite=True)
     kept = convert(source, tmp_path / "kept", *KEPT)
     adapter, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (48, 32)})
-    assert "up_proj.weight: is FP8 in blocks of 4 × 4" in refused(capsys, source, "--lora", str(adapter))
+    told = refused(capsys, source, "--lora", str(adapter))
+    assert "up_proj.weight: is FP8 in blocks of 4 × 4" in told
+    assert "what an adapter makes of it has no codes until weightbeam quantize makes some" in told
     assert call("export", kept, tmp_path / "no", "--lora", adapter) == 2
     assert "weightbeam quantize --lora makes codes of these" in " ".join(capsys.readouterr().err.split())
     assert call("quantize", kept, tmp_path / "out", "--lora", adapter) == 0

@@ -15,16 +15,22 @@ from support import (
     FP8,
     LLAMA,
     QWEN3_MOE,
+    assert_same_bits,
     call,
     convert,
+    converted,
     make_release,
     peft_adapter,
     random_tensors,
     read_config,
+    restore,
     save,
 )
 
 import weightbeam as wb
+from weightbeam.formats.encodings.made_codes import MadeCodes, MadeScales
+from weightbeam.formats.encodings.quantizing import quantize
+from weightbeam.formats.safetensors import Tensor
 
 safetensors = lazily("safetensors.torch")
 torch = lazily("torch")
@@ -311,4 +317,73 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             status = e.code
         assert status == 2
         assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+# --- into MaxText's tree ----------------------------------------------------------------------------------------------
+
+TREES = {
+    "llama": MODEL | dict(hidden_size=256, intermediate_size=384, num_attention_heads=2, head_dim=128),
+    "experts": MOE | dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=128, head_dim=128),
+}
+INTO = ("--save_dtype", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", ()),
+        ("llama", ("--unit_bytes", "300K", "--scan_layers", "false")),
+        ("experts", ("--mesh", "fsdp=2", "--unit_bytes", "400K")),
+        ("experts", ("--scan_layers", "false", "--use_ocdbt", "false")),
+    ],
+    ids=["scanned", "small units", "experts on a mesh", "experts apart"],
+)
+def test_into_a_tree(tmp_path: Path, family: str, options: tuple[str, ...]) -> None:
+    """In one step as in two: quantised to a release, whose codes are kept; whatever a unit cuts of a block."""
+    source = save(tmp_path / "hf", TREES[family], random_tensors(TREES[family], BF16))
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    wanted = converted(tmp_path / "fp8", tmp_path / "two", *INTO, *options)
+    made = convert(source, tmp_path / "one", *INTO, "--quantize", "fp8", *options)
+    assert_same_bits(restore(made), wanted)
+    assert any(array.dtype == FP8 for array in wanted.values())
+    assert call("verify", made) == 0
+    for name in ("one", "two"):
+        assert call("export", tmp_path / name, tmp_path / f"{name}-back", *INTO) == 0
+    backs = [read_with_torch(tmp_path / f"{name}-back") for name in ("one", "two")]
+    assert backs[0].keys() == backs[1].keys()
+    assert all(backs[0][name].tobytes() == values.tobytes() for name, values in backs[1].items())
+
+
+def test_boxes_of_made_codes() -> None:
+    """Any box is that part of the whole, whatever it cuts of blocks."""
+    shape = (2, 300, 260)
+    values = np.random.default_rng(0).standard_normal(shape, F32).astype(BF16)
+    tensor = Tensor("experts", BF16, shape, "", 0)
+    codes, scales = quantize(values, "experts")
+    for encoding, whole, boxes in (
+        (MadeCodes(tensor), codes, [((0, 2), (0, 300), (0, 260)), ((1, 2), (100, 290), (130, 135)), ((0, 1), (128, 129), (0, 260))]),
+        (MadeScales(tensor), scales, [((0, 2), (0, 3), (0, 3)), ((1, 2), (1, 2), (2, 3))]),
+    ):  # fmt: skip
+        assert encoding.shape == whole.shape
+        for box in boxes:
+            (read,) = encoding.reads(box)
+            stored = values[tuple(slice(*span) for span in read.box)]
+            part = whole[tuple(slice(*span) for span in box)]
+            assert encoding.decode([stored], box, encoding.weight.dtype).tobytes() == part.tobytes()
+
+
+def test_what_no_tree_of_codes_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Codes, sizes that aren't whole blocks, and another dtype than that of codes."""
+    source = save(tmp_path / "hf", TREES["llama"], random_tensors(TREES["llama"], BF16))
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    small = make_release(tmp_path / "small")
+    for place, options, message in (
+        (tmp_path / "fp8", INTO, "--quantize takes values as they are stored"),
+        (small, INTO, "isn't whole blocks of 128"),
+        (source, (), "makes codes, which --save_dtype float8_e4m3fn writes"),
+    ):
+        capsys.readouterr()
+        assert call("convert", place, tmp_path / "out", "--quantize", "fp8", *options) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "out").exists()

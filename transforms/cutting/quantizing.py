@@ -16,13 +16,13 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding, quantizing
 from weightbeam.formats.encodings.quantization import Quantization
-from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, quantize, scale_shape, why_kept
+from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, is_linear, quantize, scale_shape
 from weightbeam.formats.encodings.scaled import Scaled
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.plan import Problem, is_float
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.rows import VALUES, RowsRecipe
 
@@ -144,11 +144,7 @@ def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> froz
     """
     if given is not None:
         return frozenset(name for name, _, _ in tensors if name in given.scales)
-    return frozenset(
-        name
-        for name, dtype, shape in tensors
-        if is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape)
-    )
+    return frozenset(name for name, dtype, shape in tensors if is_linear(name, dtype, shape))
 
 
 def with_scales(tensors: Iterable[Entry], quantized: frozenset[str]) -> Iterator[Entry]:

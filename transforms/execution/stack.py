@@ -16,7 +16,7 @@ from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.relation import View, selection
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
-BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time
+BLOCK = (512, 2048)  # rows, and bytes of each, that are transposed at a time
 PITCH = 64  # bytes between the rows of a block: rows a power of two apart would share a few lines of the cache
 WORDS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}  # by bytes of an element, what two neighbours are turned as
 RUN = 512  # bytes; shorter runs are copied as one element each
@@ -211,8 +211,9 @@ def _copy_runs(source: np.ndarray, target: np.ndarray) -> None:
 def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
     """`target[*column, *row] = source[*row, *column]`, where a row has `rank` axes.
 
-    numpy moves an element a nanosecond where it strides through memory on either side, and three or four where both
-    sides are in the cache. So a block of rows is copied as it is, and turned from there.
+    numpy moves an element a nanosecond where it strides through memory on either side, and a fraction of that where both
+    sides are in the cache. So a block of rows is copied as it is, and turned from there. Blocks below each other follow
+    one another, so that what is written last in the target is still in the cache.
     """
     (slow, *fast), (wide, *narrow) = source.shape[:rank], source.shape[rank:]
     inner_rows, inner_columns = math.prod(fast), math.prod(narrow)
@@ -222,27 +223,32 @@ def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
     )
     pitch = -(-width * inner_columns * source.itemsize // PITCH) * PITCH + PITCH
     block = np.empty((step * inner_rows, pitch // source.itemsize), source.dtype)
-    for first in range(0, slow, step):
-        for column in range(0, wide, width):
+    word = WORDS.get(source.itemsize) if len(narrow) == 0 or narrow[-1] % 2 == 0 else None
+    words = np.empty(block.size // 2, word) if word else None
+    for column in range(0, wide, width):
+        for first in range(0, slow, step):
             part = source[(slice(first, first + step), *[slice(None)] * (rank - 1), slice(column, column + width))]
             copied = block[: len(part) * inner_rows, : math.prod(part.shape[rank:])]
             copied.reshape(part.shape, copy=False)[...] = part
             turned = target[(slice(column, column + width), *[slice(None)] * len(narrow), slice(first, first + step))]
-            if source.itemsize in WORDS and (len(narrow) == 0 or narrow[-1] % 2 == 0):
-                _turn_pairs(block[: len(copied)], turned, part.shape[:rank])
-            else:
+            if words is None:
                 turned[...] = copied.T.reshape(turned.shape, copy=False)
+            else:
+                _turn_pairs(block[: len(copied)], turned, part.shape[:rank], words)
 
 
-def _turn_pairs(block: np.ndarray, target: np.ndarray, rows: tuple[int, ...]) -> None:
-    """`target = block.T` for elements of 8 or 16 bits, as many as the target has; it has `rows`, and columns before them.
+def _turn_pairs(block: np.ndarray, target: np.ndarray, rows: tuple[int, ...], scratch: np.ndarray) -> None:
+    """`target = block.T` for as many elements as the target has; it has `rows`, and columns before them.
 
-    Two neighbours are turned as one of twice the size, and taken apart by a cast, which is a vector instruction.
+    Two neighbours are turned as one word of twice the size, in `scratch`, and taken apart by a cast, which is a vector
+    instruction.
     """
     *slower, columns = target.shape[: target.ndim - len(rows)]
     pairs = -(-columns // 2)  # the last may have one column only
-    word = WORDS[target.itemsize]
-    words = np.ascontiguousarray(block.view(word)[:, : math.prod(slower) * pairs].T).reshape(*slower, pairs, *rows)
+    wide = math.prod(slower) * pairs
+    turned = scratch[: wide * len(block)].reshape(wide, len(block))
+    turned[...] = block.view(scratch.dtype)[:, :wide].T
+    words = turned.reshape(*slower, pairs, *rows)
     at = (slice(None),) * len(slower)
     low, high = (0, 1) if sys.byteorder == "little" else (1, 0)
     for half in (low, high):

@@ -40,6 +40,7 @@ from weightbeam.model_mappings.keeping import (
     check_modules,
     keep_codes,
     maxtext_keys,
+    why_without_codes,
     without_mapping,
 )
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
@@ -123,7 +124,7 @@ def prepare(
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
         if options.save_dtype == CODES:
-            table, source = _keep(family, table, source)
+            table, source = _keep(family, table, source, options.quantize)
     except (ConfigError, UnknownFamilyError) as e:
         found = [
             *checkpoint.problems,
@@ -221,9 +222,12 @@ def _expand(family: Family, config: Config, layout: Layout, naming: ModelNaming)
     return _Table(parts, drops, note, maxtext, (*warnings, *unknown_name(naming.model)))
 
 
-def _keep(family: Family, table: _Table, source: ReleaseTensors) -> tuple[_Table, ReleaseTensors]:
-    """The table, and the tensors, with codes and scales in place of the values of quantised weights."""
-    source = source.as_codes(lambda name: drop_reason(name, table.drops))
+def _keep(family: Family, table: _Table, source: ReleaseTensors, quantize: str | None) -> tuple[_Table, ReleaseTensors]:
+    """The table, and the tensors, with codes and scales in place of the values of quantised weights, or of those that
+    are to be.
+    """
+    made = source.quantized if quantize else source.as_codes
+    source = made(lambda name: drop_reason(name, table.drops))
     parts, problems = keep_codes(table.parts, source.blocks)
     problems += check_modules(parts, family.name) if source.blocks and not problems else []
     maxtext = table.maxtext
@@ -232,8 +236,8 @@ def _keep(family: Family, table: _Table, source: ReleaseTensors) -> tuple[_Table
     table = dataclasses.replace(
         table, parts=parts, maxtext=maxtext, warnings=(*table.warnings, *without_mapping(family.name))
     )
-    made = {name for same in parts.values() for part in same for name in part.tensors}
-    lost = {scale for name in source.blocks if problems and (scale := name + TENSOR_SUFFIX) not in made}
+    placed = {name for same in parts.values() for part in same for name in part.tensors}
+    lost = {scale for name in source.blocks if problems and (scale := name + TENSOR_SUFFIX) not in placed}
     return table, dataclasses.replace(source, problems=(*source.problems, *problems), lost=source.lost | lost)
 
 
@@ -320,6 +324,10 @@ def _check_options(options: Options, family: Family, checkpoint: HfCheckpoint) -
     if options.virtual and checkpoint.cut:
         message = f"a virtual checkpoint holds the whole files of its source, and this is {checkpoint.cut} of it; cut it first, with weightbeam cut"
         yield Problem("virtual", "--virtual", message)
+    if options.quantize and options.save_dtype != CODES:
+        yield Problem("option", f"--quantize={options.quantize}", f"makes codes, which --save_dtype {CODES} writes")
+    if options.save_dtype == CODES and (why := why_without_codes(options.maxtext)):
+        yield Problem("option", f"--maxtext={options.maxtext}", why)
     if options.mtp and not family.mtp:
         yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
     if options.multimodal and not family.towers:

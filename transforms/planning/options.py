@@ -132,6 +132,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {  # what an option takes, in whatever 
     "overwrite": TRUTH,
     "prompt": dict(metavar="TEXT"),
     "param_scan_axis": dict(read=natural, metavar="N"),
+    "quantize": dict(choices=("fp8",)),
     "resume": TRUTH,
     "sample": dict(read=fraction, metavar="SHARE"),
     "save_logits": dict(metavar="FILE"),
@@ -302,6 +303,7 @@ class Options(Excerpt):
     param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
     save_dtype: str = _layout(f"dtype of every float array; computed in float32, cast once. {CODED}: FP8 weights stay codes, "
                               "each with its scales beside it, and everything else in its own dtype", "bfloat16", choices=(*COMPUTED, CODED))
+    quantize: str | None = _what(f"with --save_dtype {CODED}: make codes and scales of the linear layers of a release that isn't quantised, as weightbeam quantize does")
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
     sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")

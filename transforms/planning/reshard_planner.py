@@ -23,6 +23,7 @@ from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers
+from weightbeam.model_mappings.keeping import why_without_codes
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
@@ -198,6 +199,8 @@ def _codes_only(options: ReshardOptions, arrays: Sequence[Array], source: OrbaxC
     )
     if coded and options.save_dtype != KEEP:
         yield Problem("option", f"--save_dtype={options.save_dtype}", f"{coded[0]} is FP8 codes; {way}")
+    if coded and (why := why_without_codes(options.maxtext)):
+        yield Problem("option", f"--maxtext={options.maxtext}", why)
     if coded and options.lora:
         yield Problem("adapter", source.root, f"{coded[0]} is FP8 codes, which nothing can be added to; {way}")
 
