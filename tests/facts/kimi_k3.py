@@ -12,6 +12,10 @@ Shapes = dict[str, tuple[int, ...]]
 PREFIX = "language_model.model."
 TENSORS = 249_756  # of the language model, experts decoded (AI-Hypercomputer/maxtext, a test of its mapping, 4b27699)
 FULL_ATTENTION = [*range(4, 93, 4), 93]
+LINEAR = dict(
+    full_attn_layers=FULL_ATTENTION, kda_layers=[layer for layer in range(1, 94) if layer not in FULL_ATTENTION], head_dim=128, num_heads=96,
+    short_conv_kernel_size=4, use_full_rank_gate=True, gate_lower_bound=-5.0,
+)  # fmt: skip
 TEXT = dict(
     model_type="kimi_linear", vocab_size=163840, hidden_size=7168, intermediate_size=33792, num_hidden_layers=93, num_attention_heads=96,
     num_key_value_heads=96, hidden_act="situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0, rms_norm_eps=1e-5,
@@ -20,10 +24,7 @@ TEXT = dict(
     moe_router_activation_func="sigmoid", routed_scaling_factor=1.0, use_grouped_topk=True, num_expert_group=1, topk_group=1, q_lora_rank=1536,
     kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, mla_use_nope=True, mla_use_output_gate=True, attn_res_block_size=12,
     num_nextn_predict_layers=0,
-    linear_attn_config=dict(
-        full_attn_layers=FULL_ATTENTION, kda_layers=[layer for layer in range(1, 94) if layer not in FULL_ATTENTION], head_dim=128, num_heads=96,
-        short_conv_kernel_size=4, use_full_rank_gate=True, gate_lower_bound=-5.0,
-    ),
+    linear_attn_config=LINEAR,
 )  # fmt: skip
 MXFP4 = dict(  # only the routed experts are quantised
     quant_method="compressed-tensors", format="mxfp4-pack-quantized",

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from facts.kimi_k3 import MXFP4, PREFIX, TEXT, config_of, shapes_of
+from facts.kimi_k3 import LINEAR, MXFP4, PREFIX, TEXT, config_of, shapes_of
 from support import assert_same_bits, call, converted, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -25,7 +25,7 @@ TINY = TEXT | dict(
     vocab_size=40, hidden_size=EMBED, intermediate_size=20, num_hidden_layers=5, num_attention_heads=HEADS, num_key_value_heads=HEADS, num_experts=EXPERTS,
     num_experts_per_token=2, moe_intermediate_size=HIDDEN, routed_expert_hidden_size=LATENT, q_lora_rank=14, kv_lora_rank=10, qk_nope_head_dim=7,
     qk_rope_head_dim=4, v_head_dim=VALUE, attn_res_block_size=2,
-    linear_attn_config=TEXT["linear_attn_config"] | dict(full_attn_layers=[4, 5], kda_layers=[1, 2, 3], head_dim=DIM, num_heads=HEADS),
+    linear_attn_config=LINEAR | dict(full_attn_layers=[4, 5], kda_layers=[1, 2, 3], head_dim=DIM, num_heads=HEADS),
 )  # fmt: skip
 WIDE = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")  # float32 in the release
 OPTIONS = ("--scan_layers", "false", "--save_dtype", "float32")
