@@ -287,12 +287,13 @@ def experts(
     width: int,
     fused: bool,
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    inputs: str = "embed",
 ) -> Table:
     """Routed experts, stacked in MaxText; in the checkpoint a tensor for each, or `fused` as transformers v5 holds
     them.
 
     The fused `gate_up_proj` is (expert, 2 · moe_mlp, embed), gate first; `down_proj` is (expert, embed, moe_mlp)
-    (huggingface/transformers, models/qwen3_moe/modeling_qwen3_moe.py, v5.23.0). `width` is moe_mlp.
+    (huggingface/transformers, models/qwen3_moe/modeling_qwen3_moe.py, v5.23.0). `width` is moe_mlp, `inputs` the axis word of what goes in and comes out.
     """
     if fused:
         gate, up, down = f"gate_up_proj[:, :{width}]", f"gate_up_proj[:, {width}:]", "down_proj"
@@ -302,14 +303,20 @@ def experts(
         rule(
             f"{target}/wi_0",
             f"{source}.{gate}",
-            "expert moe_mlp embed -> expert embed moe_mlp",
+            f"expert moe_mlp {inputs} -> expert {inputs} moe_mlp",
             "exp embed_moe mlp_moe",
         ),
         rule(
-            f"{target}/wi_1", f"{source}.{up}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"
+            f"{target}/wi_1",
+            f"{source}.{up}",
+            f"expert moe_mlp {inputs} -> expert {inputs} moe_mlp",
+            "exp embed_moe mlp_moe",
         ),
         rule(
-            f"{target}/wo", f"{source}.{down}", "expert embed moe_mlp -> expert moe_mlp embed", "exp mlp_moe embed_moe"
+            f"{target}/wo",
+            f"{source}.{down}",
+            f"expert {inputs} moe_mlp -> expert moe_mlp {inputs}",
+            "exp mlp_moe embed_moe",
         ),
     ]
 
@@ -324,4 +331,17 @@ def experts_in_out(target: str, source: str, width: int) -> Table:
             f"{target}/wi_1", f"{source}.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
         ),
         rule(f"{target}/wo", f"{source}.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
+    ]
+
+
+def latent_experts(target: str, source: str, width: int, projections: tuple[str, str, str]) -> Table:
+    """Experts in a latent: a projection down to `latent`, the router's experts there, a norm of what they make together,
+    and a projection up again (AI-Hypercomputer/maxtext, src/maxtext/layers/latent_moe.py, 4b27699).
+    """
+    down, up, norm = (f"routed_expert_{part}" for part in ("down_proj", "up_proj", "norm"))
+    return [
+        rule(f"{target}/{down}/kernel", f"{source}.{down}.weight", "latent embed -> embed latent", "embed latent_moe"),
+        *experts(f"{target}/routed_experts", f"{source}.experts", width, False, projections, "latent"),
+        rule(f"{target}/{norm}/scale", f"{source}.{norm}.weight", "latent", "norm"),
+        rule(f"{target}/{up}/kernel", f"{source}.{up}.weight", "embed latent -> latent embed", "latent_moe embed"),
     ]

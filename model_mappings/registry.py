@@ -22,6 +22,7 @@ from weightbeam.model_mappings.families import (
     gpt_oss,
     hy3,
     identity,
+    kimi_k3,
     llama,
     llama4,
     mixtral,
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     glm5.FAMILY,
     hy3.FAMILY,
     glm5_next.FAMILY,
+    kimi_k3.FAMILY,
     olmo3.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
@@ -60,13 +62,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 # Models without a table, by `model_type`, and what they are. MaxText has DeepSeek V4.1's sizes in a branch
-# (configs/models/deepseek4.1-flash.yml, b7c38e9). Of Kimi K3 it has two: pull request 4967 (25f141a), whose mapping lacks the
-# latent's projections, and one whose layers have all (models/kimi_k3.py, layers/latent_moe.py, 4b27699).
+# (configs/models/deepseek4.1-flash.yml, b7c38e9).
 REFUSED = {
     "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
     "MaxText has only DeepSeek V4's, which do neither",
-    "kimi_k3": "Kimi K3's routed experts work in a latent, and its layers weigh earlier blocks; "
-    "MaxText has them in a branch only (4b27699), which no table follows yet",
 }
 
 

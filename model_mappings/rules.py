@@ -77,6 +77,8 @@ class Rule:
       integer: whether the tensor holds integers that aren't weights; they keep their dtype.
       spare: whether the array repeats another one, for versions of MaxText that look for it there; what is read back is
         the other one.
+      padded: the length of the tensor's first axis where the window ends before it: what lies behind is zeros, which no
+        array has, and which an export writes again; 0 for none.
     """
 
     target: str
@@ -90,6 +92,7 @@ class Rule:
     fill: float | None
     integer: bool = False
     spare: bool = False
+    padded: int = 0
 
 
 _SOURCE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<window>[^\[\]]+)\])?")
@@ -105,6 +108,7 @@ def rule(
     fill: float | None = None,
     integer: bool = False,
     spare: bool = False,
+    padded: int = 0,
     **segments: Segment,
 ) -> list[Rule]:
     """One line of a table, or none where `when` is false: the rules of a stack are lists that are joined.
@@ -141,6 +145,7 @@ def rule(
             pad,
             integer,
             spare,
+            padded,
         )
     ]
 

@@ -32,17 +32,17 @@ INDEXER: Table = [
 ]
 
 
-def dense_prefix(c: Config, default: int) -> int:
+def dense_prefix(c: Config, default: int, field: str = "first_k_dense_replace") -> int:
     """How many layers before the others have one MLP and no experts: by `mlp_layer_types`, which transformers writes, or
-    by `first_k_dense_replace`; `default` where neither says it.
+    by `field`; `default`, or all layers if there are fewer, where neither says it.
 
     Raises:
       ConfigError: layers behind the first one with experts have none.
     """
-    types = c.get("mlp_layer_types")
+    types, n = c.get("mlp_layer_types"), c.size("num_hidden_layers")
     if types is None:
-        return c.count("first_k_dense_replace") if "first_k_dense_replace" in c else default
-    dense, n = list(types).count("dense"), c.size("num_hidden_layers")
+        return c.count(field) if field in c else min(default, n)
+    dense = types.count("dense") if isinstance(types, list) else 0
     if types != ["dense"] * dense + ["sparse"] * (n - dense):
         raise ConfigError(
             f"config.json: 'mlp_layer_types' should be 'dense' and then 'sparse', {n} in all, as MaxText's layers are"

@@ -216,9 +216,7 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
         for root, rest in moving.get(layers[0][0], ()):
             count = before.by_target[layers[0][0]].layers.ndim
             if stack.layers.ndim and count:
-                is_one = stack.layers.ndim == count and len({held for held, _ in layers}) == 1
-                select = _select if is_one else _regroup
-                add(select, root, rest, target, layers, stack, before, after, arrays)
+                add(_regroup, root, rest, target, layers, stack, before, after, arrays)
             elif stack.layers.ndim:
                 add(_gather, root, rest, target, layers, stack, arrays, after)
             else:
@@ -276,42 +274,6 @@ def _is_empty(target: Path, stack: Stack, before: Stacks) -> bool:
     return not before.has(target, stack) and stack.source in sources and not [*stack.places]
 
 
-def _select(
-    root: Path,
-    rest: Path,
-    target: Path,
-    layers: Sequence[tuple[Path, tuple[int, ...]]],
-    stack: Stack,
-    before: Stacks,
-    after: Stacks,
-    arrays: Mapping[Path, Held],
-) -> Moved:
-    """Some layers of a stacked array, stacked as they were: those from one on that follow each other."""
-    held, path = layers[0][0], (*root, *layers[0][0], *rest)
-    (key, shape), count = arrays[path], stack.layers.ndim
-    rank = len(shape) - count
-    here, there = before.at(root, rank), after.at(root, rank)
-    _check(path, shape, here, before.by_target[held])
-    places = [place for place, _ in stack.places]
-    first = tuple(map(int, np.subtract(layers[0][1], places[0])))
-    wanted = {(held, tuple(map(int, np.add(first, place)))) for place in places}
-    if {*layers} != wanted or min(first) < 0:
-        raise StackingError(
-            path,
-            "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
-        )
-    sizes, axes = _words(shape)
-    sizes |= {f"d{here + axis}": size for axis, size in enumerate(stack.layers.shape)}
-    window = (
-        *[slice(None)] * here,
-        *(slice(at, at + size) for at, size in zip(first, stack.layers.shape, strict=True)),
-    )
-    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
-    order = [*others[:there], *range(here, here + count), *others[there:]]
-    part = Copy(np.array(key, dtype=object), sizes, axes, tuple(axes[axis] for axis in order), window)
-    return Moved((*root, *target, *rest), path, part, tuple(range(there, there + count)))
-
-
 def _regroup(
     root: Path,
     rest: Path,
@@ -322,8 +284,10 @@ def _regroup(
     after: Stacks,
     arrays: Mapping[Path, Held],
 ) -> Moved:
-    """Layers of stacked arrays, stacked otherwise: those from one on that follow each other in each of them.
+    """Some layers of stacked arrays, stacked as they were or otherwise: those from one on that follow each other in each of
+    them. A place without a layer stays one.
 
+    layers          (embed, 4, mlp)          of  layers [:, 8:12]
     local_layers    (embed, cycles, 3, mlp)  of  layer_0, layer_1, layer_2  (embed, cycles, mlp)
     layer_0         (embed, cycles, mlp)     of  local_layers [:, :, 0]
     """
@@ -331,12 +295,13 @@ def _regroup(
     shape, count = arrays[path].shape, before.by_target[layers[0][0]].layers.ndim
     here, there = before.at(root, len(shape) - count), after.at(root, len(shape) - count)
     _check(path, shape, here, before.by_target[held])
-    taken_from = _follow(path, layers, stack.layers.shape, count)
+    places = {place: layer for (place, _), layer in zip(stack.places, layers, strict=True)}
+    taken_from, starts = _follow(path, places, stack.layers.shape, before.by_target[held].layers.shape)
     apart = [axis for axis, old in enumerate(taken_from) if old is None]
     keys = _keys_apart(root, rest, layers, stack.layers.shape, apart, arrays)
     sizes, axes = _words(shape)
     window: list[slice] = [slice(None)] * (here + count)
-    for old, first in enumerate(layers[0][1]):
+    for old, first in enumerate(starts):
         size = stack.layers.shape[taken_from.index(old)] if old in taken_from else 1
         sizes[f"d{here + old}"] = size
         window[here + old] = slice(first, first + size)
@@ -350,44 +315,65 @@ def _regroup(
     return Moved((*root, *target, *rest), path, part, tuple(range(there, there + stack.layers.ndim)))
 
 
+Places = Mapping[
+    tuple[int, ...], tuple[Path, tuple[int, ...]]
+]  # the old stack's target, and the index in it, by the new one's
+
+
 def _follow(
-    path: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], shape: Shape, count: int
-) -> tuple[int | None, ...]:
-    """For each axis of `shape`, on which `layers` are stacked, the old array's of which it is a range; None where each
-    index has an old array of its own.
+    path: Path, places: Places, shape: Shape, old_shape: Shape
+) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """For each axis of `shape`, on which layers are stacked, the old arrays' of which it is a range; None where each index
+    has an old array of its own. And where on each of the old axes the range begins.
 
     Args:
       path: an array's, for the message.
-      layers: the old stack's target and the index in it.
-      count: how many axes the old stacks have.
+      places: all that have a layer.
+      old_shape: on which the layers were stacked.
 
     Raises:
       StackingError: the layers don't follow each other so.
     """
-    places = dict(zip(np.ndindex(shape), layers, strict=False))  # fewer where places have no layer
-    held, first = layers[0]
-    came: list[int | None] = [None] * len(shape)
-    for axis in (axis for axis, size in enumerate(shape) if size > 1):
-        other, index = places.get(tuple(int(axis == each) for each in range(len(shape))), (None, first))
-        if other == held:
-            came[axis] = next((old for old in range(count) if index[old] != first[old]), None)
-    for axis in (axis for axis, size in enumerate(shape) if size == 1):
-        came[axis] = next((old for old in range(count) if old not in came), None)
+    came = _came(places, len(shape), len(old_shape))
+    origin, (_, first) = next(iter(places.items()))
+    axis_of = {old: axis for axis, old in enumerate(came) if old is not None}
+    starts = tuple(at - origin[axis_of[old]] if old in axis_of else at for old, at in enumerate(first))
 
-    def place(index: tuple[int, ...]) -> tuple[Path, tuple[int, ...]]:
+    def place(index: tuple[int, ...]) -> tuple[Path, tuple[int, ...]] | None:
         """Where the layer at `index` must have been."""
-        apart = tuple(at if old is None else 0 for at, old in zip(index, came, strict=True))
-        along = {old: at for at, old in zip(index, came, strict=True)}
-        return places[apart][0], tuple(start + along.get(old, 0) for old, start in enumerate(first))
+        apart = tuple(at if old is None else begin for at, old, begin in zip(index, came, origin, strict=True))
+        along = tuple(start + index[axis_of[old]] if old in axis_of else start for old, start in enumerate(starts))
+        return (places[apart][0], along) if apart in places else None
 
     apart = [axis for axis, old in enumerate(came) if old is None]
-    is_together = apart == list(range(apart[0], apart[-1] + 1)) if apart else True
-    is_whole = len(layers) == math.prod(shape)
-    if not is_whole or not is_together or any(place(index) != found for index, found in places.items()):
+    is_together = not apart or apart == list(range(apart[0], apart[-1] + 1))
+    is_whole = len(places) == math.prod(shape)
+    is_inside = all(0 <= starts[old] <= old_shape[old] - shape[axis] for old, axis in axis_of.items())
+    followed = all(place(index) == found for index, found in places.items())
+    if not (is_together and is_inside and followed and (is_whole or not apart)):
         raise StackingError(
             path,
             "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
         )
+    return came, starts
+
+
+def _came(places: Places, rank: int, old_rank: int) -> tuple[int | None, ...]:
+    """The old axis that each new one seems to be, by two layers that differ on it alone; where there aren't two, the next
+    one that is none of the others.
+    """
+    origin, (held, first) = next(iter(places.items()))
+    came: list[int | None] = [None] * rank
+    unsettled = []
+    for axis in range(rank):
+        alike = (place for place in places if [i for i in range(rank) if place[i] != origin[i]] == [axis])
+        if (other := next(alike, None)) is None:
+            unsettled.append(axis)
+        elif places[other][0] == held:
+            index = places[other][1]
+            came[axis] = next((old for old in range(old_rank) if index[old] != first[old]), None)
+    for axis in unsettled:
+        came[axis] = next((old for old in range(old_rank) if old not in came), None)
     return tuple(came)
 
 
@@ -404,11 +390,13 @@ def _keys_apart(
     Raises:
       StackingError: one is missing, or has another shape.
     """
-    first = tuple(slice(None) if axis in apart else 0 for axis in range(len(shape)))
-    targets = np.empty(len(layers), dtype=object)
-    targets[:] = [held for held, _ in layers]
-    chosen = np.array(targets.reshape(shape)[first], dtype=object)
-    paths = [(*root, *held, *rest) for held in chosen.flat] if apart else [(*root, *layers[0][0], *rest)]
+    chosen = [layers[0][0]]
+    if apart:  # then every place has a layer
+        first = tuple(slice(None) if axis in apart else 0 for axis in range(len(shape)))
+        targets = np.empty(len(layers), dtype=object)
+        targets[:] = [held for held, _ in layers]
+        chosen = np.array(targets.reshape(shape)[first], dtype=object).flat
+    paths = [(*root, *held, *rest) for held in chosen]
     if missing := [path for path in paths if path not in arrays]:
         raise StackingError(
             paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"

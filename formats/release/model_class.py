@@ -21,13 +21,17 @@ PIPELINE_TAGS: Mapping[str, str] = {
     "AutoModelForCausalLM": "text-generation",
 }
 # `model_type`s that transformers has no class for: the code beside the weights is the model
-OWN_CODE = ("kimi_k2",)
+OWN_CODE = ("kimi_k2", "kimi_k3")
 
 
 def model_class(config: Mapping[str, Any]) -> str:
     """The class whose `from_pretrained` loads a release: the Auto class of its architecture, or the architecture itself
-    where it is of another kind. A release that names none counts as a language model.
+    where it is of another kind. A release that names none counts as a language model; one with code of its own says its
+    Auto class itself.
     """
+    own = config.get("auto_map") if config.get("model_type") in OWN_CODE else None
+    if isinstance(own, Mapping) and (named := [auto for auto in AUTO_CLASSES.values() if auto in own]):
+        return named[0]
     said = config.get("architectures")
     name = said[0] if isinstance(said, list) and said else None
     if not isinstance(name, str) or not name.isidentifier():  # it becomes code that a person runs

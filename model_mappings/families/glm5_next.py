@@ -25,7 +25,7 @@ from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import delta_attention, hyper_connection, hyper_dims
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.sparse_decoder import BIAS, spare_bias
+from weightbeam.model_mappings.sparse_decoder import BIAS, dense_prefix, spare_bias
 
 HF = "model.language_model."
 CYCLE = 4
@@ -41,12 +41,8 @@ LATENT_ATTENTION = [
 
 
 def dense_layers(c):
-    """How many layers, from the first on, have no experts: transformers' default is 3."""
-    n, types = c.size("num_hidden_layers"), c.get("mlp_layer_types")
-    count = min(3, n) if types is None else types.count("dense") if isinstance(types, list) else 0
-    if types is not None and types != ["dense"] * count + ["sparse"] * (n - count):
-        raise ConfigError(f"config.json: 'mlp_layer_types' should be 'dense' for the first of {n} layers and 'sparse' for the others, but is {types!r}")
-    return count
+    """transformers' class (v5.23.0) has no `first_k_dense_replace`."""
+    return dense_prefix(c, default=3, field="")
 
 
 def check_layers(c):

@@ -100,7 +100,8 @@ def _tensors_of(export: Export) -> dict[str, Operand]:
         for part, pieces in rows[tables_name[name]]:
             fetches = [Fetch(arrays[number], piece.source.box, arrays[number].dtype) for number, piece in pieces]
             values = decode(fetches, read(fetches)[0])
-            recipe = BoxRecipe(part, tensor.dtype, None, tuple((at, piece) for at, (_, piece) in enumerate(pieces)))
+            fill = None if pieces else 0.0
+            recipe = BoxRecipe(part, tensor.dtype, fill, tuple((at, piece) for at, (_, piece) in enumerate(pieces)))
             made[tuple(slice(*span) for span in part)] = make(recipe, arrange(fetches, values, recipe.pieces)).reshape(
                 extent(part)
             )

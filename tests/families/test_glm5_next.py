@@ -168,7 +168,7 @@ def test_scanned_is_refused(release: Path, tmp_path: Path) -> None:
     [
         (dict(layer_types=["indexed_attention"] * 5), "'layer_types' isn't the pattern"),
         (dict(layer_types=["linear_attention"] * 4), "'layer_types' isn't the pattern"),
-        (dict(mlp_layer_types=["sparse", "dense", "dense", "sparse", "sparse"]), "'mlp_layer_types' should be 'dense' for the first"),
+        (dict(mlp_layer_types=["sparse", "dense", "dense", "sparse", "sparse"]), "'mlp_layer_types' should be 'dense' and then 'sparse', 5 in all"),
         (dict(mlp_layer_types="dense"), "'mlp_layer_types' should be"),
     ],
 )  # fmt: skip

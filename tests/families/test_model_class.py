@@ -37,6 +37,9 @@ def test_the_line() -> None:
     assert loading_code(kimi, "a b") == (
         "transformers.AutoModelForCausalLM.from_pretrained('a b', trust_remote_code=True)"
     )
+    kimi = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"]}
+    kimi |= {"auto_map": {"AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration"}}
+    assert loading_code(kimi, "a") == "transformers.AutoModelForCausalLM.from_pretrained('a', trust_remote_code=True)"
     assert loading_code({}, "me/x", revision="ab").endswith(
         "AutoModelForCausalLM.from_pretrained('me/x', revision='ab')"
     )

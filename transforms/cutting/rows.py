@@ -29,7 +29,7 @@ class RowsRecipe:
     Attributes:
       tensor: where they go: `path` is the file's name in the release.
       box: of the tensor.
-      pieces: what they are made of, each with the number of the fetch that holds its source.
+      pieces: what they are made of, each with the number of the fetch that holds its source; none of zeros.
       merged: what adapters make of the tensor, as an encoding whose base is `made_here` of it; None where none reaches
         it.
     """
@@ -38,7 +38,11 @@ class RowsRecipe:
     box: Box
     pieces: tuple[tuple[int, Piece], ...]
     merged: Encoding | None = None
-    fill = None
+
+    @property
+    def fill(self) -> float | None:
+        """The value of rows that are made of nothing."""
+        return None if self.pieces else 0.0
 
     @property
     def written(self) -> np.dtype:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from weightbeam.model_mappings.boxes import Box, volume
-from weightbeam.model_mappings.cells import Cell, Piece
+from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.cutting.blocks import Block, element_box
@@ -18,15 +18,28 @@ def rows_of(
     arrays: Sequence[Array], grids: Sequence[Grid], blocks: Sequence[Block]
 ) -> dict[str, list[tuple[Box, tuple[tuple[int, Piece], ...]]]]:
     """By tensor the boxes that blocks of arrays fill, and with what: pieces, each with the number of the block that
-    holds its source.
+    holds its source; none where the box is the padding behind them.
     """
     pieces: dict[str, list[tuple[int, Piece]]] = {}
+    padding: dict[str, Box] = {}  # behind the last row that has a source
     for number, block in enumerate(blocks):
         array, box = arrays[block.array], element_box(grids[block.array].spec, block.shards)
         for cell in array.cells(box):
             for piece in back(cell, box, array.key):
                 pieces.setdefault(str(cell.tensor), []).append((number, piece))
-    return {name: list(_boxes(placed)) for name, placed in pieces.items()}
+                if cell.part.rule.padded:
+                    padding[str(cell.tensor)] = _behind(cell.part)
+    made = {name: list(_boxes(placed)) for name, placed in pieces.items()}
+    for name, box in padding.items():
+        if any(piece.target.box[0][1] == box[0][0] for _, piece in pieces[name]):  # the unit that has the last row
+            made[name].append((box, ()))
+    return made
+
+
+def _behind(part: Part) -> Box:
+    """The padding of a part's tensor."""
+    rows, *others = part.source_box()
+    return ((rows.stop, part.rule.padded), *((0, axis.stop) for axis in others))
 
 
 def back(cell: Cell, box: Box, key: str) -> Iterator[Piece]:

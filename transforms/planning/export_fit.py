@@ -270,11 +270,13 @@ def audit_tensors(
 
 
 def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that arrays are made into: as far as their windows reach."""
+    """The shapes of the tensors that arrays are made into: as far as their windows reach, and what is padding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for array in arrays:
         for part in array.parts:
             reach = tuple(indices[-1] + 1 for indices in part.source_box())
+            if part.rule.padded:
+                reach = (part.rule.padded, *reach[1:])
             for name in part.tensors:
                 held = shapes.get(name, reach)
                 shapes[name] = tuple(map(max, held, reach))
