@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from support import HERE, call
+from support import HERE, LLAMA, call, make_release
 
 MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")
 CASES = HERE / "cases"
@@ -60,8 +60,9 @@ def test_training_in_fp8_goes_on_in_the_other_layout(tmp_path: Path, layouts: tu
     whole = train(tmp_path, "whole", there, 4)
     moved = tmp_path / "moved" / "checkpoints"
     step = tmp_path / "whole" / "checkpoints" / "1"
+    told = ("--like", make_release(tmp_path / "like", LLAMA), "--maxtext_model", "llama3.1-8b")
     scan = ("--scan_layers", str(other == "scanned").lower())
-    assert call("reshard", step, moved, "--step", "1", "--state", "full", *scan) == 0
+    assert call("reshard", step, moved, "--state", "full", *told, *scan) == 0
     rest = train(tmp_path, "moved", other, 4)
     assert sorted(rest) == [2, 3]
     np.testing.assert_allclose([rest[2], rest[3]], [whole[2], whole[3]], rtol=1e-5)

@@ -30,7 +30,9 @@ from support import (
 import weightbeam as wb
 from weightbeam.formats.encodings.made_codes import MadeCodes, MadeScales
 from weightbeam.formats.encodings.quantizing import quantize
-from weightbeam.formats.safetensors import Tensor
+from weightbeam.formats.safetensors import Tensor, open_hf
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import CODED, Options
 
 safetensors = lazily("safetensors.torch")
 torch = lazily("torch")
@@ -353,6 +355,16 @@ def test_into_a_tree(tmp_path: Path, family: str, options: tuple[str, ...]) -> N
     backs = [read_with_torch(tmp_path / f"{name}-back") for name in ("one", "two")]
     assert backs[0].keys() == backs[1].keys()
     assert all(backs[0][name].tobytes() == values.tobytes() for name, values in backs[1].items())
+
+
+def test_the_plan_says_that_weights_are_read_twice(tmp_path: Path) -> None:
+    """Once for codes, once for scales."""
+    tensors = random_tensors(TREES["llama"], BF16)
+    source = save(tmp_path / "hf", TREES["llama"], tensors)
+    planned = prepare(Options(save_dtype=CODED, quantize="fp8"), open_hf(source))
+    once = sum(tensor.nbytes for tensor in tensors.values())
+    twice = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("_proj.weight"))
+    assert (planned.source_bytes, planned.read_bytes) == (once, once + twice)
 
 
 def test_boxes_of_made_codes() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.encodings.made_codes import MadeScales
 from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
@@ -122,9 +123,10 @@ class Conversion(Transfer):
 
     @functools.cached_property
     def source_bytes(self) -> int:
-        """Bytes of the tensors that are used, scales included."""
+        """Bytes of the tensors that are used, scales included; what codes and scales are made of counts once."""
         used = {name for array in self.plan.arrays for part in array.parts for name in part.tensors}
-        return sum(stored_bytes(self.encodings[name]) for name in used if name in self.encodings)
+        found = [self.encodings[name] for name in used if name in self.encodings]
+        return sum(stored_bytes(encoding) for encoding in found if not isinstance(encoding, MadeScales))
 
     @functools.cached_property
     def read_bytes(self) -> int:
