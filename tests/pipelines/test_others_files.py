@@ -16,10 +16,11 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert
 
-from weightbeam.formats.staging import BucketStaging, lease
+from weightbeam.formats.staging import ASIDE, BucketStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.formats.targets.release_bucket import CONFIG, ReleaseBucket
 from weightbeam.transforms.planning.transfer import Transfer
 
 PLACES = ["folder", "bucket"]
@@ -270,6 +271,37 @@ def test_what_others_put_where_something_was_being_deleted(
         store.delete(name)
     assert call(*words, "--overwrite") == 0, capfd.readouterr().err
     assert not [name for name in open_store(place).parent.entries() if "deleting" in name]
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_a_deletion_that_somebody_else_ended(
+    checkpoint: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A command that lost its lease, slept, and wakes takes the claim of one that has deleted the plan, and not yet
+    what was put where it will be read: the next command knows that it is ours.
+    """
+    words = ("export", checkpoint, place)
+
+    def stop_halfway(self: ReleaseBucket) -> None:
+        self.final.copy_all(self.aside, [file for file in self.aside.list() if file.name != CONFIG])
+        raise StorageError("stopped")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReleaseBucket, "gather", stop_halfway)
+        assert call(*words) == 1
+    delete_folder = Bucket.delete_folder
+
+    def meet(self: Bucket, name: str = "") -> None:
+        delete_folder(self, name)
+        if name.endswith(f"/{ASIDE}"):
+            self.delete_all(self.list("claim."))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete_folder", meet)
+        assert call(*words, "--overwrite") == 1
+    capfd.readouterr()
+    assert call(*words, "--overwrite") == 0, capfd.readouterr().err
+    assert call("verify", checkpoint, place) == 0
 
 
 @pytest.mark.parametrize("place", ["bucket"], indirect=True)
