@@ -175,6 +175,22 @@ def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
     return SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
 
 
+def carried_files(url: str) -> SmallFiles:
+    """The small files of the release at a URL that another one is made with; those left out are said.
+
+    Raises:
+      StorageError: it can't be listed.
+    """
+    store = open_store(url)
+    _say_left(files := small_files(store), store, "carried over")
+    return files
+
+
+def _say_left(files: SmallFiles, source: Store, fate: str) -> None:
+    for name, why in files.left.items():
+        LOGGER.warning("%s isn't %s: %s", source.path(name), fate, why)
+
+
 def files_of(checkpoint: HfCheckpoint, files: SmallFiles) -> SmallFiles:
     """The small files of an opened release as it sees them: of a view with its edits.
 
@@ -349,8 +365,7 @@ def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) ->
     Raises:
       StorageError: one can't be read.
     """
-    for name, why in files.left.items():
-        LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
+    _say_left(files, source, "kept with the checkpoint")
     with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:
         held = zip(files, pool.map(files.__getitem__, files), strict=True)
         step.write(ARCHIVE, pack({name: name_sources(name, data, naming) for name, data in held}))

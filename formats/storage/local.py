@@ -212,7 +212,9 @@ class LocalFolder(Store):
         if target.is_symlink():  # what is in a circle is followed no further
             raise StorageError("a symbolic link that leads back to itself")
         if not _is_within(root, target):
-            raise LeadsOutError("a symbolic link that leads out of the folder; --allow_links true takes it")
+            raise LeadsOutError(
+                "a symbolic link that leads out of the folder; put the file itself there, or convert it with --allow_links true"
+            )
 
     def check_name_length(self, name: str, more: int) -> None:
         """Makes sure that the file system takes a name here, and names with so many characters more beside it.

@@ -17,7 +17,7 @@ from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.record.naming import digest, is_name
 from weightbeam.formats.record.provenance import tensors_of
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.release.files import ARCHIVE, packed_files, role_of, small_files, token_ids
+from weightbeam.formats.release.files import ARCHIVE, carried_files, packed_files, role_of, token_ids
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -222,7 +222,7 @@ def plan(
         else:
             form, small, parts = find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
         if asked.tokenizer:
-            small = with_tokenizer(small, small_files(open_store(asked.tokenizer)), asked.tokenizer)
+            small = with_tokenizer(small, carried_files(asked.tokenizer), asked.tokenizer)
     except StorageError as e:
         raise Refused(str(e)) from e
     given = open_given(asked.like) if asked.quantize and asked.like else None
@@ -363,7 +363,7 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
         if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
     ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
-    return Like.of(checkpoint, digest(checkpoint)), small_files(open_store(checkpoint.root)), checkpoint
+    return Like.of(checkpoint, digest(checkpoint)), carried_files(checkpoint.root), checkpoint
 
 
 def open_given(like: str) -> Given | None:

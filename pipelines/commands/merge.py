@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.release.files import files_of, small_files
-from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.release.files import carried_files, files_of
+from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.registry import UnknownFamilyError
@@ -161,7 +161,7 @@ def plan_with(
         return planned
     try:
         return dataclasses.replace(
-            planned, small=make_small(planned, files_of(checkpoint, small_files(open_store(checkpoint.root))), output)
+            planned, small=make_small(planned, files_of(checkpoint, carried_files(checkpoint.root)), output)
         )
     except StorageError as e:
         raise Refused(str(e)) from e

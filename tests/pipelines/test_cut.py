@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ from support import (
 )
 
 import weightbeam as wb
+from weightbeam.formats.release.files import MAX_FILE_BYTES
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.safetensors import INDEX
 from weightbeam.pipelines.commands import cut, reshard
@@ -309,6 +311,31 @@ def test_only_what_is_kept_is_read_from_the_hub(tmp_path: Path) -> None:
     card = (tmp_path / "cut" / "README.md").read_text()
     assert "base_model: org/model" in card
     assert "layers 1:3, experts 0:2" in card
+
+
+@pytest.mark.parametrize("command", ["cut", "quantize", "export"])
+def test_small_files_that_are_not_carried_over_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A tokenizer that is a link out of the folder, and one that is too large."""
+    source = make_release(tmp_path / "source", LLAMA)
+    (tmp_path / "secret").write_text("secret")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (source / "merges.txt").touch()
+    os.truncate(source / "merges.txt", MAX_FILE_BYTES + 1)
+    words = {
+        "cut": ("cut", source, tmp_path / "out", "--layers", "0:1"),
+        "quantize": ("quantize", source, tmp_path / "out"),
+        "export": ("export", tmp_path / "ckpt", tmp_path / "out", "--like", source),
+    }
+    if command == "export":
+        assert call("convert", source, tmp_path / "ckpt") == 0
+        capsys.readouterr()
+    assert call(*words[command]) == 0
+    said = capsys.readouterr().err
+    assert f"{source}/tokenizer.json isn't carried over: a symbolic link that leads out of the folder" in said
+    assert f"{source}/merges.txt isn't carried over: has {MAX_FILE_BYTES + 1:,} bytes" in said
+    assert not (tmp_path / "out/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
