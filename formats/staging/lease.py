@@ -141,7 +141,8 @@ class Lease(abc.ABC):
 
 def _refuse_if_alive(found: Owner, age: float) -> None:
     if abs(age) < STALE and not _is_gone(found):
-        where, age = f"process {found.get('pid')} on {found.get('host')}", max(0.0, age)
+        pid, host, age = found.get("pid"), found.get("host"), max(0.0, age)
+        where = f"process {pid} on {host}" if pid and host else "its lease doesn't say whose"
         raise HeldError(
             f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s"
         )

@@ -137,6 +137,15 @@ def test_a_lease_that_lost_its_bytes_is_taken_over(tmp_path: Path, content: byte
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", [b"", b'{"owner": "a', b'{"owner": 1}'])
+def test_a_lease_that_does_not_say_who_has_it(tmp_path: Path, content: bytes) -> None:
+    """As a power cut leaves one: it is waited for, and nobody is made up."""
+    (tmp_path / "lease").write_bytes(content)
+    said = r"another conversion \(its lease doesn't say whose\) is at work there"
+    with pytest.raises(lease.HeldError, match=said), hold(tmp_path / "lease"):
+        pass
+
+
 def test_another_lease_is_not_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would never go stale."""
     monkeypatch.setattr(lease, "HEARTBEAT", 0.01)
