@@ -373,8 +373,9 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
 retried = _retrying().wraps  # decorates a function that asks the hub
 
 
-# what the hub's client raises of an answer that has no JSON, or lacks something, such as the page of a proxy
-NO_ANSWER = (json.JSONDecodeError, KeyError)
+# what the hub's client raises of an answer that has no JSON, lacks something, or has something else in its place, such as
+# the page of a proxy
+NO_ANSWER = (json.JSONDecodeError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 def no_answer(error: Exception) -> str:
@@ -389,11 +390,27 @@ _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repositor
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        return _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
+        found = _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
             repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS
         )
-    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, *NO_ANSWER) as e:
+        _check_form(found)
+        return found
+    except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
         _fail(url, repo, e)
+
+
+def _check_form(info: ModelInfo) -> None:
+    """Raises ValueError for an answer without a commit, or with files whose names, sizes or hashes are none."""
+    if not COMMIT.fullmatch(info.sha or ""):
+        raise ValueError(f"{info.sha!r} is no commit")
+    for file in info.siblings or []:
+        texts = (file.rfilename, file.blob_id or "", file.lfs.sha256 if file.lfs else "")
+        if not all(isinstance(text, str) for text in texts) or not _is_size(file.size):
+            raise ValueError(f"a file called {file.rfilename!r} of {file.size!r} bytes")
+
+
+def _is_size(size: object) -> bool:
+    return size is None or (isinstance(size, int) and size >= 0)
 
 
 def _fail(url: str, repo: str, error: Exception) -> NoReturn:
@@ -422,7 +439,7 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
     elif isinstance(error, HFValidationError):
         message = str(error)
-    elif isinstance(error, NO_ANSWER):
+    elif isinstance(error, (ValueError, *NO_ANSWER)):
         message = no_answer(error)
     else:
         message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"

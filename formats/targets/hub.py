@@ -117,7 +117,8 @@ def check_target(url: str) -> HubAddress:
         raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
     with told(target):
         about = retried(api().whoami)()
-    if ((about.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        role = ((about.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
         raise StorageError(f"{target}: the token that is set may only read; publishing needs one of the role `write`")
     return target
 

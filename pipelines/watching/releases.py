@@ -91,7 +91,7 @@ def _translate_errors(what: str) -> Iterator[None]:
         raise StorageError(f"{what}: no such repository, or a private one that HF_TOKEN can't see") from e
     except HFValidationError as e:
         raise StorageError(f"{what}: {e}") from e
-    except NO_ANSWER as e:
+    except (ValueError, *NO_ANSWER) as e:
         raise StorageError(f"{what}: {no_answer(e)}") from e
     except (HfHubHTTPError, httpx2.HTTPError) as e:
         raise StorageError(f"{what}: {(str(e) or type(e).__name__).splitlines()[0]}") from e

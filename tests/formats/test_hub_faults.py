@@ -108,7 +108,7 @@ def test_every_fault_at_every_request(
     assert seen or request_of == ("history" if create_pr else "pull requests")
 
 
-@pytest.mark.parametrize("page", [b"<html>log in</html>", b"{}", b""])
+@pytest.mark.parametrize("page", [b"<html>log in</html>", b"{}", b"", b"5", b"[null]", b'"text"', b"[" * 100_000])
 def test_a_page_that_stands_between(
     hub: FakeHub, files: dict[str, bytes | Path], page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +128,37 @@ def test_a_page_that_stands_between(
         assert (found, len(problems)) == (["org/*"] * nothing, not nothing)
     assert not hub.repositories
     assert attempt(files)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sha": None},
+        {"sha": 5},
+        {"sha": "../../main"},
+        {"siblings": 5},
+        {"siblings": [{"rfilename": "config.json", "size": "5"}]},
+        {"siblings": [{"rfilename": "config.json", "size": -5}]},
+        {"siblings": [{"rfilename": 5, "size": 5}]},
+        {"siblings": [{"rfilename": "config.json", "size": 5, "blobId": [5]}]},
+        {"lastModified": "yesterday"},
+    ],
+)
+def test_what_cant_be_said_of_a_repository(
+    hub: FakeHub, files: dict[str, bytes | Path], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, and nothing is read."""
+    assert attempt(files)
+    answer = hub.answer
+
+    def changed(call: Any) -> Reply:
+        reply = answer(call)
+        assert call.path.startswith("/api/models/")
+        return Reply(200, json.dumps(json.loads(bytes(reply.body)) | change).encode(), reply.headers)
+
+    monkeypatch.setattr(hub, "answer", changed)
+    with pytest.raises(StorageError, match=r"org/tuned.* is no answer of the hub's"):
+        open_store(URL)
 
 
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
