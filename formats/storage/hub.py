@@ -320,7 +320,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether a request that failed so may succeed when it is repeated."""
     if isinstance(error, HfHubHTTPError):
         return error.response is not None and error.response.status_code in (408, 429, 500, 502, 503, 504)
-    return isinstance(error, httpx2.TransportError)
+    return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
 
 
 def wait(state: tenacity.RetryCallState) -> float:

@@ -161,6 +161,22 @@ def test_what_cant_be_said_of_a_repository(
         open_store(URL)
 
 
+def test_an_address_that_is_none_is_asked_once(hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: Any) -> None:
+    """Such as one without https://, which somebody set, or a redirect to a file."""
+    assert attempt(files)
+    waited: list[Any] = []
+    monkeypatch.setattr(store, "wait", lambda state: waited.append(state) or 0.0)
+    answer = hub.answer
+    elsewhere = Reply(302, b"", {"Location": "file:///etc/passwd"})
+    monkeypatch.setattr(hub, "answer", lambda call: elsewhere if "/resolve/" in call.path else answer(call))
+    with pytest.raises(StorageError, match="can't be reached"):
+        open_store(URL).read("config.json")
+    monkeypatch.setenv("HF_ENDPOINT", "hub.example")
+    with pytest.raises(StorageError, match=r"hub\.example, or the host of its files, can't be reached"):
+        open_store(URL)
+    assert not waited
+
+
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
     """A list without weights, files that are gone, and a folder that was cleared meanwhile: nothing is committed."""
     publish(URL, TITLE, files)
