@@ -136,6 +136,19 @@ def test_arrays_without_a_digest_are_counted(
     assert str(made).splitlines()[-1] == f"{none}: no conversion.json lies beside them"
 
 
+def test_a_step_that_is_compared_hides_no_array(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """What `reshard` writes has a digest of its step, too, which is compared where it is written anew."""
+    first = wb.reshard(str(checkpoints["packed"]), str(tmp_path / "ckpt"), progress=False)
+    arrays = first.to_dict()["checked"]["arrays"]
+    again = wb.reshard(str(tmp_path / "ckpt"), str(tmp_path / "again"), progress=False)
+    assert again.to_dict()["checked"] == {"arrays": arrays + 1, "not_compared": 0}
+    step = tmp_path / "ckpt/0"
+    digests = json.loads((step / "conversion.json").read_text())["digests"]
+    edit_record(step, digests={key: digest for key, digest in digests.items() if not key.endswith("embedding")})
+    last = wb.reshard(str(step), str(tmp_path / "last"), progress=False)
+    assert str(last).splitlines()[-1].startswith(f"not compared: 1 of {arrays + 1} arrays with their digests")
+
+
 READERS = {
     "export": ("export", "STEP", "OUT"),
     "quantize": ("quantize", "STEP", "OUT"),

@@ -170,7 +170,7 @@ def find_damage(
         sums[key] = _sum(sums.get(key), more)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
     found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
-    compared = Compared.of(record, len(found), len(everything) - len(found))
+    compared = Compared.of(record, len(found), len(everything.keys() - found.keys()))
     return compared, sorted(key for key, share in found.items() if share != known[key])
 
 
