@@ -98,7 +98,7 @@ def check_files(items: Store) -> str:
         return ""
     moved = sum(file.is_moved(items / SOURCE) for file in files)
     copies = f"; {moved} are copies made since" if moved else ""
-    return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}"
+    return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made, by size, times and some bytes{copies}"
 
 
 def open_own_source(items: Store) -> HfCheckpoint:
