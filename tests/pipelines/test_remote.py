@@ -305,7 +305,9 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert gcs.log.received < 200_000 if place == "bucket" else size < gcs.log.received < size + 200_000
     assert restored("gs://bucket/virtual/0/items", env) == wanted
-    assert "as when it was made, by size, times and some bytes" in printed("verify", "--checkpoint", "gs://bucket/virtual", env=env)
+    assert "as when it was made, by size, times and some bytes" in printed(
+        "verify", "--checkpoint", "gs://bucket/virtual", env=env
+    )
 
     printed("materialize", "gs://bucket/virtual", "--output", "gs://bucket/made", "--mesh", "fsdp=4", env=env)
     printed("convert", "--source", where, "--output", "gs://bucket/converted", "--mesh", "fsdp=4", env=env)
