@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from support import (
     read_config,
     read_tensors,
     reference,
+    restore,
     save,
     split,
 )
@@ -157,6 +159,30 @@ def test_its_conversion_is_the_same(generated: Path, tmp_path: Path, model: str,
     assert call("export", tmp_path / "b", tmp_path / "exported") == 0
     made, cut = stored(tmp_path / "exported"), stored(tmp_path / "cut")
     assert {name: cut[name][0] for name in made} == {name: shape for name, (shape, _) in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "scan", "link"), each([*CUTS], ["true", "false"], [[], ["--link", "symlink"], ["--link", "copy"]])
+)
+def test_its_virtual_checkpoint_is_the_same(
+    generated: Path, tmp_path: Path, model: str, scan: str, link: list[str]
+) -> None:
+    """Every bit, of the files' own ranges; and so is an ordinary checkpoint of it, where only these files are."""
+    asked, scan = options(*CUTS[model]), "false" if model in UNSCANNED else scan
+    how = ["--scan_layers", scan, *(["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else []), *asked]
+    source = shutil.copytree(generated / model, tmp_path / "hf")
+    wanted = converted(source, tmp_path / "a", *how)
+    assert_same_bits(converted(source, tmp_path / "b", *how, "--virtual", *link), wanted)
+    record = json.loads((tmp_path / "b/0/conversion.json").read_text())
+    assert record["references"]["bytes"] > sum(values.nbytes for values in wanted.values()) / 4
+    if link != ["--link", "symlink"]:
+        shutil.rmtree(source)
+    assert call("verify", tmp_path / "b") == 0
+    assert call("materialize", tmp_path / "b", tmp_path / "c") == 0
+    assert_same_bits(restore(tmp_path / "c/0"), wanted)
+    first, last = (json.loads((tmp_path / name / "0/conversion.json").read_text()) for name in "ac")
+    for fact in ("config", "tensors", "digests", "family", "model"):
+        assert first[fact] == last[fact], fact
 
 
 @pytest.mark.parametrize(
@@ -316,9 +342,8 @@ def test_only_what_is_kept_is_read_from_the_hub(tmp_path: Path) -> None:
     [
         (["cut", "SOURCE", "OUT"], "none of them says what is kept"),
         (["cut", "SOURCE", "OUT", "--layers", "0:9"], "the model has layers 0 to 1"),
-        (["convert", "SOURCE", "OUT", "--layers", "0:1", "--virtual"], "cut it first, with weightbeam cut"),
         (["inspect", "CKPT", "--layers", "0:1"], "is an Orbax checkpoint"),
-        (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes layers of an Orbax checkpoint"),
+        (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes --layers and --experts of an Orbax checkpoint"),
         (["merge", "SOURCE", "OUT"], "names no adapter to merge"),
     ],
 )  # fmt: skip
