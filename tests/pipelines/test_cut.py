@@ -341,6 +341,7 @@ def test_only_what_is_kept_is_read_from_the_hub(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["cut", "SOURCE", "OUT"], "none of them says what is kept"),
+        (["cut", "SOURCE", "OUT", "--layer", "0:1"], "unknown options: --layer 0:1; did you mean --layers?"),
         (["cut", "SOURCE", "OUT", "--layers", "0:9"], "the model has layers 0 to 1"),
         (["inspect", "CKPT", "--layers", "0:1"], "is an Orbax checkpoint"),
         (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes --layers and --experts of an Orbax checkpoint"),
