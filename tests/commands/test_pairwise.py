@@ -65,8 +65,8 @@ COMPRESSED_CONFIG = COMPRESSED | {
     "ignore": [],
 }
 PLAIN = ("bfloat16", "float32")
-LAYERS = {"dense": [1], "tied": [0], "experts": [1], "latent": [0, 2]}  # that are kept: of each kind of stack one
-EXPERTS, ROWS = slice(2, 4), slice(0, 48)
+KEPT_LAYERS = {"dense": [1], "tied": [0], "experts": [1], "latent": [0, 2]}  # that are kept: of each kind of stack one
+KEPT_EXPERTS, KEPT_ROWS = slice(2, 4), slice(0, 48)
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = re.compile(r".*\.mlp\.gate\.(weight|e_score_correction_bias)")
 
@@ -108,7 +108,7 @@ def part(kind: str, form: str, kept: str) -> tuple[dict[str, Any], dict[str, np.
     """What is kept of a release: its config, and the values of its weights."""
     config, _, values = model(kind, form)
     if kept == "layers":
-        layers = LAYERS[kind]
+        layers = KEPT_LAYERS[kind]
         config = config | dict(num_hidden_layers=len(layers))
         found = {name: re.match(r"(model\.layers\.)(\d+)(.*)", name) for name in values}
         values = {
@@ -120,14 +120,14 @@ def part(kind: str, form: str, kept: str) -> tuple[dict[str, Any], dict[str, np.
         config = config | {name: 2 for name in ("num_experts", "n_routed_experts") if name in config}
         found = {name: re.match(r"(.*\.experts\.)(\d+)(.*)", name) for name in values}
         values = {
-            f"{expert[1]}{int(expert[2]) - EXPERTS.start}{expert[3]}" if expert else name: values[name]
+            f"{expert[1]}{int(expert[2]) - KEPT_EXPERTS.start}{expert[3]}" if expert else name: values[name]
             for name, expert in found.items()
-            if not expert or EXPERTS.start <= int(expert[2]) < EXPERTS.stop
+            if not expert or KEPT_EXPERTS.start <= int(expert[2]) < KEPT_EXPERTS.stop
         }
-        values |= {name: values[name][EXPERTS] for name in values if ROUTER.fullmatch(name)}
+        values |= {name: values[name][KEPT_EXPERTS] for name in values if ROUTER.fullmatch(name)}
     elif kept == "rows":
-        config = config | dict(vocab_size=ROWS.stop)
-        values = values | {name: values[name][ROWS] for name in TABLES if name in values}
+        config = config | dict(vocab_size=KEPT_ROWS.stop)
+        values = values | {name: values[name][KEPT_ROWS] for name in TABLES if name in values}
     return config, values
 
 
@@ -151,8 +151,8 @@ def wanted(kind: str, form: str, layout: str, kept: str) -> dict[str, np.ndarray
 
 def keeping(row: Row) -> dict[str, Any]:
     """The option that keeps what a row keeps, as a keyword."""
-    layers, experts = ",".join(map(str, LAYERS[row["kind"]])), f"{EXPERTS.start}:{EXPERTS.stop}"
-    options = {"layers": {"layers": layers}, "experts": {"experts": experts}, "rows": {"vocab_rows": ROWS.stop}}
+    layers, experts = ",".join(map(str, KEPT_LAYERS[row["kind"]])), f"{KEPT_EXPERTS.start}:{KEPT_EXPERTS.stop}"
+    options = {"layers": {"layers": layers}, "experts": {"experts": experts}, "rows": {"vocab_rows": KEPT_ROWS.stop}}
     return options.get(row["kept"], {})
 
 

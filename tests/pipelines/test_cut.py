@@ -300,6 +300,13 @@ def test_prediction_layers(tmp_path: Path) -> None:
     assert read_config(tmp_path / "cut")["num_nextn_predict_layers"] == 0
 
 
+def test_without_dense_layers(generated: Path, tmp_path: Path) -> None:
+    """MaxText 0.2.5 refuses a model of experts alone whose other width isn't theirs, which no layer has."""
+    for layers, width in (("1:4", 128), ("2:4", 48)):
+        keys = wb.plan(str(generated / "cases/deepseek3"), layers=layers).maxtext_config().to_dict()
+        assert (keys["base_mlp_dim"], keys["base_moe_mlp_dim"]) == (width, 48)
+
+
 def test_files_of_which_nothing_is_kept(tmp_path: Path) -> None:
     """They are gone, and the names of the others say how many there are."""
     config = LLAMA | dict(num_hidden_layers=4)
