@@ -163,6 +163,18 @@ class Part:
             i for i, axis in enumerate(self.target_axes) if any(f.kind == "free" and f.which in flat for f in axis)
         )
 
+    def axis_with(self, word: str) -> tuple[int, int] | None:
+        """The axis of the array that has one of the table's words outermost, and how many elements of it are of each index
+        of the word; None where none has.
+        """
+        right = self.rule.axes.right
+        number = next((at for at, axis in enumerate(right) if axis[:1] == (word,)), None)
+        if number is None:
+            return None
+        size = math.prod(_size(factor, self.rule, self.dims) for factor in right[number][1:])
+        behind = number >= self.stack.stacked_at(self.scan_axis, len(right))
+        return number + self.layers.ndim * behind, size
+
     def cells(self, box: Box | None = None) -> Iterator[Cell]:
         """The part's cells; with `box` only those that may have a share in this box of the array."""
         layer = [range(n) for n in self.layers.shape]

@@ -184,6 +184,12 @@ def _reachable(part: Mapping[str, Any], experts: int) -> int:
     return experts // groups * min(chosen, groups)
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """How many experts each layer has; 0 where it has none."""
+    parts = (part for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping))
+    return max((part[key] for part in parts for key in EXPERTS if type(part.get(key)) is int), default=0)
+
+
 def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
     """Why a router can't do with so many experts."""
     for section in TEXT_SECTIONS:

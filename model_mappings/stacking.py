@@ -88,6 +88,13 @@ class Copy(Part):
         """The keys of all sources."""
         return tuple(str(self.keys[place]) for place in self.places)
 
+    @property
+    def sides(self) -> list[tuple[str, ...] | None]:
+        """By the array's axes what each is of the sources' ones; None of those on which sources are stacked."""
+        keyed = range(self.scan_axis, self.scan_axis + self.keys.ndim)
+        words = iter(self.rule.axes.right)
+        return [None if axis in keyed else next(words) for axis in range(len(self.shape))]
+
 
 def _words(shape: Shape) -> tuple[dict[str, int], Side]:
     return {f"d{axis}": n for axis, n in enumerate(shape)}, tuple((f"d{axis}",) for axis in range(len(shape)))
@@ -429,17 +436,26 @@ def _take(
 
 def elsewhere(one: Moved, path: Path, at: int) -> Moved:
     """The same array at another path, its stacked axes from `at` on, or behind all others."""
-    part, rank = one.part, len(one.part.shape) - len(one.axes)
-    keyed = range(part.scan_axis, part.scan_axis + part.keys.ndim)
-    words = iter(part.rule.axes.right)
-    sides = [None if axis in keyed else next(words) for axis in range(len(part.shape))]
+    part, rank, sides = one.part, len(one.part.shape) - len(one.axes), one.part.sides
     others = [axis for axis in range(len(sides)) if axis not in one.axes]
     at = min(at, rank)
     order = [*others[:at], *one.axes, *others[at:]]
     right = tuple(side for axis in order if (side := sides[axis]) is not None)
-    place = order.index(keyed.start) if keyed else 0
+    place = order.index(sides.index(None)) if None in sides else 0
     made = Copy(part.keys, part.dims, part.rule.axes.left, right, part.rule.window, place)
     return Moved(path, one.like, made, tuple(range(at, at + len(one.axes))))
+
+
+def narrowed(one: Moved, axis: int, wanted: range) -> Moved:
+    """The same array with a range of an axis that it has of its sources."""
+    part = one.part
+    (word,) = part.sides[axis] or ()
+    left = part.rule.axes.left
+    window = [*part.rule.window, *[slice(None)] * (len(left) - len(part.rule.window))]
+    window[left.index((word,))] = slice(wanted.start, wanted.stop)
+    dims = {**part.dims, word: len(wanted)}
+    made = Copy(part.keys, dims, left, part.rule.axes.right, tuple(window), part.scan_axis)
+    return dataclasses.replace(one, part=made)
 
 
 def _check(path: Path, shape: Shape, at: int, stack: Stack) -> None:

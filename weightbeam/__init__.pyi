@@ -787,6 +787,7 @@ def reshard(
     output: str,
     *,
     layers: str | None = None,
+    experts: str | None = None,
     state: str = "full",
     save_dtype: str = "keep",
     moment_dtype: str = "keep",
@@ -821,6 +822,7 @@ def reshard(
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
       beam, progress: as for `convert`.
       layers: take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
+      experts: of each layer take these experts alone, such as 0:8, and what the router has of them.
       state: params leaves out the optimizer and the rest, and calls the weights params.params.
       save_dtype: dtype of the weights; computed in float32, cast once.
       moment_dtype: dtype of the optimizer's moments.

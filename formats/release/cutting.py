@@ -170,6 +170,8 @@ class _Cutting:
     def _against_experts(self, asked: str, layers: Collection[int]) -> Iterator[str]:
         alone = (expert for name in self.checkpoint.tensors if (expert := self.anatomy.expert_of(name)) is not None)
         there = max(max(alone, default=-1) + 1, *self._sizes(EXPERT).values(), 0)
+        if not self.checkpoint.tensors:  # `config.json` is all that is known
+            there = cut_config.expert_count(self.config)
         if self.anatomy.family is None:
             yield f"{asked}: there is no table for this model that says which tensors hold experts; --family names one"
         elif not there:

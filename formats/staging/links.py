@@ -1,7 +1,8 @@
 """The source's files within a virtual checkpoint, and what identifies them later.
 
 `items/source/` holds the whole release: its safetensors files as links or copies, and copies of the small files that
-describe them. So the folder of a hard-linked or copied checkpoint can be read as a source itself.
+describe them. So the folder of a hard-linked or copied checkpoint can be read as a source itself. Of a cut it holds the
+files that have something of it, whole, and the index names no others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard, open_shard
+from weightbeam.formats.safetensors import CONFIGS, INDEX, HfCheckpoint, Shard, open_shard
 from weightbeam.formats.storage import (
     TEMPORARY,
     File,
@@ -29,6 +30,8 @@ from weightbeam.formats.storage import (
 )
 from weightbeam.formats.storage.identity import ChangedError, check_opened
 from weightbeam.formats.storage.local import file_of, open_file
+from weightbeam.formats.storage.strict_json import parse_json
+from weightbeam.formats.text import json_text
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
@@ -68,7 +71,8 @@ def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool =
             raise LinkError(f"{shard.path} isn't a local file, and can't be linked; --link copy downloads it")
     for name in CONFIGS:
         with contextlib.suppress(FileNotFoundError):
-            folder.write(name, source.read(name))
+            data = source.read(name)
+            folder.write(name, _index_of(data, checkpoint) if name == INDEX and checkpoint.cut else data)
     if hashed:
         lines = []
         for shard in checkpoint.shards:
@@ -81,6 +85,13 @@ def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool =
         folder.write(SUMS, "".join(lines).encode())
     if isinstance(folder, LocalFolder):
         sync_folder(folder.folder)
+
+
+def _index_of(index: bytes, checkpoint: HfCheckpoint) -> bytes:
+    """A release's index as it is where only the files are that a cut of it has something of."""
+    files = {shard.name for shard in checkpoint.shards}
+    kept = {name: file for name, file in parse_json(index)["weight_map"].items() if file in files}
+    return json_text.set_value(index.decode(), ("weight_map",), kept).encode()
 
 
 def _put_object(folder: Store, source: Store, shard: Shard, how: str) -> None:

@@ -34,7 +34,7 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.family import Family, Prediction, Tower
-from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, activation, architecture, eps
+from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
@@ -42,6 +42,7 @@ from weightbeam.model_mappings.sparse_decoder import (
     INDEXER,
     PREDICTION,
     bias_variables,
+    dense_prefix,
     dense_then_routed,
     indexers,
     spare_bias,
@@ -167,8 +168,13 @@ def v2_limit(c, model):
     return None
 
 
+def mlp_width(c, model):
+    """The dense layers' width. Where there are none, as in a cut, MaxText wants the experts' (configs/types.py, 0.2.5)."""
+    return c.size("intermediate_size" if dense_prefix(c, 1) else "moe_intermediate_size")
+
+
 SHARED = (
-    *SIZES, MLP, *activation(), eps(), CONTEXT, *YARN, *TIED,
+    *SIZES, derived("base_mlp_dim", mlp_width, "intermediate_size"), *activation(), eps(), CONTEXT, *YARN, *TIED,
     *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
     count("first_num_dense_layers", "first_k_dense_replace"),

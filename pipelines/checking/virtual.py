@@ -4,19 +4,22 @@ those it was made of.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax import record_of
 from weightbeam.formats.orbax.references import Reference, encode_leaf
 from weightbeam.formats.record.naming import is_name
+from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, find_changes, identities
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, shape_text
@@ -102,8 +105,8 @@ def check_files(items: Store) -> str:
 
 
 def open_own_source(items: Store) -> HfCheckpoint:
-    """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links
-    lead.
+    """The source of a virtual checkpoint whose files `check_files` found right, or what was taken of it: its own folder,
+    or where its links lead.
 
     Raises:
       Refused: the folder that the links lead to isn't what it was.
@@ -111,7 +114,7 @@ def open_own_source(items: Store) -> HfCheckpoint:
     record = record_of(items)
     files = {file.name: file for file in identities(record)}
     if all(file.link != SYMBOLIC for file in files.values()):
-        return open_hf(items / SOURCE)
+        return _taken(open_hf(items / SOURCE), record)
     where = record["source"]
     if is_name(where):  # which leads nowhere; the links do
         name = next(iter(files))
@@ -120,9 +123,18 @@ def open_own_source(items: Store) -> HfCheckpoint:
         checkpoint = open_hf(where)
     except StorageError as e:
         raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
+    checkpoint = _taken(checkpoint, record)
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
     if changed := sorted(
         found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()
     ):
         raise Refused(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
     return checkpoint
+
+
+def _taken(release: HfCheckpoint, record: Mapping[str, Any]) -> HfCheckpoint:
+    """What was taken of a release. Its `config.json` is the record's: where files are missing of which nothing was taken,
+    nobody can tell any more whether they had layers for prediction.
+    """
+    made = cut_release(release, Cut.of(record.get("options")))
+    return dataclasses.replace(made, config=record["config"], edits={}) if made.cut else made

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from weightbeam.pipelines.commands.merge import Merged, dry_run, plan_with, rewrite
+from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -67,7 +68,10 @@ def _as_merge(asked: CutOptions) -> MergeOptions:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Cuts, and says what came of it; with `--dry_run` whether it could."""
+    asked = asked_of(args, CutOptions)
+    if not asked.cut:  # what isn't known was meant to say it, rather than for Beam
+        refuse_unknown(args, rest)
     if args.dry_run:
-        return dry_run(args, rest, _as_merge(asked_of(args, CutOptions)))
+        return dry_run(args, rest, _as_merge(asked))
     say(args, cut(**keywords_of(args, cut), beam=rest))
     return 0

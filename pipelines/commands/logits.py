@@ -150,6 +150,8 @@ def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str
         yield f"--dtype={asked.dtype}: with --maxtext both compute in float32; leave it out"
     if asked.save_logits and not Path(asked.save_logits).absolute().parent.is_dir():
         yield f"--save_logits={asked.save_logits}: no such folder"
+    if asked.save_logits and Path(asked.save_logits).is_dir():
+        yield f"--save_logits={asked.save_logits}: is a folder; name a file in it"
 
 
 def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:

@@ -81,7 +81,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         raise Refused(reason(e)) from e
     if not released and asked.cut:
         raise Refused(
-            f"{asked.cut}: is taken of a release, and {source} is none; `weightbeam reshard --layers` takes layers of an Orbax checkpoint"
+            f"{asked.cut}: is taken of a release, and {source} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
         )
     if not released:
         return export.plan(source, asked=taken(ExportOptions, asked, quantize=asked.format), output=output, slots=slots)

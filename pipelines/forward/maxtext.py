@@ -102,7 +102,7 @@ def run(
         return f"layer {done()} of {len(layers)}"
 
     with watch_progress(a_layer * len(layers), lambda: a_layer * done(), "running MaxText", report, state):
-        status = _finish([python, "-P", str(PROGRAM), str(job), str(result)], folder, log, patience)
+        status = _finish([_from_anywhere(python), "-P", str(PROGRAM), str(job), str(result)], folder, log, patience)
     said = log.read_text(errors="replace")[-LAST:]
     if status is None:
         raise Failed(
@@ -112,6 +112,13 @@ def run(
         raise Failed(f"  MaxText failed (exit status {status}); it said last:\n{said}")
     with np.load(result) as made:
         return made["logits"], {parts.get(name, name): made[name] for name in made.files if name != "logits"}
+
+
+def _from_anywhere(program: str) -> str:
+    """A program that may be named from this process's folder, by what names it from any other. Links stay: an
+    environment's Python is one.
+    """
+    return os.path.abspath(program) if os.path.dirname(program) else program
 
 
 def _finish(words: Sequence[str], folder: Path, log: Path, patience: float) -> int | None:

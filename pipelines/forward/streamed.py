@@ -4,7 +4,7 @@ The model is built on the meta device, without weights. A hook before each layer
 transformers make the layer's parameters of them; a hook behind it drops them. So what runs is transformers' own
 `forward`, and what is in memory is one layer.
 
-    model.embed_tokens      the rows of the tokens, no others
+    model.embed_tokens      the rows of the tokens, and of the padding; they stay, as some models look into them later
     model.layers.0 … 60     each as a whole
     model.norm, lm_head     each by itself
 
@@ -128,6 +128,7 @@ class StreamedModel:
         logging.set_verbosity_error()
         self.side, self.dtype, self.done, self.layer = side, dtype, 0, 0
         self.model = _on_meta(side, dtype)
+        self._speaking = getattr(self.model, "thinker", self.model)  # Qwen's Omni has a talker beside it
         self._loading = self._load_config()
         self._tied: Mapping[str, str] = self.model.all_tied_weights_keys or {}
         self._groups = self._find_groups()
@@ -138,7 +139,7 @@ class StreamedModel:
     @property
     def vocab(self) -> int:
         """How many tokens it knows."""
-        return self.model.get_input_embeddings().num_embeddings
+        return self._speaking.get_input_embeddings().num_embeddings
 
     @property
     def largest(self) -> Group:
@@ -178,7 +179,7 @@ class StreamedModel:
                 hooks.append(part.register_forward_hook(lambda module, args, made, key=key: _note(seen, key, made)))
         try:
             with torch.inference_mode():
-                made = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+                made = self._speaking(input_ids=torch.tensor([list(tokens)]), use_cache=False)
         except (StorageError, ContentError) as e:
             raise Failed(f"  {e}") from e
         except (RuntimeError, NotImplementedError) as e:
@@ -241,7 +242,7 @@ class StreamedModel:
 
     def _needed(self) -> list[Group]:
         """The groups that text runs through: the language model's, and the head."""
-        decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        decoder, head = self._speaking.get_decoder(), self._speaking.get_output_embeddings()
         named = {id(module): name for name, module in self.model.named_modules()}
         stem = f"{named[id(decoder)]}."
         return [
@@ -292,7 +293,7 @@ class StreamedModel:
 
     def _fill(self, group: Group, args: tuple[Any, ...]) -> None:
         """Reads the tensors of a group."""
-        rows = sorted(set(args[0].flatten().tolist())) if self._is_embedding(group) and args else None
+        rows = self._rows(group, args)
         tensors = {name: _Slice(self.side.tensors[name], self.dtype, rows) for name in self._sources[group.name]}
         self._load(tensors, self._loading)
         for target, source in self._tied.items():
@@ -304,8 +305,17 @@ class StreamedModel:
         self.done += 0 if rows else group.nbytes
         self.layer += group in self.layers
 
+    def _rows(self, group: Group, args: tuple[Any, ...]) -> list[int] | None:
+        """The rows of an embedding that are read; None of anything else."""
+        if not self._is_embedding(group) or not args:
+            return None
+        padding = self.model.get_submodule(group.name).padding_idx
+        return sorted({*args[0].flatten().tolist(), *([] if padding is None else [padding])})
+
     def _free(self, group: Group) -> None:
-        """Lets go of the parameters of a group."""
+        """Lets go of the parameters of a group, unless it is an embedding, which is a few rows."""
+        if self._is_embedding(group):
+            return
         for name in group.names:
             self._set(name, self._parameter(name).to("meta"))
         with contextlib.suppress(OSError, AttributeError):  # another C library

@@ -130,7 +130,7 @@ def find_source(
                 )
             if options.cut:
                 raise Refused(
-                    f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard --layers` takes layers of an Orbax checkpoint"
+                    f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
                 )
             found = Orbax(items := find_items(store), as_is)
             if values is not None and not as_is and has_scales(found.stored):

@@ -192,9 +192,9 @@ class Bar:
                 DownloadColumn(table_column=Column(no_wrap=True)),
                 TransferSpeedColumn(table_column=Column(no_wrap=True)),
                 TextColumn("elapsed"),
-                TimeElapsedColumn(),
+                TimeElapsedColumn(table_column=Column(no_wrap=True)),
                 TextColumn("left"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(table_column=Column(no_wrap=True)),
             )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
             quietly: Any = {"redirect_stdout": False, "redirect_stderr": False}

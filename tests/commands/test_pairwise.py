@@ -1,7 +1,7 @@
-"""Units, meshes and layouts don't change a bit, whatever a release is stored in and wherever it goes.
+"""Units, meshes, layouts and what is cut away don't change a bit, whatever a release is stored in and wherever it goes.
 
 One law, for every command, by a table in which each two of (kind of family × format × layout × unit × mesh ×
-direction) meet. What each side of it is made of is proved elsewhere: that the boxes of every family tile (`tests/
+direction × cut) meet. What each side of it is made of is proved elsewhere: that the boxes of every family tile (`tests/
 model_mappings/test_tiling.py`), that every encoding decodes to what its writer meant (`tests/formats`), that the
 arrays are MaxText's own (`tests/cases`). The expected values are plain numpy: `support.reference`, and the values that
 were quantised.
@@ -65,6 +65,10 @@ COMPRESSED_CONFIG = COMPRESSED | {
     "ignore": [],
 }
 PLAIN = ("bfloat16", "float32")
+KEPT_LAYERS = {"dense": [1], "tied": [0], "experts": [1], "latent": [0, 2]}  # that are kept: of each kind of stack one
+KEPT_EXPERTS, KEPT_ROWS = slice(2, 4), slice(0, 48)
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+ROUTER = re.compile(r".*\.mlp\.gate\.(weight|e_score_correction_bias)")
 
 
 def fp8(tensor: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -100,9 +104,37 @@ def model(kind: str, form: str) -> tuple[dict[str, Any], dict[str, np.ndarray], 
 
 
 @functools.cache
-def wanted(kind: str, form: str, layout: str) -> dict[str, np.ndarray]:
-    """MaxText's arrays in bfloat16."""
+def part(kind: str, form: str, kept: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What is kept of a release: its config, and the values of its weights."""
     config, _, values = model(kind, form)
+    if kept == "layers":
+        layers = KEPT_LAYERS[kind]
+        config = config | dict(num_hidden_layers=len(layers))
+        found = {name: re.match(r"(model\.layers\.)(\d+)(.*)", name) for name in values}
+        values = {
+            f"{layer[1]}{layers.index(int(layer[2]))}{layer[3]}" if layer else name: values[name]
+            for name, layer in found.items()
+            if not layer or int(layer[2]) in layers
+        }
+    elif kept == "experts":
+        config = config | {name: 2 for name in ("num_experts", "n_routed_experts") if name in config}
+        found = {name: re.match(r"(.*\.experts\.)(\d+)(.*)", name) for name in values}
+        values = {
+            f"{expert[1]}{int(expert[2]) - KEPT_EXPERTS.start}{expert[3]}" if expert else name: values[name]
+            for name, expert in found.items()
+            if not expert or KEPT_EXPERTS.start <= int(expert[2]) < KEPT_EXPERTS.stop
+        }
+        values |= {name: values[name][KEPT_EXPERTS] for name in values if ROUTER.fullmatch(name)}
+    elif kept == "rows":
+        config = config | dict(vocab_size=KEPT_ROWS.stop)
+        values = values | {name: values[name][KEPT_ROWS] for name in TABLES if name in values}
+    return config, values
+
+
+@functools.cache
+def wanted(kind: str, form: str, layout: str, kept: str) -> dict[str, np.ndarray]:
+    """MaxText's arrays in bfloat16."""
+    config, values = part(kind, form, kept)
     scanned = reference(config, values, BF16)
     if layout == "scanned":
         return scanned
@@ -117,12 +149,20 @@ def wanted(kind: str, form: str, layout: str) -> dict[str, np.ndarray]:
     return made
 
 
+def keeping(row: Row) -> dict[str, Any]:
+    """The option that keeps what a row keeps, as a keyword."""
+    layers, experts = ",".join(map(str, KEPT_LAYERS[row["kind"]])), f"{KEPT_EXPERTS.start}:{KEPT_EXPERTS.stop}"
+    options = {"layers": {"layers": layers}, "experts": {"experts": experts}, "rows": {"vocab_rows": KEPT_ROWS.stop}}
+    return options.get(row["kept"], {})
+
+
 def cut(row: Row, *names: str) -> list[str]:
     """The options of a row."""
     options = {
         "unit": ["--unit_bytes", str(row["unit"])],
         "mesh": ["--mesh", row["mesh"]] if row["mesh"] else [],
         "layout": ["--scan_layers", str(row["layout"] == "scanned").lower()],
+        "kept": [word for name, value in keeping(row).items() for word in (f"--{name}", str(value))],
         "model": ["--maxtext_model", "llama2-7b"] if row["kind"] == "dense" else [],
     }
     return [word for each in names for word in options[each]]
@@ -132,34 +172,37 @@ def cut(row: Row, *names: str) -> list[str]:
 
 
 def by_convert(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
-    assert call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model")) == 0
-    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
+    assert call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model", "kept")) == 0
+    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"], row["kept"])
 
 
 def by_virtual(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
-    assert call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model"), "--virtual") == 0
-    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
+    assert (
+        call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model", "kept"), "--virtual") == 0
+    )
+    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"], row["kept"])
 
 
 def by_reshard(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """From the other layout."""
     other = row | {"layout": "unscanned" if row["layout"] == "scanned" else "scanned"}
     assert call("convert", source, folder / "ckpt", *cut(other, "layout", "model")) == 0
-    assert call("reshard", folder / "ckpt", folder / "out", *cut(row, "unit", "mesh", "layout")) == 0
-    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
+    assert call("reshard", folder / "ckpt", folder / "out", *cut(row, "unit", "mesh", "layout", "kept")) == 0
+    return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"], row["kept"])
 
 
 def by_export(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """The query's scale is a power of two here, so that the way back is exact."""
-    assert call("convert", source, folder / "ckpt", *cut(row, "mesh", "layout", "model")) == 0
+    assert call("convert", source, folder / "ckpt", *cut(row, "mesh", "layout", "model", "kept")) == 0
     assert call("export", folder / "ckpt", folder / "out", *cut(row, "unit"), "--save_dtype", "bfloat16") == 0
-    _, _, values = model(row["kind"], row["form"])
+    _, values = part(row["kind"], row["form"], row["kept"])
     return read_tensors(folder / "out"), {key: tensor.astype(BF16) for key, tensor in values.items()}
 
 
 def by_load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """On this process's one device."""
     settings: dict[str, Any] = dict(mesh="fsdp=1", unit_bytes=row["unit"], scan_layers=row["layout"] == "scanned")
+    settings |= keeping(row)
     if row["kind"] == "dense":
         settings["maxtext_model"] = "llama2-7b"
     made = wb.load(str(source), **settings)
@@ -167,26 +210,26 @@ def by_load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
         bare(".".join(str(key.key) for key in path)): np.asarray(array)
         for path, array in jax.tree_util.tree_leaves_with_path(made)
     }
-    return flat, wanted(row["kind"], row["form"], row["layout"])
+    return flat, wanted(row["kind"], row["form"], row["layout"], row["kept"])
 
 
 def by_merge(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """In small units as in one."""
-    _, _, values = model(row["kind"], row["form"])
+    _, values = part(row["kind"], row["form"], row["kept"])
     modules = {
         key.removesuffix(".weight"): tensor.shape
         for key, tensor in values.items()
         if key.endswith(("q_proj.weight", "o_proj.weight"))
     }
     adapter, _ = peft_adapter(folder / "adapter", modules, base_model_name_or_path=str(source))
-    for output, unit in (("out", cut(row, "unit")), ("whole", [])):
+    for output, unit in (("out", cut(row, "unit", "kept")), ("whole", cut(row, "kept"))):
         assert call("merge", source, folder / output, "--lora", adapter, *unit) == 0
     return read_tensors(folder / "out"), read_tensors(folder / "whole")
 
 
 def by_dequantize(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
-    assert call("dequantize", source, folder / "out", *cut(row, "unit")) == 0
-    _, _, values = model(row["kind"], row["form"])
+    assert call("dequantize", source, folder / "out", *cut(row, "unit", "kept")) == 0
+    _, values = part(row["kind"], row["form"], row["kept"])
     return read_tensors(folder / "out"), {key: tensor.astype(BF16) for key, tensor in values.items()}
 
 
@@ -197,7 +240,11 @@ DIRECTIONS = {
 
 
 def possible(row: Row) -> bool:
-    direction, form, kind = row["direction"], row["form"], row["kind"]
+    direction, form, kind, kept = row["direction"], row["form"], row["kind"], row["kept"]
+    if kept == "experts" and kind not in ("experts", "latent"):
+        return False
+    if kept == "rows" and direction == "reshard":
+        return False  # rows are cut of a release
     if direction in ("merge", "dequantize", "load") and row["mesh"]:
         return False  # without a mesh
     if direction == "dequantize":
@@ -215,6 +262,7 @@ ROWS = pairwise(
     unit=[3_000, 20_000, 1 << 30],
     mesh=["", "fsdp=2", "fsdp=4,tensor=2", "expert=2"],
     direction=list(DIRECTIONS),
+    kept=["", "layers", "experts", "rows"],
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from support import (
     read_config,
     read_tensors,
     reference,
+    restore,
     save,
     split,
 )
@@ -162,6 +164,30 @@ def test_its_conversion_is_the_same(generated: Path, tmp_path: Path, model: str,
 
 
 @pytest.mark.parametrize(
+    ("model", "scan", "link"), each([*CUTS], ["true", "false"], [[], ["--link", "symlink"], ["--link", "copy"]])
+)
+def test_its_virtual_checkpoint_is_the_same(
+    generated: Path, tmp_path: Path, model: str, scan: str, link: list[str]
+) -> None:
+    """Every bit, of the files' own ranges; and so is an ordinary checkpoint of it, where only these files are."""
+    asked, scan = options(*CUTS[model]), "false" if model in UNSCANNED else scan
+    how = ["--scan_layers", scan, *(["--maxtext_model", "llama3.1-8b"] if model == "cases/llama3.1" else []), *asked]
+    source = shutil.copytree(generated / model, tmp_path / "hf")
+    wanted = converted(source, tmp_path / "a", *how)
+    assert_same_bits(converted(source, tmp_path / "b", *how, "--virtual", *link), wanted)
+    record = json.loads((tmp_path / "b/0/conversion.json").read_text())
+    assert record["references"]["bytes"] > sum(values.nbytes for values in wanted.values()) / 4
+    if link != ["--link", "symlink"]:
+        shutil.rmtree(source)
+    assert call("verify", tmp_path / "b") == 0
+    assert call("materialize", tmp_path / "b", tmp_path / "c") == 0
+    assert_same_bits(restore(tmp_path / "c/0"), wanted)
+    first, last = (json.loads((tmp_path / name / "0/conversion.json").read_text()) for name in "ac")
+    for fact in ("config", "tensors", "digests", "family", "model"):
+        assert first[fact] == last[fact], fact
+
+
+@pytest.mark.parametrize(
     ("model", "layers", "kinds"),
     [
         ("cases/llama3.1", [1, 3], {"layers": 4}),
@@ -276,6 +302,13 @@ def test_prediction_layers(tmp_path: Path) -> None:
     assert read_config(tmp_path / "cut")["num_nextn_predict_layers"] == 0
 
 
+def test_without_dense_layers(generated: Path, tmp_path: Path) -> None:
+    """MaxText 0.2.5 refuses a model of experts alone whose other width isn't theirs, which no layer has."""
+    for layers, width in (("1:4", 128), ("2:4", 48)):
+        keys = wb.plan(str(generated / "cases/deepseek3"), layers=layers).maxtext_config().to_dict()
+        assert (keys["base_mlp_dim"], keys["base_moe_mlp_dim"]) == (width, 48)
+
+
 def test_files_of_which_nothing_is_kept(tmp_path: Path) -> None:
     """They are gone, and the names of the others say how many there are."""
     config = LLAMA | dict(num_hidden_layers=4)
@@ -342,10 +375,10 @@ def test_small_files_that_are_not_carried_over_are_said(
     ("arguments", "message"),
     [
         (["cut", "SOURCE", "OUT"], "none of them says what is kept"),
+        (["cut", "SOURCE", "OUT", "--layer", "0:1"], "unknown options: --layer 0:1; did you mean --layers?"),
         (["cut", "SOURCE", "OUT", "--layers", "0:9"], "the model has layers 0 to 1"),
-        (["convert", "SOURCE", "OUT", "--layers", "0:1", "--virtual"], "cut it first, with weightbeam cut"),
         (["inspect", "CKPT", "--layers", "0:1"], "is an Orbax checkpoint"),
-        (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes layers of an Orbax checkpoint"),
+        (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes --layers and --experts of an Orbax checkpoint"),
         (["merge", "SOURCE", "OUT"], "names no adapter to merge"),
     ],
 )  # fmt: skip

@@ -368,6 +368,18 @@ def test_reshard(release: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert digests(restore(tmp_path / "back" / "0")) == maxtext()
 
 
+def test_reshard_of_experts(experts: tuple[Path, Path], tmp_path: Path) -> None:
+    """Codes and scales of the experts that are taken, as the cut of the release is converted."""
+    source, checkpoint = experts
+    wanted = converted(source, tmp_path / "wanted", *KEPT, "--experts", "1:3")
+    assert any(key.endswith("_scale") for key in wanted)
+    assert call("reshard", checkpoint, tmp_path / "out", "--experts", "1:3", "--scan_layers", "false") == 0
+    apart = converted(source, tmp_path / "apart", *KEPT, "--experts", "1:3", "--scan_layers", "false")
+    assert_same_bits(restore(tmp_path / "out" / "0"), apart)
+    assert call("reshard", checkpoint, tmp_path / "as", "--experts", "1:3") == 0
+    assert_same_bits(restore(tmp_path / "as" / "0"), wanted)
+
+
 @pytest.mark.parametrize("options", [(), ("--mesh", "fsdp=2"), ("--layers", "0:4")], ids=["like", "mesh", "layers"])
 def test_export_of_a_reshard(release: Path, checkpoint: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """What `--like` names is remembered with its codes and scales, so that they come back without being asked for."""

@@ -18,9 +18,10 @@ from lazily import lazily
 from processes import wait_until
 from quantised import fp8_llama
 from safetensors.numpy import load_file, save_file
-from support import LLAMA, call, convert, make_release, peft_adapter, save
+from support import LLAMA, call, convert, make_release, peft_adapter, read_config, save
 
 import weightbeam as wb
+from weightbeam.formats.release.model_class import model_class
 from weightbeam.pipelines.forward.maxtext import layers_and_parts
 
 torch, transformers = lazily("torch"), lazily("transformers")
@@ -89,6 +90,17 @@ def test_bits_are_those_of_transformers_whole_model(tmp_path: Path, family: str)
     release = write(tmp_path / "hf", family)
     made = wb.logits(str(release), token_ids=TOKENS, progress=False)
     np.testing.assert_array_equal(made.logits, by_transformers(release))
+
+
+@pytest.mark.parametrize("case", ["cases/gemma4-small", "models/qwen3_vl", "models/qwen3_omni"])
+def test_the_language_model_of_one_that_sees(generated: Path, case: str) -> None:
+    """Gemma 4 looks into its embedding for the padding's row, outside of the module."""
+    model = getattr(transformers, str(model_class(read_config(generated / case))))
+    whole = model.from_pretrained(generated / case, dtype=torch.float32)
+    made = wb.logits(str(generated / case), token_ids=TOKENS, progress=False)
+    with torch.no_grad():
+        wanted = getattr(whole, "thinker", whole)(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
+    np.testing.assert_array_equal(made.logits, wanted)
 
 
 def test_fp8_is_run_as_its_values(tmp_path: Path) -> None:
@@ -176,6 +188,7 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
     said = refused(release, "--save_logits", tmp_path / "no" / "l.npy")
     assert "--prompt and --token_ids" in said
     assert "no such folder" in said
+    assert "is a folder; name a file" in refused(release, "--token_ids", "1", "--save_logits", tmp_path)
     assert "0 to 95, and no 96, 500" in refused(release, "--token_ids", "500,1,96")
     assert "no tokenizer" in refused(release, "--prompt", "hello")
     said = refused(release, other, "--token_ids", "1")
@@ -215,12 +228,13 @@ def is_gone(note: Path) -> bool:
 
 
 def test_maxtext_that_stands_still_is_stopped_with_all_that_it_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, note = standing_still(tmp_path)
-    release = write(tmp_path / "hf", "llama")
-    options = ("--token_ids", "1,5", "--maxtext_model", "llama2-7b", "--maxtext", program, "--maxtext_patience", "2")
-    assert call("logits", release, *options) == 1
+    _, note = standing_still(tmp_path)
+    monkeypatch.chdir(tmp_path)  # the program runs elsewhere, and is named from here
+    write(tmp_path / "hf", "llama")
+    options = ("--token_ids", "1,5", "--maxtext_model", "llama2-7b", "--maxtext", "./python", "--maxtext_patience", "2")
+    assert call("logits", "hf", *options) == 1
     said = capsys.readouterr().err
     assert "MaxText came no further for 2 seconds behind layer 1 of 3, and was stopped" in said
     assert "what it said" in said

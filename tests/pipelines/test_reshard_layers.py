@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pairs import each
-from support import LLAMA, assert_same_bits, call, converted, make_release, read_config, restore
+from support import LLAMA, QWEN3_MOE, assert_same_bits, call, converted, make_release, read_config, restore
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
@@ -70,6 +70,45 @@ def test_as_the_cut_is_converted(
     assert read_config(tmp_path / "cut-hf") == read_config(tmp_path / "wanted-hf")
 
 
+EXPERTS = {  # named one by one, and side by side; in groups, with biases, beside shared ones, in two collections
+    "cases/qwen3-moe": "2:6",
+    "cases/mixtral": "0:2",
+    "cases/deepseek2": "0:4",
+    "cases/deepseek3": "4:8",
+    "cases/gpt-oss": "1:3",
+    "models/llama4": "0:2",
+    "cases/gemma4-moe": "2:4",
+    "cases/qwen3-next": "4:8",
+    "cases/qwen3.5": "0:4",
+    "models/glm5": "0:4",
+    "models/hy3": "2:6",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "also"),
+    each(
+        [*EXPERTS],
+        ["true", "false"],
+        ["true", "false"],
+        [[], ["--mesh", "expert=2"], ["--use_zarr3", "false"], ["--unit_bytes", "200000"], ["--layers"]],
+    ),
+)
+def test_experts_as_the_cut_is_converted(
+    generated: Path, tmp_path: Path, model: str, before: str, after: str, also: list[str]
+) -> None:
+    """Every bit, with fewer layers at once or without; it verifies, and says of itself what the cut says."""
+    asked = ["--experts", EXPERTS[model]]
+    if also == ["--layers"]:
+        also, asked = [], [*asked, "--layers", {"cases/gemma4-moe": "6:12", "models/glm5": "3:6"}.get(model, "0:4")]
+    assert call("convert", generated / model, tmp_path / "whole", "--scan_layers", before) == 0
+    step = reshard(tmp_path / "whole", tmp_path / "cut", "--scan_layers", after, *asked, *also)
+    wanted = converted(generated / model, tmp_path / "wanted", "--scan_layers", after, *asked)
+    assert_same_bits(restore(step), wanted)
+    assert call("verify", tmp_path / "cut") == 0
+    assert (step / "maxtext.yml").read_text() == (tmp_path / "wanted" / "0" / "maxtext.yml").read_text()
+
+
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_where_no_layer_of_a_stack_has_an_array(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str
@@ -110,8 +149,25 @@ def test_of_a_training_state(tmp_path: Path, scan: str) -> None:
     assert_same_bits(made, wanted)
 
 
+@needs_shared
+def test_experts_of_a_training_state(tmp_path: Path) -> None:
+    """Weights and moments alike; all else as it was."""
+    source, like = SHARED / "trained" / "qwen3moe-fsdp4-tensor2", trained_like(tmp_path / "like", "qwen3moe")
+    wanted = arrays(source)
+    count = read_config(like)["num_experts"]
+    cut = 0
+    for key, values in wanted.items():
+        axis = -1 if re.search(r"\.gate\.kernel(\.value)?$", key) else 0
+        if re.search(r"\.(wi_0|wi_1|wo|gate\.kernel)(\.value)?$", key) and ".moe" in key.lower():
+            assert values.shape[axis] == count, key
+            wanted[key], cut = np.take(values, range(2, 6), axis), cut + 1
+    assert cut == 12  # four arrays: weights and two moments
+    options = ("--experts", "2:6", "--like", like, "--maxtext_model", "qwen3-30b-a3b")
+    assert_same_bits(arrays(reshard(source, tmp_path / "out", *options)), wanted)
+
+
 def test_of_what_is_cut_already(tmp_path: Path) -> None:
-    """The record counts the release's layers, so that it verifies, and so does an inspection with a release."""
+    """The record counts the release's layers and experts, so that it verifies, and so does an inspection with a release."""
     source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=6))
     model = ["--maxtext_model", "llama2-7b"]
     assert call("convert", source, tmp_path / "part", "--layers", "1:5", *model) == 0
@@ -121,19 +177,31 @@ def test_of_what_is_cut_already(tmp_path: Path) -> None:
     assert_same_bits(restore(step), converted(source, tmp_path / "wanted", "--layers", "2:5", *model))
 
 
+def test_experts_of_what_is_cut_already(tmp_path: Path) -> None:
+    """The record counts the release's; more than there are is refused."""
+    source = make_release(tmp_path / "hf", QWEN3_MOE | dict(num_experts=8))
+    assert call("convert", source, tmp_path / "part", "--experts", "2:8") == 0
+    step = reshard(tmp_path / "part", tmp_path / "again", "--experts", "1:3")
+    assert json.loads((step / "conversion.json").read_text())["options"]["experts"] == "3:5"
+    assert call("verify", tmp_path / "again") == 0
+    assert_same_bits(restore(step), converted(source, tmp_path / "wanted", "--experts", "3:5"))
+    reshard(tmp_path / "part", tmp_path / "out", "--experts", "0:7", status=2)
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("0:9", "the model has layers 0 to 3"),
-        ("5:9", "1 problem:\n  cut: --layers: 5:9: the model has layers 0 to 3\n"),
-        ("0,3", "don't follow each other in it; keep one range of them, or take them apart first"),
-        ("1,1", "1 is named twice"),
+        (["--layers", "0:9"], "the model has layers 0 to 3"),
+        (["--layers", "5:9"], "1 problem:\n  cut: --layers: 5:9: the model has layers 0 to 3\n"),
+        (["--layers", "0,3"], "don't follow each other in it; keep one range of them, or take them apart first"),
+        (["--layers", "1,1"], "1 is named twice"),
+        (["--experts", "0:2"], "1 problem:\n  cut: --experts: 0:2: the model has no experts\n"),
     ],
 )
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: str, message: str) -> None:
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: list[str], message: str) -> None:
     source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=4))
     assert call("convert", source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
-    reshard(tmp_path / "ckpt", tmp_path / "out", "--layers", layers, status=2)
+    reshard(tmp_path / "ckpt", tmp_path / "out", *layers, status=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

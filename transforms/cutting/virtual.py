@@ -235,12 +235,13 @@ def _check(array: Array, part: Part, encodings: Mapping[str, Encoding]) -> tuple
 
 
 def _tensor_strides(encoding: Encoding) -> tuple[int, ...]:
-    """Elements from one index of each axis of a tensor's values to the next, as they are stored."""
+    """Elements from one index of each axis of a tensor's values to the next, as they are stored; of a part of a tensor
+    those of the whole.
+    """
+    stored = encoding.weight
     strides = [0] * len(encoding.shape)
-    stride = 1
-    for axis in reversed(encoding.order):
-        strides[axis] = stride
-        stride *= encoding.shape[axis]
+    for axis, nbytes in zip(encoding.order, stored.strides, strict=True):
+        strides[axis] = nbytes // stored.dtype.itemsize
     return tuple(strides)
 
 

@@ -113,7 +113,7 @@ def prepare(
     folding: Folding | None = None
     try:
         family = family_of(config, options.maxtext_model, options.family)
-        asked += _check_options(options, family, checkpoint)
+        asked += _check_options(options, family)
         source = source.renamed(family.aliases)
         naming, layout = _lay_out(options, config, family, source)
         model_type = config.get("model_type", "")
@@ -319,11 +319,8 @@ def _adapter_family(family: Family, folding: Folding) -> Family:
     )
 
 
-def _check_options(options: Options, family: Family, checkpoint: HfCheckpoint) -> Iterator[Problem]:
-    """What was asked for and MaxText doesn't have, or a cut can't be."""
-    if options.virtual and checkpoint.cut:
-        message = f"a virtual checkpoint holds the whole files of its source, and this is {checkpoint.cut} of it; cut it first, with weightbeam cut"
-        yield Problem("virtual", "--virtual", message)
+def _check_options(options: Options, family: Family) -> Iterator[Problem]:
+    """What was asked for and MaxText doesn't have."""
     if options.quantize and options.save_dtype != CODES:
         yield Problem("option", f"--quantize={options.quantize}", f"makes codes, which --save_dtype {CODES} writes")
     if options.save_dtype == CODES and (why := why_without_codes(options.maxtext)):

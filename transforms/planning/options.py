@@ -344,6 +344,7 @@ class ReshardOptions:
     """Of a reshard, as far as they change a byte or a chunk's key; None for what the checkpoint has."""
 
     layers: str | None = _written("take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew")
+    experts: str | None = _written("of each layer take these experts alone, such as 0:8, and what the router has of them")
     state: str = _written("params leaves out the optimizer and the rest, and calls the weights params.params", FULL)
     save_dtype: str = _written("dtype of the weights; computed in float32, cast once", KEEP, choices=(KEEP, *COMPUTED))
     moment_dtype: str = _written("dtype of the optimizer's moments", KEEP)

@@ -22,7 +22,7 @@ from weightbeam.formats.release.files import ARCHIVE, edit_archive
 from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
-from weightbeam.model_mappings.cut import Cut, numbers
+from weightbeam.model_mappings.cut import Cut, numbers, spans
 from weightbeam.model_mappings.keeping import why_without_codes
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.comparing.array_sums import find_lost
@@ -48,7 +48,7 @@ from weightbeam.transforms.planning.options import (
     options_from,
 )
 from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
-from weightbeam.transforms.planning.tree import Kept, Model, TakenLayers, make_tree
+from weightbeam.transforms.planning.tree import Kept, Model, Taken, make_tree
 
 
 def load(inputs: Mapping[str, Any]) -> Reshard:
@@ -84,7 +84,8 @@ def plan_reshard(
         model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
     )
     meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
-    taken, amiss = take_layers(options, source, model) if options.layers else (None, [])
+    cut = Cut(options.layers, options.experts, family=options.family)
+    taken, amiss = take(cut, source, model) if cut else (None, [])
     tree, problems = make_tree(
         source,
         model,
@@ -143,19 +144,18 @@ def plan_reshard(
     )
 
 
-def take_layers(
-    options: ReshardOptions, source: OrbaxCheckpoint, model: Model
-) -> tuple[TakenLayers | None, list[Problem]]:
-    """The layers that are wanted, and what stands against them: a cut of the release that the checkpoint remembers, or
-    of its `config.json` alone.
+def take(cut: Cut, source: OrbaxCheckpoint, model: Model) -> tuple[Taken | None, list[Problem]]:
+    """The layers and experts that are wanted, and what stands against them: a cut of the release that the checkpoint
+    remembers, or of its `config.json` alone.
     """
     said = model.remembered or source.record
     tensors = tensors_of(said) if isinstance(said.get("tensors"), Mapping) else {}
     release = HfCheckpoint("", dict(model.config), (Shard("", "", 0, "", tuple(tensors.values())),))
-    made = cut_release(release, Cut(options.layers, family=options.family))
+    made = cut_release(release, cut)
     if not made.cut:
         why = "nothing says which model it is; --like names a release of it"
-        return None, [*made.problems] or [Problem("cut", "--layers", f"{options.layers}: {why}")]
+        option, asked = ("--layers", cut.layers) if cut.layers else ("--experts", cut.experts)
+        return None, [*made.problems] or [Problem("cut", option, f"{asked}: {why}")]
     named = {
         name: {"dtype": DTYPE_NAMES[each.dtype], "shape": list(each.shape), "file": each.path}
         for name, each in made.tensors.items()
@@ -165,7 +165,8 @@ def take_layers(
     files = {name: edit_archive(data, made) if name == ARCHIVE else data for name, data in model.files.items()}
     shapes = {name: shape for name, (_, shape, _) in Like.of(made).tensors.items()}
     new = dataclasses.replace(model, config=made.config, shapes=shapes, remembered=remembered, files=files)
-    return TakenLayers(new, tuple(numbers(str(options.layers), MAX_COUNT["num_hidden_layers"]))), []
+    layers = tuple(numbers(cut.layers, MAX_COUNT["num_hidden_layers"])) if cut.layers else None
+    return Taken(new, layers, range(*spans(cut.experts)[0]) if cut.experts else None), []
 
 
 def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels: Mapping[str, AdaptedKernel]) -> Array:

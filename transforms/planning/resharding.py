@@ -57,7 +57,7 @@ from weightbeam.transforms.planning.options import (
     hashed,
 )
 from weightbeam.transforms.planning.transfer import Transfer
-from weightbeam.transforms.planning.tree import Model, NewTree, TakenLayers
+from weightbeam.transforms.planning.tree import Model, NewTree, Taken
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
@@ -95,7 +95,7 @@ class Reshard(ComparesSource, Transfer):
       units: the blocks of each unit.
       warnings: what the user should know.
       adapted: the arrays that adapters are merged into.
-      taken: the layers that are taken, if they aren't all.
+      taken: the layers and experts that are taken, if they aren't all.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
@@ -110,7 +110,7 @@ class Reshard(ComparesSource, Transfer):
     warnings: tuple[str, ...] = ()
     adapters: tuple[MaxTextAdapter, ...] = ()
     adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
-    taken: TakenLayers | None = None
+    taken: Taken | None = None
     slots: int | None = None
 
     kind, doing, title = "reshard", "resharding", "Reshard"
@@ -333,7 +333,7 @@ class Reshard(ComparesSource, Transfer):
             if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
         }
         if self.taken:
-            asked["layers"] = self.taken.of_release(Cut.of(made).layers)
+            asked |= self.taken.of_release(Cut.of(made))
         layout = {
             "maxtext": self.tree.version,
             "scan_layers": self.tree.scan,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from weightbeam.formats.orbax import TEXT, leaves
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
-from weightbeam.model_mappings.anatomy import layer_count
+from weightbeam.model_mappings.anatomy import EXPERT, layer_count
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT, Config, ConfigError, Layout
-from weightbeam.model_mappings.cut import numbers, spans, spelled
+from weightbeam.model_mappings.cut import Cut, numbers, spans, spelled
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.keeping import block_size, keep_arrays, maxtext_keys
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
@@ -33,6 +34,7 @@ from weightbeam.model_mappings.stacking import (
     RestackError,
     Stacks,
     elsewhere,
+    narrowed,
     restack,
     same,
     unused,
@@ -51,6 +53,7 @@ from weightbeam.transforms.planning.layouts import (
 
 OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state", "outer_opt_state")
 DICT = 2  # Orbax's number for the key of a dict
+Kind = TypeVar("Kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +94,38 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenLayers:
-    """Some layers of a model.
+class Taken:
+    """Some layers and experts of a model.
 
     Attributes:
       model: what is known of the model that they make.
-      layers: those of the whole model, in the order of their new numbers; prediction layers are the last.
+      layers: those of the whole model, in the order of their new numbers; prediction layers are the last. None for all.
+      experts: those of each layer; None for all.
     """
 
     model: Model
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    experts: range | None = None
 
-    def of_release(self, before: str | None) -> str:
-        """The same by the numbers of the release of which the checkpoint's layers are these, all of them if None."""
-        whole = numbers(before, MAX_COUNT["num_hidden_layers"]) if before else None
-        return spelled(spans(",".join(str(whole[layer] if whole else layer) for layer in self.layers)))
+    @property
+    def option(self) -> str:
+        """The option that asks for them, for messages."""
+        return "--experts" if self.layers is None else "--layers"
+
+    def of_release(self, before: Cut) -> dict[str, str]:
+        """The same as options, by the numbers of the release of which the checkpoint's own are these."""
+        found: dict[str, str] = {}
+        if self.layers is not None:
+            whole = numbers(before.layers, MAX_COUNT["num_hidden_layers"]) if before.layers else None
+            found["layers"] = spelled(spans(",".join(str(whole[layer] if whole else layer) for layer in self.layers)))
+        if self.experts is not None:
+            first = spans(before.experts)[0][0] if before.experts else 0
+            found["experts"] = spelled(((first + self.experts.start, first + self.experts.stop),))
+        return found
 
     def renamed(self, stack: Stack) -> Stack:
         """A stack of the new model by the whole one's numbers."""
-        if "{layer}" not in stack.source:
+        if self.layers is None or "{layer}" not in stack.source:
             return stack
         whole = np.array([*self.layers, ABSENT])  # a place without a layer stays one: ABSENT is the last
         return dataclasses.replace(stack, layers=whole[stack.layers])
@@ -175,7 +191,7 @@ def make_tree(
     scan_axis: int | None,
     family_name: str | None,
     model_name: str | None,
-    taken: TakenLayers | None = None,
+    taken: Taken | None = None,
     version: str | None = None,
 ) -> tuple[NewTree, list[Problem]]:
     """The new tree, and what stands against it.
@@ -199,7 +215,7 @@ def make_tree(
       params_only: the weights alone, below `params.params`, whatever the old tree calls them.
       scan, scan_axis: the layout that is wanted; None for what the source has.
       family_name, model_name: the table that the user named, and MaxText's model.
-      taken: the layers that are wanted; None for all of them.
+      taken: the layers and experts that are wanted; None for all of them.
       version: the version of MaxText whose arrays are wanted; None for that of the source.
     """
     try:
@@ -220,7 +236,8 @@ def make_tree(
     repeated: dict[str, str] = {}
     if is_moving and repeats:
         moved, repeated = _repeat(moved, repeats, layouts.version, layouts.at(*wanted).scan_axis)
-    problems += layouts.amiss(moved, *wanted)
+    moved, unknown = layouts.with_experts(moved, *wanted)
+    problems += [*unknown, *layouts.amiss(moved, *wanted)]
     arrays = tuple(_keep(old, one, names) for one in moved)
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
     left_out = old.left_out | repeated | (layouts.left_out(old, moved) if taken else {})
@@ -360,7 +377,7 @@ def _repeat(
 def _keep(old: _Old, one: Moved, names: Mapping[Path, tuple[str | None, ...]]) -> Kept:
     """An array of the new tree, with its role and the names of its axes."""
     shape = one.part.shape
-    found = _named(one.path, names)
+    found = _at_end(one.path, names) or ()
     named = found if len(found) == len(shape) else (None,) * len(shape)
     return Kept(".".join(one.path), old.role(one.part.tensors[0], shape), named, one.part)
 
@@ -396,7 +413,7 @@ class _Layouts:
         weights: Mapping[str, str],
         family_name: str | None,
         model_name: str | None,
-        taken: TakenLayers | None = None,
+        taken: Taken | None = None,
         version: str | None = None,
     ):
         self.taken, self.version = taken, version
@@ -497,7 +514,7 @@ class _Layouts:
     def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
         """What stands against the layout that is wanted."""
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
-        option = "--layers" if self.taken else option
+        option = self.taken.option if self.taken else option
         if is_moving and self.family is None:
             return [
                 Problem(
@@ -540,7 +557,8 @@ class _Layouts:
         layout = dataclasses.replace(self.at(scan, axis), maxtext=self.version or self.layout.maxtext)
         if self.taken is None:
             return self.config, layout
-        config, mtp = Config(self.taken.model.config), max(self.taken.layers) >= layer_count(self.config)
+        config, layers = Config(self.taken.model.config), self.taken.layers
+        mtp = layers is None or max(layers) >= layer_count(self.config)
         return config, dataclasses.replace(layout, shapes=self.taken.model.shapes, mtp=self.layout.mtp and mtp)
 
     def new_stacks(self, scan: bool | None, axis: int | None) -> Stacks:
@@ -550,9 +568,28 @@ class _Layouts:
         stacks = self.family.table(config, layout)
         return Stacks.of(map(self.taken.renamed, stacks) if self.taken else stacks, layout.scan_axis)
 
+    def with_experts(
+        self, moved: Sequence[Moved], scan: bool | None, axis: int | None
+    ) -> tuple[list[Moved], list[Problem]]:
+        """The arrays with the experts that are taken alone, and those of which nobody knows what is of which expert."""
+        if self.family is None or self.taken is None or self.taken.experts is None:
+            return [*moved], []
+        parts = {_below(path): same[0] for path, same in expand(self.family, *self.new(scan, axis)).items()}
+        made, problems = [], []
+        for one in moved:
+            part = _at_end(one.path, parts) or _at_end(_codes(one.path), parts)
+            if part is None or EXPERT not in itertools.chain(*part.rule.axes.right):
+                made.append(one)
+            elif (place := part.axis_with(EXPERT)) and len(one.part.shape) == len(part.shape):
+                made.append(narrowed(one, place[0], _times(self.taken.experts, place[1])))
+            else:
+                why = "nothing says what of it is of which expert; --state params takes the weights alone"
+                problems.append(_unused(one.path, why))
+        return made, problems
+
     def left_out(self, old: _Old, moved: Sequence[Moved]) -> dict[str, str]:
         """The keys of a layer's arrays that nothing is made of, with the reason: only where layers are taken."""
-        taken = set(self.taken.layers if self.taken else ())
+        taken = set((self.taken.layers if self.taken else None) or ())
         stacks, arrays = self.stacks(self.scan, self.axis), old.arrays
         left = {}
         for path in unused(arrays, moved):
@@ -625,10 +662,7 @@ class _Layouts:
         collection.
         """
         if self.family is not None:
-            return {
-                tuple(path.removeprefix(f"{PARAMS}/").split("/")): parts[0].logical_axes
-                for path, parts in self.parts(scan, axis, self.version).items()
-            }
+            return {_below(path): parts[0].logical_axes for path, parts in self.parts(scan, axis, self.version).items()}
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}
@@ -666,10 +700,25 @@ def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mappi
             yield axis
 
 
-def _named(path: Path, names: Mapping[Path, tuple[str | None, ...]]) -> tuple[str | None, ...]:
-    """The logical names of the weight that a path ends with."""
+def _below(path: str) -> Path:
+    """The path of a table's array, below the root that repeats it."""
+    return tuple(path.removeprefix(f"{PARAMS}/").split("/"))
+
+
+def _times(indices: range, size: int) -> range:
+    """The elements of indices that have so many each."""
+    return range(indices.start * size, indices.stop * size)
+
+
+def _codes(path: Path) -> Path:
+    """The path of the codes of which an array may hold the scales."""
+    return (*path[:-1], path[-1].removesuffix(ARRAY_SUFFIX))
+
+
+def _at_end(path: Path, found: Mapping[Path, Kind]) -> Kind | None:
+    """What is known of the weight that a path ends with."""
     path = path[:-1] if path[-1:] == (VALUE,) else path
-    return next((names[path[start:]] for start in range(len(path)) if path[start:] in names), ())
+    return next((found[path[start:]] for start in range(len(path)) if path[start:] in found), None)
 
 
 def _loose_layers(paths: Iterator[Path]) -> list[Problem]:

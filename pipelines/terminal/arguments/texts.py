@@ -129,7 +129,7 @@ Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, 2 
 
 RESHARD = """\
 Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with
-or without the optimizer, or some of its layers alone. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its
+or without the optimizer, or some of its layers and experts alone. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its
 state, of post-training. Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As
 a Beam pipeline.
 
