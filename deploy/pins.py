@@ -15,9 +15,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parent
 REQUIREMENTS, CONSTRAINTS, DOCKERFILE = FOLDER / "requirements.txt", FOLDER / "constraints.txt", FOLDER / "Dockerfile"
@@ -32,15 +36,32 @@ def requirements_of(report: Mapping[str, Any]) -> str:
     Raises:
       ValueError: a package has no hash.
     """
-    lines = []
-    for item in report["install"]:
+    packages = [
+        item for item in report["install"] if "dir_info" not in item["download_info"]
+    ]  # but for the project itself
+    lines, wanted = [], extras_of(packages)
+    for item in packages:
         name, version, where = item["metadata"]["name"], item["metadata"]["version"], item["download_info"]
-        if "dir_info" in where:  # the project itself
-            continue
         if "sha256" not in where.get("archive_info", {}).get("hashes", {}):
             raise ValueError(f"{name}: the index says no sha256")
-        lines.append(f"{name}=={version} --hash=sha256:{where['archive_info']['hashes']['sha256']}\n")
+        pin = f"{version} --hash=sha256:{where['archive_info']['hashes']['sha256']}\n"
+        lines += [f"{name}{extras}=={pin}" for extras in ("", *sorted(wanted.get(canonicalize_name(name), ())))]
     return HEAD + "".join(sorted(lines, key=str.lower))
+
+
+def extras_of(packages: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """The extras that packages ask of each other, by name: `{"google-auth": {"[pyopenssl]", "[requests]"}}`.
+
+    An older pip (23.2, of Python 3.11.7) wants a pin of each spelling where hashes are required.
+    """
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for package in packages:
+        for text in package["metadata"].get("requires_dist", ()):
+            asked = Requirement(text)
+            taken = package.get("requested_extras") or [""]
+            if asked.extras and (asked.marker is None or any(asked.marker.evaluate({"extra": each}) for each in taken)):
+                wanted[canonicalize_name(asked.name)].add(f"[{','.join(sorted(asked.extras))}]")
+    return wanted
 
 
 def pin_packages() -> None:

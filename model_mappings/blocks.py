@@ -17,7 +17,22 @@ LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors
 
 
 def common_dims(c: Config) -> dict[str, int]:
-    """The axis words that nearly every family has."""
+    """The axis words that nearly every family has.
+
+    Args:
+      c: `config.json`, or its text model's part.
+
+    Returns:
+      The size of `embed`, `heads`, `kv`, `dim` and `mlp`, in elements; `kv` is `heads` and `dim` is embed / heads where
+      no field says them.
+
+    Raises:
+      ConfigError: a field is missing.
+
+    Example:
+      >>> common_dims(Config(hidden_size=64, num_attention_heads=4, intermediate_size=96))
+      {'embed': 64, 'heads': 4, 'kv': 4, 'dim': 16, 'mlp': 96}
+    """
     embed, heads = c.size("hidden_size"), c.size("num_attention_heads")
     return dict(
         embed=embed,
@@ -29,8 +44,18 @@ def common_dims(c: Config) -> dict[str, int]:
 
 
 def text_part(c: Config) -> Config:
-    """The text model's part of `config.json`; a model with towers says outside of it whether the head is tied, or else
-    in it.
+    """The text model's part of `config.json`.
+
+    Args:
+      c: `config.json`, of a release with towers or of the text model alone.
+
+    Returns:
+      `text_config`, or `c` where there is none; a model with towers says outside of it whether the head is tied, or else
+      in it.
+
+    Example:
+      >>> text_part(Config(text_config={"hidden_size": 64}, tie_word_embeddings=True))
+      {'hidden_size': 64, 'tie_word_embeddings': True}
     """
     if "text_config" not in c:
         return c
@@ -39,7 +64,19 @@ def text_part(c: Config) -> Config:
 
 
 def with_defaults(c: Config, **defaults: object) -> Config:
-    """`c`, with transformers' defaults for fields that releases leave out (or null)."""
+    """`config.json` with what releases leave out (or null).
+
+    Args:
+      c: `config.json`, or a part of it.
+      defaults: transformers' default of each field.
+
+    Returns:
+      Another one, with every one of these fields.
+
+    Example:
+      >>> with_defaults(Config(hidden_size=64, head_dim=None), head_dim=256)
+      {'head_dim': 256, 'hidden_size': 64}
+    """
     return Config(defaults | {key: value for key, value in c.items() if value is not None})
 
 
@@ -52,7 +89,24 @@ def layers(
     name: str = "layers",
     collection: str = PARAMS,
 ) -> list[Stack]:
-    """Alike layers `ids`: one stack, or `target_0`, `target_1`, … where the layout isn't scanned."""
+    """Layers that are alike: one stack, or an array for each layer where the layout isn't scanned.
+
+    Args:
+      layout: that the user wants.
+      target: path of the stack, such as `decoder/layers`; unscanned `target_0`, `target_1`, …
+      ids: the layers' numbers in the release, in MaxText's order.
+      table: the lines of one layer.
+      source: what its tensors' names begin with.
+      name: MaxText's logical name of the stacked axis.
+      collection: of MaxText's variables.
+
+    Returns:
+      The stacks, none where there are no layers.
+
+    Example:
+      >>> [each.target for each in layers(Layout(scan=False), "decoder/layers", range(2), NORMS)]
+      ['decoder/layers_0', 'decoder/layers_1']
+    """
     ids = list(ids)
     if not ids:
         return []
@@ -64,10 +118,24 @@ def layers(
 def cycles(
     layout: Layout, count: int, tables: Sequence[Table], source: str = LAYER, place: str = "layers"
 ) -> list[Stack]:
-    """Layers 0 to `count` whose kinds repeat, a table for each place of the cycle.
+    """Layers whose kinds repeat.
 
     Scanned, `decoder/layers/layers_0`, `layers_1`, … hold the layers of one place each, over the whole cycles, and
-    `decoder/layers_remainder` the rest, not stacked; `place` is the word in front of the number.
+    `decoder/layers_remainder` the rest, not stacked.
+
+    Args:
+      layout: that the user wants.
+      count: of the layers, from 0.
+      tables: the lines of a layer, for each place of the cycle.
+      source: what a layer's tensors' names begin with.
+      place: the word in front of the place's number.
+
+    Returns:
+      The stacks.
+
+    Example:
+      >>> [(each.target, each.layers.tolist()) for each in cycles(Layout(), 5, [NORMS, NORMS])]
+      [('decoder/layers/layers_0', [0, 2]), ('decoder/layers/layers_1', [1, 3]), ('decoder/layers_remainder/layers_0', 4)]
     """
     n = len(tables)
     if not layout.scan:
@@ -84,6 +152,10 @@ def cycles(
 
 def check_cycle(c: Config, kinds: Sequence[str]) -> None:
     """Checks the pattern of the layers, where `config.json` says it, against the cycle that MaxText's model repeats.
+
+    Args:
+      c: `config.json`, with the number of layers.
+      kinds: of the layers of one cycle, in the words of `layer_types`.
 
     Raises:
       ConfigError: another pattern.
@@ -103,6 +175,11 @@ def check_cycle(c: Config, kinds: Sequence[str]) -> None:
 def check_whole(c: Config, layout: Layout, cycle: int) -> None:
     """Checks that MaxText's scan takes every layer, where it takes a `cycle` of them at a time and leaves the rest out.
 
+    Args:
+      c: `config.json`, with the number of layers.
+      layout: that the user wants.
+      cycle: how many layers MaxText takes at a time.
+
     Raises:
       ConfigError: it doesn't.
     """
@@ -114,7 +191,19 @@ def check_whole(c: Config, layout: Layout, cycle: int) -> None:
 
 
 def vocabulary(c: Config, layout: Layout) -> tuple[str, Segment]:
-    """The window of the vocabulary's rows that `Layout.vocab` keeps, and their place: it pads with zeros, or cuts."""
+    """The rows of the vocabulary that `Layout.vocab` keeps: it pads with zeros, or cuts.
+
+    Args:
+      c: `config.json`, with the release's rows.
+      layout: with MaxText's.
+
+    Returns:
+      A window to write behind a tensor's name, empty where all rows are kept; and their place among MaxText's.
+
+    Example:
+      >>> vocabulary(Config(vocab_size=50), Layout(vocab=48))
+      ('[:48]', Segment(start=0, size=48, total=48, fill=None))
+    """
     size = c.size("vocab_size")
     total = layout.vocab or size
     return f"[:{total}]" if total < size else "", Segment(
@@ -123,7 +212,16 @@ def vocabulary(c: Config, layout: Layout) -> tuple[str, Segment]:
 
 
 def beyond_vocabulary(c: Config, layout: Layout, *names: str) -> dict[str, str]:
-    """The rows of these tensors that `Layout.vocab` cuts, for a family's drops."""
+    """The rows that `Layout.vocab` cuts, for a family's drops.
+
+    Args:
+      c: `config.json`, with the release's rows.
+      layout: with MaxText's.
+      names: of the tensors whose rows are the vocabulary's.
+
+    Returns:
+      `{"name[n:]": reason}`; nothing where all rows are kept.
+    """
     if not layout.vocab or layout.vocab >= c.size("vocab_size"):
         return {}
     return {f"{name}[{layout.vocab}:]": f"beyond --vocab_size={layout.vocab}" for name in names}
@@ -139,7 +237,20 @@ def top(
     embed: str = "embed_tokens",
     head: str = "lm_head",
 ) -> Stack:
-    """Embedding, final norm and head; `norm` is MaxText's logical name of the norm's axis."""
+    """Embedding, final norm and head.
+
+    Args:
+      c: `config.json`: whether the head is tied, and the vocabulary's size.
+      layout: that the user wants.
+      ops: what MaxText changes of the embedding's values.
+      hf: what the names of embedding and norm begin with in the release.
+      norm_ops: what it changes of the norm's.
+      norm: MaxText's logical name of the norm's axis.
+      embed, head: what the release calls the two.
+
+    Returns:
+      One stack, without layers; it has no head where that is tied.
+    """
     rows, vocab = vocabulary(c, layout)
     table = [
         rule(
@@ -164,14 +275,30 @@ def top(
 
 
 def is_tied(c: Config) -> bool:
-    """Whether the head is the embedding, so that MaxText has no array for it (`logits_via_embedding`)."""
+    """Whether the head is the embedding, so that MaxText has no array for it (`logits_via_embedding`).
+
+    Args:
+      c: `config.json`, or its text model's part.
+
+    Returns:
+      What `tie_word_embeddings` says.
+    """
     return c.flag("tie_word_embeddings")
 
 
 def common_drops(
     c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head"
 ) -> dict[str, str]:
-    """Tensors, or parts of them, that are left out on purpose, as `{pattern or window: reason}`."""
+    """Tensors, or parts of them, that are left out on purpose: rotary tables, a tied head, rows beyond the vocabulary.
+
+    Args:
+      c: `config.json`, or its text model's part.
+      layout: that the user wants.
+      hf, embed, head: see `top`.
+
+    Returns:
+      `{pattern or window: reason}`, for a family's `drops`.
+    """
     drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
     if is_tied(c):
         drops[f"{head}.weight"] = "the head is tied to the embedding"
@@ -181,7 +308,16 @@ def common_drops(
 def tied_head(
     c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head"
 ) -> dict[str, str]:
-    """The head where it is the embedding, for a family's `copies`."""
+    """The head where it is the embedding, for a family's `copies`.
+
+    Args:
+      c: `config.json`, or its text model's part.
+      layout: that the user wants.
+      hf, embed, head: see `top`.
+
+    Returns:
+      `{head: embedding}`; nothing where the head isn't tied.
+    """
     return {f"{head}.weight": f"{hf}{embed}.weight"} if is_tied(c) else {}
 
 
@@ -192,7 +328,15 @@ NORMS: Table = [
 
 
 def sandwich_norms(*ops: Op, suffix: str = "") -> Table:
-    """Norms before and behind attention and MLP, as Gemma has them."""
+    """Norms before and behind attention and MLP, as Gemma has them: (embed) each.
+
+    Args:
+      ops: what MaxText changes of their values, such as `Shift(1.0)`.
+      suffix: of MaxText's names.
+
+    Returns:
+      Four lines.
+    """
     names = dict(
         pre_self_attention_norm="input_layernorm",
         post_self_attention_norm="post_attention_layernorm",
@@ -209,6 +353,14 @@ def attention(*query_ops: Op, paired_rope: bool = False, target: str = "self_att
 
     Hugging Face keeps the two halves of a head's rotary dimensions apart (h0 h0 … h1 h1 …); where MaxText pairs them
     (h0 h1 h0 h1 …) query and key are permuted: axes `two half` with dim = 2 · half.
+
+    Args:
+      query_ops: what MaxText folds into the query, such as `Scale(dim ** -0.5)`.
+      paired_rope: whether MaxText pairs the halves; the family's `dims` have `half` and `two` then.
+      target: path of MaxText's attention below the layer.
+
+    Returns:
+      Query (heads dim, embed), key and value (kv dim, embed), and out (embed, heads dim), as the release has them.
     """
     split, joined = ("two half", "(half two)") if paired_rope else ("dim", "dim")
     return [
@@ -246,7 +398,16 @@ def gated_mlp(
     width: str = "mlp",
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Table:
-    """Gate, up and down projections of one expert or of a dense layer; `width` is the axis word of the hidden size."""
+    """The projections of a dense layer, or of one expert.
+
+    Args:
+      target, source: MaxText's path and the release's name, below the layer.
+      width: the axis word of the hidden size.
+      projections: what the release calls gate, up and down.
+
+    Returns:
+      Gate and up (width, embed) and down (embed, width), as the release has them.
+    """
     gate, up, down = (f"{source}.{projection}.weight" for projection in projections)
     return [
         rule(f"{target}/wi_0/kernel", gate, f"{width} embed -> embed {width}", "embed mlp"),
@@ -256,7 +417,15 @@ def gated_mlp(
 
 
 def attention_biases(target: str = "self_attention", when: object = True) -> Table:
-    """The biases of query, key and value."""
+    """The biases of query, key and value.
+
+    Args:
+      target: path of MaxText's attention below the layer.
+      when: whether the model has them.
+
+    Returns:
+      Query (heads dim), key and value (kv dim), as the release has them; nothing unless `when`.
+    """
     return [
         rule(f"{target}/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv", when=when),
         rule(f"{target}/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=when),
@@ -266,6 +435,9 @@ def attention_biases(target: str = "self_attention", when: object = True) -> Tab
 
 def check_all_moe(c: Config) -> None:
     """Checks that no layer is dense, as Qwen's `config.json` could say and MaxText's models don't have.
+
+    Args:
+      c: `config.json`.
 
     Raises:
       ConfigError: some are.
@@ -277,7 +449,15 @@ def check_all_moe(c: Config) -> None:
 
 
 def is_fused(layout: Layout, source: str) -> bool:
-    """Whether the experts below `source` are fused, as transformers v5 holds them, or are tensors of their own."""
+    """Whether experts are fused, as transformers v5 holds them, or are tensors of their own.
+
+    Args:
+      layout: with the names of the release's tensors.
+      source: whole name of what the experts lie below, in one layer.
+
+    Returns:
+      Whether there is a `gate_up_proj`.
+    """
     return f"{source}.gate_up_proj" in layout.names
 
 
@@ -293,7 +473,17 @@ def experts(
     them.
 
     The fused `gate_up_proj` is (expert, 2 · moe_mlp, embed), gate first; `down_proj` is (expert, embed, moe_mlp)
-    (huggingface/transformers, models/qwen3_moe/modeling_qwen3_moe.py, v5.23.0). `width` is moe_mlp, `inputs` the axis word of what goes in and comes out.
+    (huggingface/transformers, models/qwen3_moe/modeling_qwen3_moe.py, v5.23.0).
+
+    Args:
+      target, source: MaxText's path and the release's name of the experts, below the layer.
+      width: moe_mlp, in elements.
+      fused: see `is_fused`.
+      projections: what the release calls gate, up and down where they aren't fused.
+      inputs: the axis word of what goes in and comes out.
+
+    Returns:
+      Three lines.
     """
     if fused:
         gate, up, down = f"gate_up_proj[:, :{width}]", f"gate_up_proj[:, {width}:]", "down_proj"
@@ -322,7 +512,15 @@ def experts(
 
 
 def experts_in_out(target: str, source: str, width: int) -> Table:
-    """Fused experts that lie in the files as in MaxText: `gate_up_proj` (expert, embed, 2 · moe_mlp), gate first."""
+    """Fused experts that lie in the files as in MaxText: `gate_up_proj` (expert, embed, 2 · moe_mlp), gate first.
+
+    Args:
+      target, source: MaxText's path and the release's name of the experts, below the layer.
+      width: moe_mlp, in elements.
+
+    Returns:
+      Three lines.
+    """
     return [
         rule(
             f"{target}/wi_0", f"{source}.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
@@ -337,6 +535,14 @@ def experts_in_out(target: str, source: str, width: int) -> Table:
 def latent_experts(target: str, source: str, width: int, projections: tuple[str, str, str]) -> Table:
     """Experts in a latent: a projection down to `latent`, the router's experts there, a norm of what they make together,
     and a projection up again (AI-Hypercomputer/maxtext, src/maxtext/layers/latent_moe.py, 4b27699).
+
+    Args:
+      target, source: MaxText's path and the release's name, below the layer.
+      width: moe_mlp, in elements.
+      projections: what the release calls gate, up and down of an expert.
+
+    Returns:
+      Six lines.
     """
     down, up, norm = (f"routed_expert_{part}" for part in ("down_proj", "up_proj", "norm"))
     return [

@@ -29,13 +29,28 @@ class ConfigError(ValueError):
 
 
 class Config(dict):
-    """`config.json` as a dict that explains itself when a field is missing or isn't what it should be."""
+    """`config.json` as a dict that explains itself when a field is missing or isn't what it should be.
+
+    Example:
+      >>> c = Config(hidden_size=64, text_config={"num_hidden_layers": 2})
+      >>> c.size("hidden_size"), c.part("text_config").size("num_hidden_layers"), c.count("num_experts")
+      (64, 2, 0)
+      >>> c["vocab_size"]
+      Traceback (most recent call last):
+      weightbeam.model_mappings.config.ConfigError: config.json has no 'vocab_size'
+    """
 
     def __missing__(self, key: str) -> object:
         raise ConfigError(f"config.json has no {key!r}")
 
     def part(self, key: str) -> Config:
-        """A nested object, such as `text_config`.
+        """A nested object.
+
+        Args:
+          key: of it, such as `text_config`.
+
+        Returns:
+          The object, which explains itself, too.
 
         Raises:
           ConfigError: absent, or not an object.
@@ -46,7 +61,14 @@ class Config(dict):
         return Config(value)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer; `default` stands in for a field that is absent or null.
+        """A positive integer.
+
+        Args:
+          key: of the field.
+          default: stands in for a field that is absent or null.
+
+        Returns:
+          The size, in elements of an axis or in layers.
 
         Raises:
           ConfigError: absent without a default, or not a positive integer.
@@ -61,12 +83,28 @@ class Config(dict):
         return value
 
     def count(self, key: str) -> int:
-        """A non-negative integer; 0 where the field is absent or null."""
+        """A non-negative integer.
+
+        Args:
+          key: of the field.
+
+        Returns:
+          The count; 0 where the field is absent or null.
+
+        Raises:
+          ConfigError: it is anything else.
+        """
         value = self.get(key)
         return 0 if value is None or (value == 0 and type(value) is int) else self.size(key)
 
     def flag(self, key: str) -> bool:
-        """True or false; false where the field is absent or null.
+        """True or false.
+
+        Args:
+          key: of the field.
+
+        Returns:
+          What it says; false where it is absent or null.
 
         Raises:
           ConfigError: neither.
@@ -93,6 +131,11 @@ class Layout:
       model: the MaxText model, where `config.json` can't settle it.
       maxtext: the version of MaxText that has the layout.
       shapes: of the checkpoint's tensors, by name; a table may ask where releases spell a model in two ways.
+
+    Example:
+      >>> layout = Layout(scan=False, shapes={"lm_head.weight": (50, 24)})
+      >>> "lm_head.weight" in layout.names
+      True
     """
 
     scan: bool = True

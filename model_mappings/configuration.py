@@ -164,7 +164,23 @@ class Line:
 
 
 def size(key: str, field: str, default: Default = NEEDED, times: int = 1, when: Holds | None = None) -> Line:
-    """A positive integer; MaxText's is `times` smaller."""
+    """A positive integer, such as a size in elements or a number of layers.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      default: its value where `config.json` hasn't got it: a value, or a function of `config.json`; needed unless said.
+      times: how many times the field is MaxText's.
+      when: whether the line is about a model.
+
+    Returns:
+      The line, for a family's `configuration`.
+
+    Example:
+      >>> line = size("base_emb_dim", "hidden_size")
+      >>> line.value(Config(hidden_size=64)), line.to_field(64)
+      (64, 64)
+    """
 
     def share(n: Any) -> int:
         if natural(n) % times:
@@ -175,12 +191,40 @@ def size(key: str, field: str, default: Default = NEEDED, times: int = 1, when: 
 
 
 def count(key: str, field: str, default: Default = 0, none: int = 0) -> Line:
-    """An integer from 0 on, or null; MaxText says `none` for these."""
+    """An integer from 0 on, or null.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      default: its value where `config.json` hasn't got it: a value, or a function of `config.json`; needed unless said.
+      none: what MaxText says for 0 and null.
+
+    Returns:
+      The line.
+
+    Example:
+      >>> count("sliding_window_size", "sliding_window", none=-1).value(Config(sliding_window=None))
+      -1
+    """
     return Line(key, field, lambda n: natural(n) if n else none, lambda n: None if n == none else n, default=default)
 
 
 def real(key: str, field: str, default: Default = NEEDED, none: float | None = None) -> Line:
-    """A number; with `none`, what MaxText says where `config.json` says null, which isn't the default then."""
+    """A number.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      default: its value where `config.json` hasn't got it: a value, or a function of `config.json`; needed unless said.
+      none: what MaxText says where `config.json` says null, which isn't the default then.
+
+    Returns:
+      The line.
+
+    Example:
+      >>> real("normalization_layer_epsilon", "rms_norm_eps", 1e-6).value(Config())
+      1e-06
+    """
 
     def find(about: Config, model: str | None) -> Any:
         return none if field in about and about[field] is None else about.get(field)
@@ -196,17 +240,50 @@ def real(key: str, field: str, default: Default = NEEDED, none: float | None = N
 
 
 def same(key: str, field: str, default: Default = NEEDED) -> Line:
-    """The same value on both sides, of whatever kind."""
+    """The same value on both sides, of whatever kind.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      default: its value where `config.json` hasn't got it: a value, or a function of `config.json`; needed unless said.
+
+    Returns:
+      The line.
+    """
     return Line(key, field, lambda value: list(value) if isinstance(value, tuple) else value, default=default)
 
 
 def truth(key: str, field: str, default: Default = False) -> Line:
-    """True or false on both sides."""
+    """True or false on both sides.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      default: its value where `config.json` hasn't got it.
+
+    Returns:
+      The line.
+    """
     return Line(key, field, flag, default=default)
 
 
 def mapped(key: str, field: str, values: Iterable[tuple[Any, Any]], default: Default = NEEDED) -> Line:
-    """One value for another: (`config.json`'s, MaxText's); of several of either's the first is written."""
+    """One value for another.
+
+    Args:
+      key: MaxText's key.
+      field: path of the field, with dots.
+      values: pairs of `config.json`'s and MaxText's; of several of either's the first is written.
+      default: its value where `config.json` hasn't got it: a value, or a function of `config.json`; needed unless said.
+
+    Returns:
+      The line.
+
+    Example:
+      >>> line = mapped("mlp_activations", "hidden_act", [("silu", ["silu", "linear"]), ("swish", ["silu", "linear"])])
+      >>> line.value(Config(hidden_act="swish")), line.to_field(["silu", "linear"])
+      (['silu', 'linear'], 'silu')
+    """
     pairs = list(values)
 
     def to_key(value: Any) -> Any:
@@ -229,7 +306,15 @@ def _known(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def fixed(key: str, value: Any) -> Line:
-    """A key that has one value for all models of a kind."""
+    """A key that has one value for all models of a kind.
+
+    Args:
+      key: MaxText's key.
+      value: of it.
+
+    Returns:
+      The line.
+    """
     return Line(key, None, to_key=lambda _: value)
 
 
@@ -240,22 +325,64 @@ def derived(
     when: Holds | None = None,
     to_field: Any = anything,
 ) -> Line:
-    """A key that several spellings of `config.json`, or MaxText's name of the model, settle; written as `field`."""
+    """A key that several spellings of `config.json`, or MaxText's name of the model, settle.
+
+    Args:
+      key: MaxText's key.
+      find: the field's value, of `config.json` and the name under which MaxText runs the model.
+      field: path of the field that is written, with dots; none unless said.
+      when: whether the line is about a model.
+      to_field: that field's value for the key's.
+
+    Returns:
+      The line.
+    """
     return Line(key, field, find=find, to_field=to_field, default=None, when=when)
 
 
 def written(field: str, value: Any) -> Line:
-    """A field that MaxText needn't know and `config.json` should have."""
+    """A field that MaxText needn't know and `config.json` should have.
+
+    Args:
+      field: path of it, with dots.
+      value: that an export writes.
+
+    Returns:
+      The line.
+    """
     return Line(None, field, default=value)
 
 
 def copied(field: str, of: Callable[[Mapping[str, Any]], Any]) -> Line:
-    """A field that follows from MaxText's keys, and none of them from it."""
+    """A field that follows from MaxText's keys, and none of them from it.
+
+    Args:
+      field: path of it, with dots.
+      of: its value, of all keys.
+
+    Returns:
+      The line.
+    """
     return Line(None, field, of=of)
 
 
 def only(field: str, value: Any, effect: str, default: Default = None) -> Line:
-    """A field of which MaxText's layers know one value; `effect` says what they make of another."""
+    """A field of which MaxText's layers know one value.
+
+    Args:
+      field: path of it, with dots.
+      value: that they know.
+      effect: what they make of another, in words.
+      default: its value where `config.json` hasn't got it.
+
+    Returns:
+      The line.
+
+    Example:
+      >>> line = only("mlp_bias", False, "MaxText's layer has no such bias", default=False)
+      >>> line.limit(Config(mlp_bias=True), None), line.limit(Config(), None)
+      ("mlp_bias is True: MaxText's layer has no such bias", None)
+    """
 
     def limit(about: Config, model: str | None) -> str | None:
         found = lookup(about, field)
@@ -266,12 +393,28 @@ def only(field: str, value: Any, effect: str, default: Default = None) -> Line:
 
 
 def unless(find: Callable[[Config, str | None], str | None]) -> Line:
-    """What MaxText can't express, in words, where `find` finds it."""
+    """What MaxText can't express.
+
+    Args:
+      find: says it in words, of `config.json` and MaxText's name of the model; None where there is nothing.
+
+    Returns:
+      The line.
+    """
     return Line(None, None, limit=find)
 
 
 def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple[Line, ...]:
-    """The lines, of an object of `config.json`; with `when=bool` only where it is there."""
+    """Lines about an object of `config.json`.
+
+    Args:
+      part: its path, with dots, such as `text_config`.
+      lines: whose fields are in there.
+      when: whether they are about a model, by that object; `bool` is where it is there.
+
+    Returns:
+      The lines.
+    """
     return tuple(
         dataclasses.replace(line, part=f"{part}.{line.part}".rstrip("."), when=when or line.when) for line in lines
     )

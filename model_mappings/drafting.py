@@ -341,7 +341,7 @@ def test_maxtexts_tree():
 
 def test_a_tiny_model(tmp_path):
     """Element by element, both ways, of a model whose sizes all differ, so that no axis can be taken for another."""
-    # TODO: write a tiny model, such as AutoModelForCausalLM.from_config(…).save_pretrained(tmp_path), and delete this line
+    # TODO: write a tiny model, such as AutoModelForCausalLM.from_config(…).save_pretrained(tmp_path), none of its values 0 or 1, and delete this line
     config, tensors = read_headers(tmp_path)
     check_sizes_differ(FAMILY, config, tensors)
     check_elements(FAMILY, config, tensors)

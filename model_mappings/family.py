@@ -68,6 +68,27 @@ class Family:
       variant: what the table takes from the model's name; models between which `config.json` can't decide must agree in
         it.
       note: what was inferred and why, for the plan.
+
+    Example:
+      >>> from weightbeam.model_mappings.rules import rule, stack
+      >>> def dims(c, layout):
+      ...     return dict(embed=c.size("hidden_size"), vocab=c.size("vocab_size"))
+      >>> def stacks(c, layout):
+      ...     head = rule("head/kernel", "lm_head.weight", "vocab embed -> embed vocab", "embed vocab")
+      ...     return [stack("decoder", "", 0, [head])]
+      >>> family = Family(
+      ...     name="mine", models={"mine-*": ("my_model",)}, dims=dims, stacks=stacks, drops=lambda c, layout: {},
+      ...     releases="one of mine",
+      ... )
+      >>> family.model_types, family.types_of("mine-7b"), family.support
+      (('my_model',), ('my_model',), 'scanned and unscanned')
+      >>> from weightbeam.model_mappings.plan import TensorSpec, expand, make_arrays
+      >>> import numpy as np
+      >>> config = Config(model_type="my_model", hidden_size=3, vocab_size=5)
+      >>> tensors = {"lm_head.weight": TensorSpec((5, 3), np.dtype(np.float32), "model.safetensors")}
+      >>> for array in make_arrays(expand(family, config, Layout()), tensors, np.dtype(np.float32)):
+      ...     print(array.key, array.shape, array.logical_axes)
+      params.params.decoder.head.kernel (3, 5) ('embed', 'vocab')
     """
 
     name: str
@@ -92,7 +113,18 @@ class Family:
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
 
     def table(self, config: Config, layout: Layout) -> list[Stack]:
-        """The table of a layout, as its version of MaxText has it."""
+        """The table of a layout, as its version of MaxText has it.
+
+        Args:
+          config: `config.json` of the model.
+          layout: how the arrays are laid out.
+
+        Returns:
+          The stacks, whose axes have the names of `layout.maxtext`.
+
+        Raises:
+          ConfigError: MaxText has no such model, or `config.json` lacks a field.
+        """
         stacks = self.earlier.get(layout.maxtext, self.stacks)(config, layout)
         return [stack.named_by(functools.partial(axis_of, version=layout.maxtext)) for stack in stacks]
 
@@ -114,7 +146,14 @@ class Family:
         return "; ".join(filter(None, parts))
 
     def types_of(self, model: str) -> tuple[str, ...]:
-        """The `model_type`s that MaxText's `model` may stand for; empty where it isn't of this family."""
+        """What a MaxText model may be in `config.json`.
+
+        Args:
+          model: its name, such as `qwen3-8b`.
+
+        Returns:
+          The `model_type`s that it may stand for; empty where it isn't of this family.
+        """
         return tuple(
             kind for pattern, kinds in self.models.items() if fnmatch.fnmatchcase(model, pattern) for kind in kinds
         )
@@ -124,7 +163,18 @@ def rename(name: str, aliases: Mapping[str, str]) -> str:
     """A tensor's name as the table spells it.
 
     An alias is a literal prefix of whole components; `*` stands for one component that stays as it is, such as a
-    layer's number: `{"model.layers.*.attn": "layers.*.self_attn"}`. The longest alias that fits is used, and only once.
+    layer's number. The longest alias that fits is used, and only once.
+
+    Args:
+      name: as a release has it.
+      aliases: other spellings, `{prefix: the table's prefix}`.
+
+    Returns:
+      The name; as it is where no alias fits.
+
+    Example:
+      >>> rename("model.layers.3.attn.q.weight", {"model.layers.*.attn": "layers.*.self_attn"})
+      'layers.3.self_attn.q.weight'
     """
     pattern, prefixes = _compiled(tuple(aliases.items()))
     match = pattern.match(name)

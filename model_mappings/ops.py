@@ -17,6 +17,18 @@ class Scale:
     """Multiplies by a constant that is itself rounded to `constant_dtype` first, as MaxText does; or divides by it.
 
     Its inverse divides: x / c isn't x · (1 / c).
+
+    Attributes:
+      by: the constant, before it is rounded.
+      constant_dtype: that it is rounded to.
+      divides: whether it is divided by.
+
+    Example:
+      >>> query = Scale(128**-0.5)
+      >>> print(query, "·", query.inverse)
+      scaled by 0.0883883 · divided by 0.0883883
+      >>> Scale(0.5).is_exact, query.is_exact
+      (True, False)
     """
 
     by: float
@@ -25,6 +37,7 @@ class Scale:
 
     @property
     def constant(self) -> np.float32:
+        """The constant as it is used, rounded."""
         dtype = np.dtype(getattr(ml_dtypes, self.constant_dtype, self.constant_dtype))
         return np.float32(np.asarray(self.by).astype(dtype))
 
@@ -35,10 +48,18 @@ class Scale:
 
     @property
     def inverse(self) -> Scale:
+        """What undoes it."""
         return dataclasses.replace(self, divides=not self.divides)
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """float32 in, float32 out."""
+        """The values that MaxText holds.
+
+        Args:
+          values: of a release, float32, of any shape.
+
+        Returns:
+          float32, of the same shape.
+        """
         return values / self.constant if self.divides else values * self.constant
 
     def __str__(self) -> str:
@@ -47,7 +68,15 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """Adds a constant (Gemma's norms: Hugging Face stores w, MaxText 1 + w)."""
+    """Adds a constant (Gemma's norms: Hugging Face stores w, MaxText 1 + w).
+
+    Attributes:
+      by: the constant, a float32.
+
+    Example:
+      >>> print(Shift(1.0), "·", Shift(1.0).inverse)
+      shifted by +1 · shifted by -1
+    """
 
     by: float
 
@@ -55,10 +84,18 @@ class Shift:
 
     @property
     def inverse(self) -> Shift:
+        """What undoes it."""
         return Shift(-self.by)
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """float32 in, float32 out."""
+        """The values that MaxText holds.
+
+        Args:
+          values: of a release, float32, of any shape.
+
+        Returns:
+          float32, of the same shape.
+        """
         return values + np.float32(self.by)
 
     def __str__(self) -> str:

@@ -122,6 +122,9 @@ def _checked(family: object, what: str) -> Family:
     return family
 
 
+WAYS_ROUND = "for plain JAX --family identity takes any (docs/howto/jax.md), for MaxText weightbeam new-family drafts a table (docs/howto/contributors_day.md)"
+
+
 def shown(pattern: str) -> str:
     """A pattern of MaxText's model names as a person reads it."""
     return pattern.replace("[0-9]*", "*")
@@ -143,7 +146,7 @@ def family_by_config(config: Config) -> Family:
     if family is None:
         what = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json{what}; for plain JAX --family identity takes any (docs/howto/jax.md). Supported:\n{supported()}"
+            f"no table for model_type {kind!r} of config.json{what}; {WAYS_ROUND}. Supported:\n{supported()}"
         )
     return family
 

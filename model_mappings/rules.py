@@ -38,7 +38,18 @@ class Segment:
 
 
 def segments(*sizes: int) -> list[Segment]:
-    """Parts that lie side by side on one axis: `segments(4, 4, 16)[1]` is [4, 8) of 24."""
+    """Parts that lie side by side on one axis.
+
+    Args:
+      sizes: of each part, in elements, in their order.
+
+    Returns:
+      The parts, for `rule(…, WORD=part)`.
+
+    Example:
+      >>> segments(4, 4, 16)[1]
+      Segment(start=4, size=4, total=24, fill=None)
+    """
     ends = list(itertools.accumulate(sizes))
     return [Segment(end - size, size, ends[-1]) for size, end in zip(sizes, ends, strict=True)]
 
@@ -113,8 +124,33 @@ def rule(
 ) -> list[Rule]:
     """One line of a table, or none where `when` is false: the rules of a stack are lists that are joined.
 
+    Args:
+      target: path of MaxText's array below its stack, with slashes.
+      source: name of the tensor below its stack, with a window in brackets where a part of it is meant; None for an array
+        that no tensor supplies. `{word}` in it is an axis whose index stands in the name.
+      axes: of the tensor and of the array, in the words of the family's `dims`: `"mlp embed -> embed mlp"`. Words in
+        parentheses lie on one axis. One side alone stands for both.
+      names: MaxText's logical name of each axis of the array, `-` for none; empty where MaxText names none of them.
+      ops: what MaxText changes of the values, in order: `Scale`, `Shift`.
+      when: whether the model has the line.
+      fill: the value of elements that no tensor supplies.
+      integer: the tensor holds integers that aren't weights; they keep their dtype.
+      spare: the array repeats another one.
+      padded: the length of the tensor's first axis where the window ends before it; zeros lie behind.
+      segments: by word, the part of a longer axis of the array that the tensor is.
+
+    Returns:
+      A list of one rule, or of none.
+
     Raises:
       ValueError: the line contradicts itself (a typo in the table, never a fault of a checkpoint).
+
+    Example:
+      >>> (line,) = rule("mlp/wi_0/kernel", "mlp.up_proj.weight", "mlp embed -> embed mlp", "embed mlp")
+      >>> line.axes.left, line.axes.right
+      ((('mlp',), ('embed',)), (('embed',), ('mlp',)))
+      >>> rule("bias", "mlp.bias", "mlp", "mlp", when=False)
+      []
     """
     if not when:
         return []
@@ -175,11 +211,26 @@ class Stack:
     collection: str = PARAMS
 
     def stacked_at(self, scan_axis: int, rank: int) -> int:
-        """Where the stacked axes stand in an array that has `rank` axes without them."""
+        """Where the stacked axes stand.
+
+        Args:
+          scan_axis: where the user wants them.
+          rank: how many axes the array has without them.
+
+        Returns:
+          The number of the first stacked axis.
+        """
         return min(scan_axis, rank) if self.collection == PARAMS else 0
 
     def named_by(self, rename: Callable[[str | None], str | None]) -> Stack:
-        """The same with other logical names of the axes."""
+        """The same with other logical names of the axes.
+
+        Args:
+          rename: gives the name for one that the table has, be it None.
+
+        Returns:
+          Another stack.
+        """
         rules = tuple(
             dataclasses.replace(rule, names=tuple(map(rename, rule.names))) if rule.names else rule
             for rule in self.rules
@@ -200,7 +251,28 @@ def stack(
     names: str = "",
     collection: str = PARAMS,
 ) -> Stack:
-    """See `Stack`; `table` holds what `rule` returns, and `names` MaxText's words for the stacked axes."""
+    """A table repeated over layers.
+
+    Args:
+      target: path of the arrays that the rules' go on from, such as `decoder/layers`.
+      source: what the tensors' names begin with; `{layer}` stands for the layer's number.
+      layers: the layers' numbers; the shape of this array of integers *is* the stacked axes, a single number stacks
+        nothing.
+      table: lines, each as `rule` returns it.
+      names: MaxText's logical name of each stacked axis.
+      collection: of MaxText's variables.
+
+    Returns:
+      The stack.
+
+    Raises:
+      ValueError: there are more or fewer names than stacked axes.
+
+    Example:
+      >>> norms = rule("norm/scale", "norm.weight", "embed", "norm")
+      >>> list(stack("decoder/layers", "model.layers.{layer}.", [0, 1], [norms], "layers").places)
+      [((0,), 0), ((1,), 1)]
+    """
     numbers = np.asarray(layers)
     words = tuple(names.split())
     if len(words) != numbers.ndim:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import sys
+from importlib import import_module as module
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support import LLAMA, make_release, peft_adapter
 
 import weightbeam as wb
 from deploy.site import code
+from weightbeam.formats.storage import Store
 from weightbeam.pipelines.api import HOMES
 
 FUNCTIONS = [name for name in HOMES if hasattr(getattr(wb, name), "__wrapped__")]
@@ -43,6 +46,17 @@ def test_the_example_of_a_function_runs(name: str, models: Path, monkeypatch: py
     assert runner.run(found, out=shown.append).failed == 0, "".join(shown)
 
 
+@pytest.mark.parametrize("home", code.EXTENDING)
+def test_the_examples_of_what_others_build_on_run(home: str) -> None:
+    """At least one beside each of these interfaces."""
+    modules = [
+        sys.modules[each] for each in sorted({getattr(module(home), n).__module__ for n in code.EXTENDING[home]})
+    ]
+    ran = [doctest.testmod(each, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE) for each in modules]
+    assert [each.failed for each in ran] == [0] * len(ran)
+    assert all(each.attempted for each in ran)
+
+
 def test_the_public_names_are_documented() -> None:
     """What they take, return and raise; what the values have; and what others build on."""
     assert code.undocumented() == []
@@ -61,3 +75,14 @@ def test_what_a_docstring_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(wb, "fit", bare, raising=False)
     assert code.undocumented() == ["fit: no Returns:", "fit: no Example:", "fit: no word on beam"]
+
+
+def test_what_an_interface_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that takes something says what, and what it gives for it."""
+
+    def exists(self: Store, name: str) -> bool:
+        """Whether there is such a file."""
+        return bool(name)
+
+    monkeypatch.setattr(Store, "exists", exists)
+    assert code.undocumented() == [f"Store.exists: no {part}" for part in ("Args:", "Returns:", "word on name")]

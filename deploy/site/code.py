@@ -10,6 +10,8 @@ from itertools import groupby
 from types import ModuleType
 from typing import Any
 
+from weightbeam import testing
+from weightbeam.model_mappings import blocks
 from weightbeam.pipelines.api import HOMES
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, Command
 from weightbeam.pipelines.terminal.arguments.texts import OVERVIEW
@@ -18,12 +20,28 @@ from weightbeam.transforms.planning.options import Option
 
 ENTRIES = {"Reference": ("reference/commands", "reference/api", "reference/extending")}
 PARTS = ("Args:", "Returns:", "Raises:", "Example:")
+
+
+def _is_of(found: Any, module: ModuleType) -> bool:
+    """Whether it is a public function that a module defines."""
+    return inspect.isfunction(found) and found.__module__ == module.__name__ and not found.__name__.startswith("_")
+
+
 EXTENDING = {  # what others build on: a module, and the names of it that they use
     "weightbeam.formats.storage.store": ("Store",),
     "weightbeam.formats.encodings.encoding": ("Encoding", "Read", "StoredArray"),
-    "weightbeam.formats.encodings.format": ("QuantizedFormat",),
+    "weightbeam.formats.encodings.format": ("QuantizedFormat", "Companion", "QuantizedTensor", "dtypes"),
     "weightbeam.formats.targets.target": ("Target",),
-    "weightbeam.model_mappings.family": ("Family",),
+    "weightbeam.model_mappings.family": ("Family", "rename"),
+    "weightbeam.model_mappings.config": ("Config", "Layout"),
+    "weightbeam.model_mappings.rules": ("Stack", "rule", "segments", "stack"),
+    "weightbeam.model_mappings.ops": ("Scale", "Shift"),
+    "weightbeam.model_mappings.blocks": tuple(name for name, each in vars(blocks).items() if _is_of(each, blocks)),
+    "weightbeam.model_mappings.configuration": (
+        *("size", "count", "real", "same", "truth", "mapped", "fixed"),
+        *("derived", "written", "copied", "only", "unless", "inside"),
+    ),
+    "weightbeam.testing": tuple(name for name in testing.__all__ if name.islower()),
 }
 
 
@@ -126,14 +144,18 @@ def values_of(function: Any) -> list[type]:
 def extending_page() -> str:
     """What others build on."""
     head = (
-        "# What to build on\n\nThe interfaces of a new store, format, family or target. "
+        "# What to build on\n\nThe interfaces of a new store, format, family or target, and the checks of one's own. "
         "[The data model](../explanation/data_model.md) has the words that they use.\n\n"
     )
     return head + "".join(_section(importlib.import_module(module), names) for module, names in EXTENDING.items())
 
 
 def _section(module: ModuleType, names: Iterable[str]) -> str:
-    return f"## {module.__name__}\n\n" + "".join(_class(getattr(module, name)) for name in names)
+    found = [(name, getattr(module, name)) for name in names]
+    return f"## {module.__name__}\n\n" + "".join(
+        _class(each) if inspect.isclass(each) else _directive("autofunction", f"{module.__name__}.{name}")
+        for name, each in found
+    )
 
 
 def _class(each: type) -> str:
@@ -163,20 +185,41 @@ def undocumented() -> list[str]:
     functions = {name: each for name, each in face.items() if inspect.isfunction(each)}
     classes = [each for each in face.values() if inspect.isclass(each)]
     classes += [each for function in functions.values() for each in values_of(function)]
-    classes += [getattr(importlib.import_module(module), name) for module, names in EXTENDING.items() for name in names]
-    missing = [f"{name}: no {part}" for name, each in functions.items() for part in _parts_missing(each)]
+    extended = {
+        name: getattr(importlib.import_module(home), name) for home, names in EXTENDING.items() for name in names
+    }
+    extending = [each for each in extended.values() if inspect.isclass(each)]
+    classes += extending
+    missing = [f"{name}: no {part}" for name, each in functions.items() for part in _parts_missing(each, PARTS)]
+    for name, each in extended.items():
+        called = {name: each} if not inspect.isclass(each) else {f"{name}.{of}": one for of, one in members_of(each)}
+        missing += [
+            f"{name}: no {part}" for name, one in called.items() for part in _parts_missing(one, _parts_of(one))
+        ]
     for each in dict.fromkeys(classes):
         documented = {"": each.__doc__} | {f".{name}": inspect.getdoc(member) for name, member in members_of(each)}
         missing += [f"{each.__name__}{name}: no docstring" for name, text in documented.items() if not text]
     return missing
 
 
-def _parts_missing(function: Any) -> Iterator[str]:
+def _parts_of(function: Any) -> Iterator[str]:
+    """Those that the docstring of what others build on needs: no more than there is to say."""
+    signature = inspect.signature(function)
+    takes = signature.parameters.keys() - {"self"}
+    if takes:
+        yield "Args:"
+    if takes and signature.return_annotation not in ("None", None):
+        yield "Returns:"
+    if function.__module__.startswith("weightbeam.testing"):
+        yield from ("Raises:", "Example:")
+
+
+def _parts_missing(function: Any, parts: Iterable[str]) -> Iterator[str]:
     """Of a public function's docstring."""
-    text = inspect.getdoc(function) or ""
-    yield from (part for part in PARTS if f"\n{part}" not in text)
+    text = (inspect.getdoc(function) or "").replace("\nYields:", "\nReturns:")
+    yield from (part for part in parts if f"\n{part}" not in text)
     explained = _explained(text)
-    keywords = {name.lstrip("*") for name in inspect.signature(function).parameters}
+    keywords = {name.lstrip("*") for name in inspect.signature(function).parameters} - {"self"}
     yield from (f"word on {name}" for name in sorted(keywords - explained))
 
 

@@ -25,7 +25,18 @@ class Read(Protocol):
 
     @staticmethod
     def fetch(reads: Sequence[Any], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
-        """Reads many of one kind: an array for each that `empty` makes, and the bytes that were read."""
+        """Reads many of one kind, in as few requests as that takes.
+
+        Args:
+          reads: what to read, all of this class.
+          empty: makes the array of a shape and a dtype that is filled, as `numpy.empty` does.
+
+        Returns:
+          An array for each, in their order; and the bytes that were read of files.
+
+        Raises:
+          OSError: a file can't be read, or ends too early.
+        """
         ...
 
 
@@ -58,12 +69,27 @@ class StoredArray(Protocol):
         ...
 
     def reads(self, box: Box) -> Sequence[Read]:
-        """The stored boxes that the values of `box` need."""
+        """What is to be read for some of the values.
+
+        Args:
+          box: of the values, `[start, stop)` of each axis.
+
+        Returns:
+          The stored boxes that they need; `decode` gets them in this order.
+        """
         ...
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
-        """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty`
-        makes.
+        """The values of a box, from what `reads` asked for.
+
+        Args:
+          stored: the arrays that were read, in the order of `reads(box)`.
+          box: of the values, `[start, stop)` of each axis.
+          dtype: of computed values: float32, or what is rounded to once; values that are stored as they are keep theirs.
+          empty: makes the array that computed values lie in.
+
+        Returns:
+          The values, in the shape of the box.
 
         Raises:
           ContentError: a scale is NaN or infinite, or the tensors contradict each other.
@@ -72,7 +98,36 @@ class StoredArray(Protocol):
 
 
 class Encoding(StoredArray, Protocol):
-    """How the values of a release's tensor are stored in its files."""
+    """How the values of a release's tensor are stored in its files.
+
+    Implementations are small, immutable, hashable and picklable: a plan holds one for each tensor. `InOrder` has what is
+    alike in those whose values lie in C order and may be cut anywhere.
+
+    Example:
+      >>> from weightbeam.model_mappings.boxes import extent
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Eighths(InOrder):
+      ...     weight: Tensor  # int8, each an eighth
+      ...     label, decode_rate = "eighths", 1e9
+      ...
+      ...     @property
+      ...     def shape(self):
+      ...         return self.weight.shape
+      ...
+      ...     def reads(self, box):
+      ...         return (BoxRead(self.weight, box),)
+      ...
+      ...     def decode(self, stored, box, dtype, empty=np.empty):
+      ...         values = empty(extent(box), dtype)
+      ...         values[...] = stored[0].astype(np.float32) / 8
+      ...         return values
+      >>> encoding = Eighths(Tensor("x.weight", np.dtype(np.int8), (2, 3), "model.safetensors", 0))
+      >>> box = ((0, 1), (0, 3))
+      >>> stored_bytes(encoding, box)
+      3
+      >>> encoding.decode([np.array([[1, 2, 4]], np.int8)], box, np.dtype(np.float32))
+      array([[0.125, 0.25 , 0.5  ]], dtype=float32)
+    """
 
     @property
     def weight(self) -> Tensor:
@@ -87,7 +142,14 @@ class Encoding(StoredArray, Protocol):
         ...
 
     def reads(self, box: Box) -> Sequence[BoxRead]:
-        """The boxes of stored tensors that the values of `box` need."""
+        """The boxes of stored tensors, its scales among them, that some of the values need.
+
+        Args:
+          box: of the values, `[start, stop)` of each axis.
+
+        Returns:
+          What is to be read; `decode` gets it in this order.
+        """
         ...
 
 
@@ -96,7 +158,15 @@ class ContentError(ValueError):
 
 
 def stored_bytes(encoding: StoredArray, box: Box | None = None) -> int:
-    """Bytes that a box is stored in, by default the whole tensor, its scales included."""
+    """Bytes that values are stored in, their scales included.
+
+    Args:
+      encoding: or another stored array.
+      box: of the values; all of them unless told.
+
+    Returns:
+      Bytes of files.
+    """
     return sum(read.nbytes for read in encoding.reads(whole(encoding.shape) if box is None else box))
 
 

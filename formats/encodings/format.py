@@ -65,12 +65,26 @@ class QuantizedTensor:
         return self.companions[suffix]
 
     def get(self, suffix: str) -> Tensor | None:
+        """A companion that the format doesn't require.
+
+        Args:
+          suffix: of it, as its `Companion` has it.
+
+        Returns:
+          The tensor; None where the weight has none.
+        """
         return self.companions.get(suffix)
 
     @staticmethod
     def read(tensor: Tensor) -> np.ndarray:
         """A small tensor's values, where a shape can't be known without them. It is read while the plan is made: use it
         sparingly.
+
+        Args:
+          tensor: the codes' or a companion's, of at most `MAX_READ` bytes.
+
+        Returns:
+          Its values, in its dtype and shape.
 
         Raises:
           MismatchError: it can't be read, is empty, or is larger than anything that is meant.
@@ -104,6 +118,20 @@ class QuantizedFormat:
       methods: the `quant_method`s that may go with it; empty for any.
       fits: tells formats apart that look alike otherwise.
       in_blocks: whether its scales may lie in blocks of a size that the shapes don't tell (`fp8.find_block`).
+
+    Example:
+      >>> from weightbeam.formats.encodings.encoding import Plain
+      >>> eighths = QuantizedFormat(
+      ...     name="eighths",
+      ...     suffix="weight_q",  # up.weight_q holds the codes of up.weight
+      ...     logical="weight",
+      ...     dtypes=dtypes(np.int8),
+      ...     companions=(Companion("unit", dtypes(np.float32)),),  # and up.unit belongs to them
+      ...     make=lambda parts: Plain(parts.codes),  # a real one gives an Encoding of codes and parts["unit"]
+      ...     methods=("eighths",),
+      ... )
+      >>> [companion.suffix for companion in eighths.companions if companion.required]
+      ['unit']
     """
 
     name: str
@@ -119,5 +147,12 @@ class QuantizedFormat:
 
 
 def dtypes(*names: Any) -> frozenset[np.dtype]:
-    """A set of dtypes, from whatever numpy takes for one."""
+    """A set of dtypes.
+
+    Args:
+      names: whatever numpy takes for one, such as "uint8" or `ml_dtypes.float8_e4m3fn`.
+
+    Returns:
+      The set, for `QuantizedFormat` and `Companion`.
+    """
     return frozenset(np.dtype(name) for name in names)

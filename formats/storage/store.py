@@ -91,6 +91,28 @@ class Store(abc.ABC):
       held_bytes: that `read_into` takes beside the buffers which it fills, in this process, however many threads call
         it.
       stages: whether results can be staged and published there, for which there is code beside the store's.
+
+    Example:
+      >>> class Shelf(Store):  # one that is only read needs these four
+      ...     FILES = {"config.json": b"{}", "more/x": b"12345"}
+      ...
+      ...     def list(self, prefix="", recursive=True):
+      ...         names = sorted(name for name in self.FILES if name.startswith(prefix))
+      ...         return [self.stat(name) for name in names if recursive or "/" not in name.removeprefix(prefix)]
+      ...
+      ...     def stat(self, name):
+      ...         return File(name, len(self.FILES[name]), "1") if name in self.FILES else None
+      ...
+      ...     def read(self, name, start=0, stop=None):
+      ...         return self.FILES[name][start:stop]
+      ...
+      ...     def read_into(self, name, ranges):
+      ...         for start, buffer in ranges:
+      ...             buffer[:] = self.read(name, start, start + len(buffer))
+      ...         return sum(len(buffer) for _, buffer in ranges)
+      >>> shelf = Shelf("shelf://mine")
+      >>> [file.name for file in shelf.list("more/")], shelf.read("more/x", 1, 3), shelf.exists("y")
+      (['more/x'], b'23', False)
     """
 
     at_a_time = 8
@@ -127,7 +149,14 @@ class Store(abc.ABC):
         return hash(self.url)
 
     def path(self, name: str) -> str:
-        """What names a file everywhere; see `store_and_name`."""
+        """What names a file everywhere; see `store_and_name`.
+
+        Args:
+          name: of the file, relative to the store.
+
+        Returns:
+          Its URL, or its path where the store is local.
+        """
         return f"{self.url}/{name}"
 
     def check_readable(self) -> None:  # noqa: B027
@@ -140,6 +169,9 @@ class Store(abc.ABC):
     def check_reached(self, name: str) -> None:  # noqa: B027
         """Makes sure that every client of the store gets to where one has just found this file.
 
+        Args:
+          name: of a file that is there.
+
         Raises:
           StorageError: one doesn't; with what may help.
         """
@@ -147,12 +179,18 @@ class Store(abc.ABC):
     def check_file(self, name: str) -> None:  # noqa: B027
         """Makes sure that a stranger's file lies where it seems to lie.
 
+        Args:
+          name: of the file.
+
         Raises:
           StorageError: it is a link that leads elsewhere.
         """
 
     def check_regular(self, name: str) -> None:  # noqa: B027
         """Makes sure that what has this name, if anything has, is a file, before anybody reads it.
+
+        Args:
+          name: of what may be there.
 
         Raises:
           StorageError: it is a folder, a pipe, a socket or a device.
@@ -168,7 +206,18 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
-        """The files whose names begin with `prefix`, sorted by name; those of folders below too, unless told otherwise."""
+        """The files whose names begin with some characters.
+
+        Args:
+          prefix: those characters, of the name relative to the store; a slash among them or not.
+          recursive: list those of folders below, too; else what has no further slash behind `prefix`.
+
+        Returns:
+          The files, sorted by name; none where nothing is there, be it the folder itself.
+
+        Raises:
+          StorageError: the folder can't be listed.
+        """
 
     def entries(self) -> Sequence[str]:
         """The names of what lies directly in the folder, be it files that can be read or not."""
@@ -179,20 +228,49 @@ class Store(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no folders")
 
     def below(self, names: Sequence[str]) -> list[File]:
-        """The files of these names in the folders directly below, by one listing; sorted by name."""
+        """The files of these names in the folders directly below, by one listing.
+
+        Args:
+          names: without a folder.
+
+        Returns:
+          The files, as `folder/name`, sorted by name.
+        """
         return [file for file in self.list() if file.name.count("/") == 1 and file.name.rpartition("/")[2] in names]
 
     @abc.abstractmethod
     def stat(self, name: str) -> File | None:
-        """What is known of a file; None if there is none."""
+        """What is known of a file, without reading it.
+
+        Args:
+          name: of the file, relative to the store.
+
+        Returns:
+          What `list` says of it, too; None if there is no such file, or it is a folder.
+        """
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether there is such a file.
+
+        Args:
+          name: of the file.
+
+        Returns:
+          Whether `stat` knows it.
+        """
         return self.stat(name) is not None
 
     @abc.abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes of a file from `start` to `stop`, or to its end; fewer where it ends before.
+        """A stretch of a file.
+
+        Args:
+          name: of the file.
+          start: the first byte.
+          stop: the byte behind the last one; the file's end unless told.
+
+        Returns:
+          The bytes; fewer where the file ends before `stop`, none where it ends before `start`.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -200,7 +278,17 @@ class Store(abc.ABC):
         """
 
     def read_many(self, names: Sequence[str]) -> Iterator[bytes]:
-        """The bytes of several small files, in their order."""
+        """The bytes of several small files, `at_a_time` requests at once.
+
+        Args:
+          names: of the files.
+
+        Yields:
+          The bytes of each file, in the order of `names`.
+
+        Raises:
+          FileNotFoundError: one isn't there.
+        """
         if self.at_a_time == 1:
             yield from map(self.read, names)
             return
@@ -228,11 +316,11 @@ class Store(abc.ABC):
         where that helps.
 
         Args:
-          name: the file.
-          ranges: in any order.
+          name: of the file.
+          ranges: for each the offset in the file, in bytes, and the buffer to fill, whole; in any order.
 
         Returns:
-          Bytes fetched.
+          Bytes fetched, gaps between ranges among them.
 
         Raises:
           StorageError: the file can't be read, or ends before a range does.
@@ -241,27 +329,60 @@ class Store(abc.ABC):
     def write(self, name: str, data: bytes) -> None:
         """Writes a file whole and durably: readers see all of it or what was there before. Folders below are made, but
         not this one.
+
+        Args:
+          name: of the file.
+          data: all of it.
+
+        Raises:
+          StorageError: it can't be written.
         """
         raise StorageError(f"{self.url} can't be written to")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file whole unless there is one; returns whether it was this call that made it. No folder is made for
-        it.
+        """Writes a file whole unless there is one. No folder is made for it, so that whoever comes too late notices that
+        the folder is gone.
 
-        So whoever comes too late notices that the folder is gone.
+        Args:
+          name: of the file.
+          data: all of it.
+
+        Returns:
+          Whether it was this call that made it: of many at a time, one.
+
+        Raises:
+          StorageError: it can't be written.
         """
         raise StorageError(f"{self.url} can't be written to")
 
     def delete(self, name: str) -> None:
-        """Deletes a file; nothing happens if there is none."""
+        """Deletes a file; nothing happens if there is none.
+
+        Args:
+          name: of the file.
+
+        Raises:
+          StorageError: it can't be deleted.
+        """
         raise StorageError(f"{self.url} can't be written to")
 
     def delete_folder(self, name: str = "") -> None:
-        """Deletes a folder below, or this one, with everything in it; nothing happens if there is none."""
+        """Deletes a folder with everything in it; nothing happens if there is none.
+
+        Args:
+          name: of a folder below; this one where it is empty.
+
+        Raises:
+          StorageError: it can't be deleted.
+        """
         raise StorageError(f"{self.url} can't be written to")
 
     def copy(self, source: Store, file: File) -> None:
         """Copies a file of another store, whole or not at all; within buckets no byte passes through here.
+
+        Args:
+          source: where it lies.
+          file: what `source` knows of it; its name is the copy's.
 
         Raises:
           StorageError: it can't be, or isn't what its hash says.
@@ -269,8 +390,10 @@ class Store(abc.ABC):
         raise StorageError(f"{self.url} can't be written to")
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Asks this machine to keep nothing of the files in a folder below for later readers, if it does; they must be
-        durable already.
+        """Asks this machine to keep nothing of some files in memory for later readers, if it does.
+
+        Args:
+          name: of the folder below that has them; they must be durable already.
         """
 
     def kvstore(self) -> dict[str, Any]:

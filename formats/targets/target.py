@@ -35,6 +35,13 @@ class Target(abc.ABC, Generic[PlaceT]):
       beside: how else a result gets there than by replacing what is there.
       another: what else may be chosen where its place can't be taken.
       on_hub: whether it may be published on the hub.
+
+    Example:
+      >>> from weightbeam.formats.targets import TARGETS  # the table that a new target gets a row in
+      >>> for each in TARGETS.values():
+      ...     print(f"{each.name}: on the hub {each.on_hub}; {len(each.__abstractmethods__)} methods are left to be written")
+      orbax: on the hub False; 0 methods are left to be written
+      release: on the hub True; 0 methods are left to be written
     """
 
     name: ClassVar[str]
@@ -51,7 +58,14 @@ class Target(abc.ABC, Generic[PlaceT]):
 
     @abc.abstractmethod
     def place(self, output: str, plan_hash: str) -> PlaceT:
-        """Where the plan with that hash writes it. Looks at nothing.
+        """Where it is written. Looks at nothing.
+
+        Args:
+          output: the folder or URL that the user names.
+          plan_hash: of the plan that makes it, in hexadecimal: what a stopped command left is told by it.
+
+        Returns:
+          The place, where it grows unseen.
 
         Raises:
           StorageError: nothing can be written there.
@@ -59,7 +73,14 @@ class Target(abc.ABC, Generic[PlaceT]):
 
     @abc.abstractmethod
     def prepare(self, place: PlaceT) -> None:
-        """Puts there what has to be there before the first unit."""
+        """Puts there what has to be there before the first unit.
+
+        Args:
+          place: where; it may have been prepared before.
+
+        Raises:
+          StorageError: it can't be written.
+        """
 
     @abc.abstractmethod
     def write(
@@ -78,6 +99,9 @@ class Target(abc.ABC, Generic[PlaceT]):
           parts: what it has made: of what, the box of it, and the values.
           notes: what the ledger's entry says beside.
           copies: chunks that are encoded already, where the target has any.
+
+        Raises:
+          StorageError: something can't be written.
         """
 
     @abc.abstractmethod
@@ -97,6 +121,9 @@ class Target(abc.ABC, Generic[PlaceT]):
           record: where it comes from.
           overwrite: replace what has the same place.
           conclude: what the ledger adds to the record.
+
+        Raises:
+          StorageError: a unit isn't in the ledger, or the result can't be published.
         """
 
     # --- it is there
@@ -104,21 +131,52 @@ class Target(abc.ABC, Generic[PlaceT]):
     @staticmethod
     @abc.abstractmethod
     def record_of(place: Store) -> Mapping[str, Any]:
-        """What a published one says of where it comes from; empty where there is none of ours."""
+        """What a published one says of where it comes from.
+
+        Args:
+          place: the folder that may be one.
+
+        Returns:
+          Its record; empty where there is none of ours.
+        """
 
     @staticmethod
     @abc.abstractmethod
     def made_by(place: Store) -> str | None:
-        """The hash of the plan that a published one was made by; None where it isn't whole, or isn't ours."""
+        """The plan that a published one was made by.
+
+        Args:
+          place: the folder that may be one.
+
+        Returns:
+          The plan's hash, in hexadecimal; None where it isn't whole, or isn't ours.
+        """
 
     def find_damage(self, place: PlaceT) -> str:
-        """What is wrong with a published one; empty where nothing is found."""
+        """What is wrong with a published one.
+
+        Args:
+          place: where it was written.
+
+        Returns:
+          The first thing that is found, in words; empty where nothing is.
+        """
         return ""
 
     # --- it may be written: each in words of what stands against it, empty where nothing does
 
     def find_unfit(self, place: PlaceT) -> tuple[str, str] | None:
-        """What is in the way of its ever lying there, and why. Raises StorageError in place of it, too."""
+        """What is in the way of its ever lying there.
+
+        Args:
+          place: where it would lie.
+
+        Returns:
+          The place, and why not; None where nothing is in the way.
+
+        Raises:
+          StorageError: the same, from a store.
+        """
         return None
 
     @abc.abstractmethod
@@ -129,19 +187,45 @@ class Target(abc.ABC, Generic[PlaceT]):
           place: where it would lie.
           inputs: URLs of folders and files.
           swaps: what is there is replaced at once, when nothing of it is needed any more.
+
+        Returns:
+          The reason, in words; empty where it can.
         """
 
     @abc.abstractmethod
     def why_not_replace(self, place: PlaceT) -> str:
-        """Why what lies in its place, whatever that is, can't be replaced."""
+        """Why what lies in its place, whatever that is, can't be replaced.
+
+        Args:
+          place: where it would lie.
+
+        Returns:
+          The reason, in words; empty where it can be, or where nothing lies there.
+        """
 
     def why_not_discard(self, place: PlaceT) -> str:
-        """Why what a stopped command left can't be thrown away: something of others' would go with it."""
+        """Why what a stopped command left can't be thrown away.
+
+        Args:
+          place: where it lies.
+
+        Returns:
+          What of others' would go with it, in words; empty where nothing would.
+        """
         return ""
 
     @abc.abstractmethod
     def bytes_left(self, place: PlaceT, made_bytes: int, resume: bool) -> int:
-        """Bytes that are still to be written of `made_bytes`, for a command that may go on with what is staged."""
+        """What a command still has to write.
+
+        Args:
+          place: where.
+          made_bytes: of the whole result.
+          resume: whether the command goes on with what is staged there.
+
+        Returns:
+          Bytes that are still to be written.
+        """
 
 
 def listed(names: Sequence[str]) -> str:

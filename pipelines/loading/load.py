@@ -179,7 +179,7 @@ def _open(
     """
     if asked is None:
         chosen = at_commits(choose(given), commits)
-        return find_source(source, chosen, release=release, values=values_asked(given)), chosen
+        return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
     values = values_asked(given, has_scales(asked.keys))
     shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}

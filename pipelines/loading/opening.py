@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ CHOICES = frozenset(
         "vocab_rows",
     }
 )  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
+OF_A_RELEASE = frozenset({"scan_layers", "param_scan_axis", "maxtext", "vocab_size", "mtp", "multimodal"})
 
 
 def choose(given: Mapping[str, Any]) -> Options:
@@ -103,6 +104,7 @@ def find_source(
     as_is: bool = False,
     release: str | None = None,
     values: np.dtype | None = None,
+    given: Collection[str] = (),
 ) -> ArraySource:
     """The arrays of a release or of an Orbax checkpoint.
 
@@ -112,6 +114,7 @@ def find_source(
       as_is: the tensors of a release, or the arrays of a checkpoint, under their own names; else MaxText's arrays.
       release: of a checkpoint that doesn't tell its logical axes, a release of its model, which does.
       values: what FP8 codes of a checkpoint are decoded to; None leaves codes and scales.
+      given: the options that the user has named; those that a checkpoint can't follow are refused.
 
     Raises:
       Refused: there is none, or problems stand against it: all of them.
@@ -124,14 +127,7 @@ def find_source(
         store = open_store(where)
         store.check_readable()
         if not any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
-            if options.lora:
-                raise Refused(
-                    f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
-                )
-            if options.cut:
-                raise Refused(
-                    f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
-                )
+            _refuse_what_a_release_takes(where, options, given)
             found = Orbax(items := find_items(store), as_is)
             if values is not None and not as_is and has_scales(found.stored):
                 found = DecodedOrbax(items, values)
@@ -148,6 +144,27 @@ def find_source(
     conversion = plan_with(options, checkpoint)
     refuse(conversion.plan.problems, conversion.source)
     return MappedRelease(conversion)
+
+
+def _refuse_what_a_release_takes(where: str, options: Options, given: Collection[str]) -> None:
+    """Refuses, for an Orbax checkpoint, what only a release can be asked for.
+
+    Raises:
+      Refused: the first such option.
+    """
+    if options.lora:
+        raise Refused(
+            f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
+        )
+    if options.cut:
+        raise Refused(
+            f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
+        )
+    if named := sorted(OF_A_RELEASE & set(given)):
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
+        raise Refused(
+            f"{said}: says what is made of a release, and {where} is an Orbax checkpoint, which is opened as it is; leave it out, or `weightbeam reshard` it"
+        )
 
 
 def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> dict[str, tuple[str | None, ...]]:

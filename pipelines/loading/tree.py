@@ -169,7 +169,7 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       release: of a checkpoint that Weightbeam didn't write, such as a training run's, a release of its model, whose
         `config.json` tells the weights' `logical_axes`, and so their `sharding`.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`,
-        `maxtext_model` …
+        `maxtext_model` …; of a checkpoint only those that it can follow, such as `save_dtype` of FP8 codes.
 
     Returns:
       The arrays by their names. An index, in elements, reads that box of one, as numpy.
@@ -184,4 +184,4 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       ((64, 2, 128), (64, 128))
     """
     chosen = choose(options)
-    return LazyTree(find_source(source, chosen, as_is, release, values_asked(options)), rules_of(chosen))
+    return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

@@ -57,7 +57,7 @@ def test_images_are_pinned(instructions: list[tuple[str, str]]) -> None:
 def test_packages_are_installed_by_their_hashes(instructions: list[tuple[str, str]]) -> None:
     """The versions of `constraints.txt`, and beside them setuptools, which `pip freeze` leaves out."""
     lines = [line for line in pins.REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
-    found = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    found = [re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
     assert None not in found
     versions = {re.sub(r"[-_.]+", "-", pin[1]).lower(): pin[2] for pin in found if pin}
     versions.pop("setuptools")
@@ -72,6 +72,21 @@ def test_a_package_without_a_hash_is_an_error() -> None:
     }
     with pytest.raises(ValueError, match="a: the index says no sha256"):
         pins.requirements_of({"install": [item]})
+
+
+def test_an_extra_that_a_package_asks_for_has_a_pin_of_its_own() -> None:
+    """The pip of Python 3.11.7 takes no other where hashes are required."""
+    asks = ["b[x]>=1", "b[y]; extra == 'no'", "b[z]; extra == 'yes'", "c[w]"]
+    items = [
+        {
+            "metadata": {"name": name, "version": "1", "requires_dist": requires},
+            "download_info": {"url": f"https://x/{name}.whl", "archive_info": {"hashes": {"sha256": "0" * 64}}},
+            "requested_extras": ["yes"],
+        }
+        for name, requires in (("a", asks), ("B", []))
+    ]
+    written = pins.requirements_of({"install": items}).removeprefix(pins.HEAD)
+    assert [line.split()[0] for line in written.splitlines()] == ["a==1", "B==1", "B[x]==1", "B[z]==1"]
 
 
 def test_images_are_pinned_by_digest_on_request(instructions: list[tuple[str, str]]) -> None:

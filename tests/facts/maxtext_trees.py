@@ -1,8 +1,9 @@
-"""Writes the parameter trees of an installed MaxText: `PYTHON tests/facts/maxtext_trees.py FOLDER [MODEL …]`.
+"""Writes the parameter trees of an installed MaxText: `PYTHON tests/facts/maxtext_trees.py FOLDER [MODEL …] [KEY=VALUE …]`.
 
 `PYTHON` is an interpreter of an environment that has MaxText from the package index (0.2.5 was run with jax 0.11.1, flax
 0.12.12, Python 3.12, on a CPU). Each model is made abstractly, at its full size, scanned and unscanned; nothing is
-allocated. `MODEL+mtp` and `MODEL+mm` are a model with its prediction layer, or with its towers. `make_trees.py` keeps
+allocated. `MODEL+mtp` and `MODEL+mm` are a model with its prediction layer, or with its towers; `KEY=VALUE` is a setting
+of MaxText, such as a size, for a model that MaxText has no name for. `make_trees.py` keeps
 the facts of what this writes: `<model>--{scan,unscan}.json.gz`, with path, shape and logical axes of each variable that
 a checkpoint may hold, those of collections beside `params` by themselves.
 """
@@ -110,10 +111,10 @@ def variables(config: Any) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def dump(folder: Path, tag: str, scan: bool) -> None:
+def dump(folder: Path, tag: str, scan: bool, settings: list[str]) -> None:
     """One tree, as a file."""
     model = tag.partition("+")[0]
-    more = [MORE[tag.removeprefix(model)]] if tag != model else []
+    more = [*([MORE[tag.removeprefix(model)]] if tag != model else []), *settings]
     config = configuration(model, scan, *more)
     found = variables(config)
     tree = {
@@ -142,17 +143,20 @@ def _plain(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("models", nargs="*")
+    parser.add_argument("words", nargs="*", metavar="MODEL|KEY=VALUE")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     import maxtext
 
     configs = Path(maxtext.__file__).parent / "configs" / "models"
-    models = args.models or sorted(file.stem for file in configs.glob("*.yml") if not file.stem.startswith(LEFT_OUT))
+    settings = [word for word in args.words if "=" in word]
+    models = [word for word in args.words if "=" not in word] or sorted(
+        file.stem for file in configs.glob("*.yml") if not file.stem.startswith(LEFT_OUT)
+    )
     for model in models:
         for scan in (True, False):
             try:
-                dump(args.folder, model, scan)
+                dump(args.folder, model, scan, settings)
                 print(model, "scanned" if scan else "unscanned", flush=True)
             except Exception as e:
                 print(model, scan, type(e).__name__, str(e).splitlines()[:1], flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from support import (
     split,
 )
 
+import weightbeam as wb
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.loading.indexing import find_box
@@ -113,6 +115,19 @@ def test_an_orbax_checkpoint(tmp_path: Path) -> None:
     }
     kernel = tree[f"{PARAMETERS}decoder.layers.mlp.wo.kernel"]
     assert_same_bits({"": kernel[7, 1]}, {"": restore(step)["decoder.layers.mlp.wo.kernel"][7, 1]})
+
+
+@pytest.mark.parametrize("option", [dict(scan_layers=False), dict(maxtext="e591f30"), dict(vocab_size=72)], ids=str)
+def test_a_checkpoint_is_opened_as_it_is(option: dict[str, Any], tmp_path: Path) -> None:
+    """What says what is made of a release is refused, not passed over."""
+    convert(make_release(tmp_path / "hf"), tmp_path / "out")
+    ((name, value),) = option.items()
+    for opens in (open_tree, functools.partial(wb.load, mesh="fsdp=1")):
+        with pytest.raises(
+            RefusedError, match=rf"^{name}={value}: says what is made of a release, and .* opened as it is"
+        ):
+            opens(str(tmp_path / "out"), **option)
+    assert open_tree(str(tmp_path / "out"), save_dtype="float32")
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:

@@ -21,8 +21,22 @@ def read_headers(path: Path | str) -> tuple[dict[str, Any], dict[str, TensorSpec
     """`config.json` and the headers of a release: of its folder or URL, or as `weightbeam new-family` wrote them into a
     file, `{name: [dtype, *shape]}`.
 
+    Args:
+      path: of the folder or the `.json` file, or a URL.
+
+    Returns:
+      `config.json`; and shape and dtype of each tensor, by name, what is quantised as its values.
+
     Raises:
       AssertionError: the release can't be read; with all that stands against it.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp(), "mine.json")
+      >>> _ = path.write_text('{"config": {"model_type": "mine"}, "tensors": {"up.weight": ["bfloat16", 3, 5]}}')
+      >>> config, tensors = read_headers(path)
+      >>> config, tensors["up.weight"].shape
+      ({'model_type': 'mine'}, (3, 5))
     """
     if not str(path).endswith(".json"):
         return _of_release(open_hf(path))
@@ -42,9 +56,27 @@ def _spec(dtype: str, *shape: int) -> TensorSpec:
 
 
 def read_tree(path: Path | str) -> Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-    """MaxText's parameters as `tests/facts/maxtext_trees.py` writes them: path, shape and logical axes of each, compressed
-    JSON.
+    """MaxText's parameters, as `tests/facts/maxtext_trees.py` writes them.
+
+    Args:
+      path: of the compressed JSON.
+
+    Returns:
+      Shape and logical axes of each parameter, by its path: what `check_tree` compares a table with.
+
+    Raises:
+      AssertionError: there is no such file.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp(), "mine.json.gz")
+      >>> norm = {"path": "params/params/decoder/decoder_norm/scale", "shape": [6], "axes": ["norm"]}
+      >>> _ = path.write_bytes(gzip.compress(json.dumps({"params": {"norm": norm}}).encode()))
+      >>> read_tree(path)
+      {'params/params/decoder/decoder_norm/scale': ((6,), ('norm',))}
     """
+    if not Path(path).is_file():
+        raise AssertionError(f"{path}: no such file; `weightbeam help contributors_day` says how MaxText writes it")
     held = json.loads(gzip.decompress(Path(path).read_bytes()))["params"]
     return {each["path"]: (tuple(each["shape"]), _axes(each)) for each in held.values()}
 
@@ -55,10 +87,22 @@ def _axes(said: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def check_finished(*paths: Path | str) -> None:
-    """Checks that no line of these files is marked as a guess or as unknown.
+    """Checks that no line is marked as a guess or as unknown.
+
+    Args:
+      paths: of the files, the table and its test.
 
     Raises:
       AssertionError: some are; with each line.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp(), "mine.py")
+      >>> _ = path.write_text("models = {}  # TODO: MaxText's names")
+      >>> check_finished(path)
+      Traceback (most recent call last):
+      AssertionError: 1 lines are marked TODO:
+      mine.py:1: models = {}  # TODO: MaxText's names
     """
     left = [
         f"{Path(path).name}:{number}: {line.strip()}"

@@ -98,6 +98,11 @@ def check_elements(
 
     Raises:
       AssertionError: a layout doesn't hold; or the model has more than `MOST` elements, and is none to count.
+
+    Example:
+      >>> from weightbeam.model_mappings.families import identity
+      >>> from weightbeam.model_mappings.plan import TensorSpec
+      >>> check_elements(identity.FAMILY, {"model_type": "mine"}, {"up.weight": TensorSpec((3, 5), BFLOAT16, "a file")})
     """
     elements = sum(math.prod(spec.shape) for spec in tensors.values())
     if elements > MOST:
@@ -127,6 +132,15 @@ def check_tree(family: Family, config: Mapping[str, Any], tree: Tree, layout: La
 
     Raises:
       AssertionError: they differ; with every array in which they do.
+
+    Example:
+      >>> from weightbeam.model_mappings.rules import rule, stack
+      >>> norm = stack("decoder", "model.", 0, [rule("decoder_norm/scale", "norm.weight", "embed", "norm")])
+      >>> mine = Family(
+      ...     name="mine", models={}, dims=lambda c, layout: dict(embed=c.size("hidden_size")), releases="one of mine",
+      ...     stacks=lambda c, layout: [norm], drops=lambda c, layout: {},
+      ... )
+      >>> check_tree(mine, {"hidden_size": 6}, {"params/params/decoder/decoder_norm/scale": ((6,), ("norm",))}, Layout())
     """
     made = {
         array.key: (array.shape, array.logical_axes)
@@ -148,8 +162,16 @@ def check_sizes_differ(family: Family, config: Mapping[str, Any], tensors: Heade
     """Checks that a model can tell a wrong table from a right one: of no tensor two axes have the same size, so that none
     can be taken for another.
 
+    Args:
+      family, config, tensors: see `check_family`.
+
     Raises:
       AssertionError: some have; choose other sizes.
+
+    Example:
+      >>> from weightbeam.model_mappings.families import identity
+      >>> from weightbeam.model_mappings.plan import TensorSpec
+      >>> check_sizes_differ(identity.FAMILY, {"model_type": "mine"}, {"up.weight": TensorSpec((3, 5), BFLOAT16, "a file")})
     """
     faults = []
     for array in audited(family, config, tensors, layouts_of(family, config)[family.layouts[0]]).arrays:

@@ -213,6 +213,14 @@ def check_readable_store(store: Store) -> None:
 
     Raises:
       AssertionError: a promise doesn't hold.
+
+    Example:
+      >>> import tempfile
+      >>> from weightbeam.formats.storage import LocalFolder
+      >>> folder = LocalFolder(tempfile.mkdtemp())
+      >>> for name, data in HELD.items():
+      ...     folder.write(name, data)
+      >>> check_readable_store(folder)
     """
     store.check_readable()
     _is(names(store.list()), sorted(HELD), "list()")
