@@ -135,6 +135,29 @@ def test_a_release_tells_the_axes_of_what_is_opened(tmp_path: Path) -> None:
         wb.open(like, release=str(like))
 
 
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_a_release_tells_the_axes_of_a_state_whose_bias_is_a_variable(
+    generated: Path, tmp_path: Path, scan: str
+) -> None:
+    """As MaxText 0.2.5 trains DeepSeek V3: a router's bias lies among the state of its modules, and no parameter repeats
+    it. The weights are those of the conversion, by the variable's own name.
+    """
+    like, options = generated / "cases" / "deepseek3", dict(mesh="fsdp=1", release=str(generated / "cases/deepseek3"))
+    convert(like, tmp_path / "made", "--scan_layers", scan)
+    weights = flatten(ocp.PyTreeCheckpointer().restore(tmp_path / "made" / "0" / "items")["params"])
+    repeated = {key for key in weights if key.startswith("params.") and key.endswith(".gate.bias")}
+    variables = {key for key in weights if key.startswith("MoEBiasVar.")}
+    assert repeated
+    assert len(variables) == len(repeated)
+    state = {f"params.{key}": values for key, values in weights.items() if key not in repeated | variables}
+    for key in variables:
+        state[f"nnx_aux.model.{key.removeprefix('MoEBiasVar.')}.value"] = weights[key]
+    ocp.PyTreeCheckpointer().save(tmp_path / "trained", nested(state))
+    found = flatten(wb.load(str(tmp_path / "trained"), **options))
+    wanted = {f"params.{key}": values for key, values in weights.items() if key not in repeated}
+    assert_same_bits({key: np.asarray(values) for key, values in found.items()}, wanted)
+
+
 @pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
 @pytest.mark.parametrize(
     "run",

@@ -1,9 +1,10 @@
-"""Runs an installed MaxText, as it is: `PYTHON tests/trainer/run_maxtext.py JOBS.json`, on a CPU.
+"""Runs an installed MaxText, as it is, on a CPU: `PYTHON tests/trainer/run_maxtext.py`, which takes jobs until its standard
+input ends.
 
-`PYTHON` is an interpreter of an environment that has MaxText; nothing of Weightbeam is imported. The file lists jobs, one
-after the other in this process: `{"train": [flag, …], "losses": FILE}` is a run of the trainer, whose loss of each step
-is written there, by step; `{"logits": [flag, …], "tokens": FILE.npy, "out": FILE.npy}` what `from_pretrained`'s model
-says of tokens.
+`PYTHON` is an interpreter of an environment that has MaxText; nothing of Weightbeam is imported. A job is a line of JSON:
+`{"train": [flag, …], "losses": FILE}` is a run of the trainer, whose loss of each step is written to the file, by step;
+`{"logits": [flag, …], "tokens": FILE.npy, "out": FILE.npy}` what `from_pretrained`'s model says of tokens. Each is answered
+by a line, empty or what went wrong, as JSON; what MaxText prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,20 @@ def logits(job: dict[str, Any]) -> None:
     np.save(job["out"], np.asarray(found, np.float32))
 
 
-def main() -> None:
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+def done(job: dict[str, Any]) -> str:
+    """Nothing, or what went wrong: MaxText ends a process, too, where it can't go on."""
+    try:
         train(job) if "train" in job else logits(job)
+    except (Exception, SystemExit):
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(done(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -301,13 +301,20 @@ def arrays_of(name: str) -> tuple[Array, ...]:
     return make_arrays(expand(family_of(config, tree.model), config, layout), {}, BF16)
 
 
-def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format()) -> dict[str, dict[Array, Load]]:  # noqa: B008, it is frozen
-    """By mesh, what the hosts read of the arrays; arrays of layers that are alike are together one, with its load."""
+def loads(
+    arrays: tuple[Array, ...],
+    meshes: list[Mesh],
+    format: Format = Format(),  # noqa: B008, it is frozen
+    named: tuple[Mesh, ...] = (),
+) -> dict[str, dict[Array, Load]]:
+    """By mesh, what the hosts read of the arrays, which were cut for those `named`; arrays of layers that are alike are
+    together one, with its load.
+    """
     alike = collections.Counter((array.shape, array.logical_axes, array.dtype, pattern(array.key)) for array in arrays)
     kinds = {(array.shape, array.logical_axes, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
     grids = {
-        kind: make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, format, experts)
+        kind: make_grid(array, SourceCost(2), named, base_rules(), Options().unit_bytes, format, experts)
         for kind, array in kinds.items()
     }
     return {
@@ -327,6 +334,21 @@ def test_every_common_mesh_reads_what_it_needs(name: str) -> None:
         assert total(each.values()).worst <= LIMIT, mesh
         large = {array.key: load.worst for array, load in each.items() if array.nbytes >= LARGE}
         assert all(worst <= LIMIT for worst in large.values()), (mesh, large)
+
+
+EXPERT_MESHES = ("fsdp=4,expert=8", "fsdp=16,expert=4", "expert=16", "fsdp=2,tensor=2,expert=4")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_mesh_with_experts_that_is_named_is_read_without_waste(name: str) -> None:
+    """Every array, by MaxText 0.2.5's axes: attention, experts and router are cut by three different rules there."""
+    arrays = arrays_of(name)
+    if not count_experts(arrays):
+        return
+    for text in EXPERT_MESHES:
+        mesh = Mesh.parse(text)
+        (each,) = loads(arrays, [mesh], named=(mesh,)).values()
+        assert {array.key: load.worst for array, load in each.items() if load.worst != 1} == {}, text
 
 
 def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
