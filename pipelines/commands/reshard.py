@@ -45,7 +45,7 @@ from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
 from weightbeam.transforms.planning.options import FULL, FromHub, ReshardOptions
 from weightbeam.transforms.planning.reshard_planner import plan_reshard
 from weightbeam.transforms.planning.resharding import Reshard
-from weightbeam.transforms.planning.tree import Model
+from weightbeam.transforms.planning.tree_model import Model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -29,7 +29,8 @@ from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import CODED, Options
-from weightbeam.transforms.planning.tree import Model, find_parts
+from weightbeam.transforms.planning.tree_layouts import find_parts
+from weightbeam.transforms.planning.tree_model import Model
 
 LOG = logging.getLogger("weightbeam")
 CHOICES = frozenset(

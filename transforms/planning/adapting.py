@@ -21,7 +21,8 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Beside
 from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.tree import Model, find_parts
+from weightbeam.transforms.planning.tree_layouts import find_parts
+from weightbeam.transforms.planning.tree_model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,8 @@ from weightbeam.transforms.planning.options import (
     options_from,
 )
 from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
-from weightbeam.transforms.planning.tree import Kept, Model, Taken, make_tree
+from weightbeam.transforms.planning.tree import make_tree
+from weightbeam.transforms.planning.tree_model import Kept, Model, Taken
 
 
 def load(inputs: Mapping[str, Any]) -> Reshard:

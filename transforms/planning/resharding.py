@@ -57,7 +57,7 @@ from weightbeam.transforms.planning.options import (
     hashed,
 )
 from weightbeam.transforms.planning.transfer import Transfer
-from weightbeam.transforms.planning.tree import Model, NewTree, Taken
+from weightbeam.transforms.planning.tree_model import Model, NewTree, Taken
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
