@@ -66,6 +66,8 @@ FAMILIES: tuple[Family, ...] = (
 REFUSED = {
     "deepseek_v41": "DeepSeek V4.1's layers share keys, values and indices, and look n-grams up in Engram tables; "
     "MaxText has only DeepSeek V4's, which do neither",
+    "kimi_linear": "Kimi Linear's experts work in no latent and its gates have a low rank; "
+    "MaxText's branch (4b27699) has Kimi K3's layers, which do otherwise",
 }
 
 

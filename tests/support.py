@@ -95,14 +95,15 @@ def assert_same_bits(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndar
 
 
 @functools.cache
-def given() -> dict[str, dict]:
-    """What MaxText's converter made of each case, see `cases/make_digests.py`."""
-    return json.loads(gzip.decompress((HERE / "cases" / "digests.json.gz").read_bytes()))
+def given(version: str = "e591f30") -> dict[str, dict]:
+    """What the converter of a version of MaxText made of each case, see `cases/make_digests.py`."""
+    return json.loads(gzip.decompress((HERE / "cases" / f"digests-{version}.json.gz").read_bytes()))
 
 
-def given_arrays(case: str, layout: str) -> dict[str, list]:
-    """The digests of a case's arrays, by their names without `params.params.`"""
-    return {key.removeprefix("params.params."): value for key, value in given()[case][layout].items()}
+def given_arrays(case: str, layout: str, version: str = "e591f30") -> dict[str, list]:
+    """The digests of a case's arrays, by their names without `params.params.`, or `params.` of other collections."""
+    found = given(version)[case][layout]
+    return {key.removeprefix("params.").removeprefix("params."): value for key, value in found.items()}
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Writes the tiny checkpoints that the tests convert, as transformers writes them: `PYTHONPATH=tests python
 tests/cases/models.py FOLDER`.
 
-`FOLDER/cases/<case>` are the inputs that MaxText's own converter was given (`digests.json.gz`), random weights from
+`FOLDER/cases/<case>` are the inputs that MaxText's own converter was given (`digests-e591f30.json.gz`), random weights from
 fixed seeds: cut down from the generator that made them, and checked against them tensor for tensor.
 `FOLDER/models/<model>` are others, each beside `<model>.state.safetensors`, the model's `state_dict()`. Needs torch and
 transformers (5.23.0 and 2.13.0 made the cases).

@@ -10,11 +10,23 @@ import numpy as np
 import pytest
 from support import convert, converted, digest, digests, given, given_arrays, input_digest, read_tensors, restore
 
+from weightbeam.model_mappings.versions import NEWEST
+
+BIAS, LAYOUTS = "missing keys:\n{'MoEBiasVar-decoder-moe_layers", ("scanned", "unscanned")
+STOPS = {  # where the converter of 0.2.5 ends with an error, and what it says
+    **{(case, layout): BIAS for case in ("deepseek3", "deepseek3.2") for layout in LAYOUTS},
+    (
+        "deepseek2",
+        "scanned",
+    ): "cannot reshape array of size 6144 into shape (4,96)",  # a router's kernel stacked on axis 0, likewise
+    ("mixtral", "scanned"): "MoeBlock_0-gate-kernel'. Expected (64, 4, 4), but got (4, 64, 4)",
+    ("gemma4-small", "scanned"): "gemma4-e2b requires scan_layers=False",
+}
 CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
 
 
-def options_of(case: str, layout: str) -> list[str]:
-    """Those of what MaxText e591f30, whose bits these are, was told."""
+def options_of(case: str, layout: str, version: str = "e591f30") -> list[str]:
+    """Those of what a version of MaxText, whose bits these are, was told."""
     dtype = "float32" if case.endswith("-fp32") else "bfloat16"
     scan = "true" if layout == "scanned" else "false"
     vocab = str(given()[case]["vocab"])
@@ -26,7 +38,7 @@ def options_of(case: str, layout: str) -> list[str]:
         "--scan_layers",
         scan,
         "--maxtext",
-        "e591f30",
+        version,
         "--save_dtype",
         dtype,
     ]
@@ -42,31 +54,62 @@ def test_the_inputs_are_those_that_maxtext_was_given(generated: Path, case: str)
 VARIABLES = ("Tid2EidVar.", "MoEBiasVar.")
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, layout) for case in CASES for layout in ("scanned", "unscanned") if layout in given()[case]],
-)
-def test_equals_maxtexts_converter(generated: Path, tmp_path: Path, case: str, layout: str) -> None:
-    """Names, shapes, dtypes and bits, through the command line and a stock restore.
+def made(version: str) -> list[tuple[str, str]]:
+    """The cases, each with a layout, that the converter of a version of MaxText converts."""
+    of = given(version)
+    return [(case, layout) for case in CASES for layout in LAYOUTS if isinstance(of.get(case, {}).get(layout), dict)]
+
+
+def as_made(source: Path, out: Path, wanted: dict[str, list], *options: str) -> dict[str, np.ndarray]:
+    """What we make of a case, in MaxText's dtypes.
 
     MaxText stores some arrays as float32 whatever its `--save_dtype`: a bfloat16 norm plus a Python float is promoted,
     or a norm of ones is made. Ours have one dtype. Such an array must have MaxText's bits in a conversion to float32,
     and be those values, rounded once, in the conversion to bfloat16.
     """
-    source, options, wanted = generated / "cases" / case, options_of(case, layout), given_arrays(case, layout)
-    arrays = converted(source, tmp_path / "out", *options)
-    variables = {key for key in arrays if key.startswith(VARIABLES)}
-    assert bool(variables) == (case == "deepseek4")
-    for key in variables:
-        del arrays[key]
+    arrays = converted(source, out / "out", *options)
     promoted = {key for key, (_, dtype, _) in wanted.items() if dtype == "float32" != options[-1]} & set(arrays)
     if promoted:
-        unrounded = converted(source, tmp_path / "unrounded", *options[:-1], "float32")
+        unrounded = converted(source, out / "unrounded", *options[:-1], "float32")
         for key in promoted:
             assert arrays[key].dtype.name == options[-1]
             assert digest(unrounded[key].astype(arrays[key].dtype)) == digest(arrays[key]), key
             arrays[key] = unrounded[key]
+    return arrays
+
+
+@pytest.mark.parametrize(("case", "layout"), made("e591f30"))
+def test_equals_maxtexts_converter(generated: Path, tmp_path: Path, case: str, layout: str) -> None:
+    """Names, shapes, dtypes and bits, through the command line and a stock restore."""
+    wanted = given_arrays(case, layout)
+    arrays = as_made(generated / "cases" / case, tmp_path, wanted, *options_of(case, layout))
+    variables = {key for key in arrays if key.startswith(VARIABLES)}
+    assert bool(variables) == (case == "deepseek4")
+    for key in variables:
+        del arrays[key]
     assert digests(arrays) == wanted
+
+
+@pytest.mark.parametrize(("case", "layout"), made(NEWEST))
+def test_equals_the_newest_maxtexts_converter(generated: Path, tmp_path: Path, case: str, layout: str) -> None:
+    """The same of what comes from the package index."""
+    assert input_digest(read_tensors(generated / "cases" / case)) == given(NEWEST)[case]["inputs"]
+    wanted = given_arrays(case, layout, NEWEST)
+    arrays = as_made(generated / "cases" / case, tmp_path, wanted, *options_of(case, layout, NEWEST))
+    assert digests(arrays) == wanted
+
+
+def test_what_the_newest_maxtexts_converter_stops_at() -> None:
+    """With which words; docs/explanation/numerics.md tells them."""
+    stopped = {
+        (case, layout): about[layout]
+        for case, about in given(NEWEST).items()
+        for layout in LAYOUTS
+        if isinstance(about.get(layout), str)
+    }
+    assert stopped.keys() == STOPS.keys()
+    for place, words in STOPS.items():
+        assert words in stopped[place]
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])

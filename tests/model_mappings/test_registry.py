@@ -68,7 +68,9 @@ def test_one_family_fits(name):
     )
 
 
-@pytest.mark.parametrize(("kind", "what"), [("deepseek_v41", "Engram tables")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("deepseek_v41", "Engram tables"), ("kimi_linear", "experts work in no latent")]
+)
 def test_what_a_model_is_that_has_no_table(kind, what):
     """In the message's first line, which is told again behind what is supported, and so is short."""
     with pytest.raises(UnknownFamilyError) as error:

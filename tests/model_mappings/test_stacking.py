@@ -8,6 +8,7 @@ from facts import config_of, load_trees
 
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.registry import family_of
+from weightbeam.model_mappings.rules import ABSENT, rule, stack
 from weightbeam.model_mappings.stacking import Held, RestackError, Stacks, restack, unused
 from weightbeam.model_mappings.versions import UNSAID
 
@@ -113,6 +114,35 @@ def test_layers_that_dont_fit_are_refused(shapes, said):
                 stacks(tree, True),
             )
         )
+
+
+def indexers(layers, axis=1):
+    """A stack of which not every place has a layer."""
+    table = [rule("wk/kernel", "wk.weight", "index embed -> embed index", "")]
+    return Stacks.of([stack("decoder/layers/indexer", "layers.{layer}.", layers, table, "layers")], axis)
+
+
+@pytest.mark.parametrize(
+    ("kept", "first"),
+    [([ABSENT, 2, ABSENT], 1), ([2, ABSENT], 2), ([ABSENT, ABSENT, 5], 3), ([0, ABSENT, 2], 0), ([2], 2)],
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_places_without_a_layer_are_kept(kept, first, axis):
+    """They are zeros in either tree, and lie between the same layers."""
+    path = ("params", "params", "decoder", "layers", "indexer", "wk", "kernel")
+    before, after = indexers([0, ABSENT, 2, ABSENT, ABSENT, 5]), indexers(kept, axis)
+    (moved,) = restack({path: Held("k", (8, 6, 3))}, before, after)
+    assert (moved.path, moved.part.tensors) == (path, ("k",))
+    assert moved.part.shape == ((len(kept), 8, 3) if axis == 0 else (8, len(kept), 3))
+    assert moved.part.rule.window == (slice(None), slice(first, first + len(kept)))
+
+
+@pytest.mark.parametrize("kept", [[5, ABSENT], [ABSENT, 0], [0, 2], [2, 0], [0, ABSENT, ABSENT, 2]])
+def test_layers_that_lie_otherwise_are_refused(kept):
+    """Behind the end, before the beginning, closer together, turned round, further apart."""
+    path = ("params", "params", "decoder", "layers", "indexer", "wk", "kernel")
+    with pytest.raises(RestackError, match="don't follow each other"):
+        restack({path: Held("k", (8, 6, 3))}, indexers([0, ABSENT, 2, ABSENT, ABSENT, 5]), indexers(kept))
 
 
 def test_an_array_without_layers_is_refused():
