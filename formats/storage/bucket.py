@@ -285,7 +285,10 @@ class Bucket(Store):
         Raises:
           StorageError: it doesn't, within 20 seconds; with what may help.
         """
-        store = ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()
+        try:
+            store = ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()
+        except ValueError as e:
+            raise StorageError(f"{self.url}: no such name can be written in a bucket, says TensorStore") from e
         try:
             if is_right(ask(store).result(timeout=UNREACHED_SECONDS)):
                 return

@@ -341,6 +341,13 @@ def _note(seen: dict[str, np.ndarray], key: str, made: Any) -> None:
         seen[key] = _to_numpy(values[0])
 
 
+def _layers_said(config: Mapping[str, Any]) -> int:
+    """How many layers `config.json` says the model has, which transformers makes before any tensor is looked for."""
+    held: list[Any] = [config, *(config.get(section) for section in ("text_config", "thinker_config"))]
+    said = [section.get("num_hidden_layers") for section in held if isinstance(section, dict)]
+    return max((layers for layers in said if isinstance(layers, int)), default=0)
+
+
 def _on_meta(side: Side, dtype: str) -> Any:
     """A release's model without weights; what isn't stored, such as the frequencies of its RoPE, is computed.
 
@@ -355,6 +362,8 @@ def _on_meta(side: Side, dtype: str) -> Any:
         raise Refused(
             f"{side.where}: config.json says model_type={kind!r}, and transformers {transformers.__version__} has no such model"
         )
+    if (layers := _layers_said(side.config)) > len(side.tensors):
+        raise Refused(f"{side.where}: config.json says num_hidden_layers={layers:,}, of {len(side.tensors):,} tensors")
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(_plain(side.config))
         made = getattr(transformers, model_class(side.config))

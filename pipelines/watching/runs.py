@@ -6,6 +6,7 @@ one of the same number is read for the step that is taken next.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -18,7 +19,8 @@ from typing import Any
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.ocdbt import MANIFEST
 from weightbeam.formats.staging import MARKER
-from weightbeam.formats.storage import File, LocalFolder, Store
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
+from weightbeam.formats.storage.strict_json import read_json
 
 CHECKPOINTS = "checkpoints"  # the folder of steps in MaxText's folder of a run
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
@@ -106,8 +108,17 @@ def list_steps(run: Store) -> list[SeenStep]:
     Raises:
       OSError: the folder can't be listed.
     """
-    found = (_seen(file) for file in run.below([_mark_of(run)]))
+    found = (_seen(file) for file in run.below([_mark_of(run)]) if _is_regular(run, file.name))
     return sorted((seen for seen in found if seen), key=lambda seen: seen.number)
+
+
+def _is_regular(run: Store, name: str) -> bool:
+    """Whether a file is neither a pipe nor a device: what has such a thing is no step."""
+    try:
+        run.check_regular(name)
+    except StorageError:
+        return False
+    return True
 
 
 def see_step(run: Store, folder: str) -> SeenStep | None:
@@ -162,14 +173,17 @@ def read_step(run: Store, name: str, seen: SeenStep) -> RunStep | None:
         return None
     if not items:
         return None
-    stamp = about.get("commit_timestamp_nsecs")
-    updated = (
-        stamp / 1e9
-        if isinstance(stamp, int)
-        else max((file.updated for file in store.list(recursive=False)), default=0.0)
-    )
-    when = datetime.datetime.fromtimestamp(updated, datetime.UTC)
+    when = _committed(store, about.get("commit_timestamp_nsecs"))
     return RunStep(name, seen.number, store.url, hashed.hexdigest(), when, seen.mark, run.url)
+
+
+def _committed(step: Store, stamp: object) -> datetime.datetime:
+    """When a step was committed: by Orbax's word, where it is a time, else by its newest file."""
+    if isinstance(stamp, int):
+        with contextlib.suppress(OverflowError, ValueError, OSError):
+            return datetime.datetime.fromtimestamp(stamp / 1e9, datetime.UTC)
+    newest = max((file.updated for file in step.list(recursive=False)), default=0.0)
+    return datetime.datetime.fromtimestamp(newest, datetime.UTC)
 
 
 def _content(store: Store, path: str) -> bytes:
@@ -182,7 +196,7 @@ def _content(store: Store, path: str) -> bytes:
 def _metadata(step: Store) -> dict[str, Any]:
     """What Orbax says of a step; empty where it says nothing that can be read."""
     try:
-        said = json.loads(step.read(CHECKPOINT_METADATA))
+        said = read_json(step, CHECKPOINT_METADATA)
     except (FileNotFoundError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}

@@ -984,6 +984,12 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> str:
     return url
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a" * 1100])
+def test_a_name_that_a_bucket_does_not_take(gcs: FakeGcs, bucket: buckets.Bucket, name: str) -> None:
+    with pytest.raises(StorageError, match="no such name can be written in a bucket"):
+        (bucket / name).check_writable()
+
+
 def test_a_bucket_that_answers_one_client(
     gcs: FakeGcs, bucket: buckets.Bucket, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

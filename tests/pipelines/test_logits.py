@@ -18,7 +18,7 @@ from lazily import lazily
 from processes import wait_until
 from quantised import fp8_llama
 from safetensors.numpy import load_file, save_file
-from support import LLAMA, call, convert, make_release, peft_adapter, read_config, save
+from support import LLAMA, call, convert, make_release, peft_adapter, read_config, read_tensors, save
 
 import weightbeam as wb
 from weightbeam.formats.release.model_class import model_class
@@ -194,6 +194,8 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
     said = refused(release, other, "--token_ids", "1")
     assert all(fact in said for fact in ("model_type", "vocabulary: 96", "layers: 3"))
     assert "no such model" in refused(unknown, "--token_ids", "1")
+    endless = save(tmp_path / "endless", read_config(release) | {"num_hidden_layers": 10**9}, read_tensors(release))
+    assert "config.json says num_hidden_layers=1,000,000,000, of " in refused(endless, "--token_ids", "1")
     said = refused(lacking, "--token_ids", "1")
     assert said.count("q_proj.weight: no tensor of the release becomes it") == LLAMA["num_hidden_layers"]
     assert "can't be run" in refused(release, "--token_ids", "1", "--maxtext", tmp_path / "python")

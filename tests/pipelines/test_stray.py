@@ -5,6 +5,7 @@ output that is moved is the same output.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.places import OWNER
 from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, History, Record, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
-from weightbeam.pipelines.watching.runs import list_steps
+from weightbeam.pipelines.watching.runs import list_steps, read_step
 
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
@@ -64,6 +65,29 @@ def test_a_folder_whose_number_is_no_steps(place: str, tmp_path: Path) -> None:
             for mark in ("_CHECKPOINT_METADATA", MARKER):
                 store.write(f"{name}/{mark}", b"{}")
         assert [seen.folder for seen in list_steps(store)] == ["7", "checkpoint_8", "9" * 18]
+
+
+def test_a_step_whose_metadata_are_no_file(tmp_path: Path) -> None:
+    """A pipe, or a link to a device: a folder as any other, and the steps beside it are found."""
+    for name in "789":
+        (tmp_path / name).mkdir()
+    (tmp_path / "7/_CHECKPOINT_METADATA").write_text("{}")
+    os.mkfifo(tmp_path / "8/_CHECKPOINT_METADATA")
+    (tmp_path / "9/_CHECKPOINT_METADATA").symlink_to("/dev/zero")
+    assert [seen.folder for seen in list_steps(open_store(tmp_path))] == ["7"]
+
+
+@pytest.mark.parametrize("said", [b"[" * 100_000, b"\xff", b'{"commit_timestamp_nsecs": %s}' % (b"9" * 400)])
+def test_metadata_of_a_step_that_say_nonsense(said: bytes, tmp_path: Path) -> None:
+    """They are as if they said nothing: its files tell when it was committed."""
+    (tmp_path / "7/items").mkdir(parents=True)
+    (tmp_path / "7/_CHECKPOINT_METADATA").write_bytes(said)
+    (tmp_path / "7/items/_METADATA").write_text("{}")
+    run = open_store(tmp_path)
+    (seen,) = list_steps(run)
+    step = read_step(run, "run", seen)
+    assert step
+    assert step.updated.timestamp() == pytest.approx((tmp_path / "7/_CHECKPOINT_METADATA").stat().st_mtime)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
