@@ -174,7 +174,7 @@ class Weights:
             for name in at:
                 below = below[name]
             nnx.update(module, below)
-        del made, below
+        del made
         let_go()
 
 
