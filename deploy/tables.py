@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from deploy import beside_maxtext
 from weightbeam.formats.encodings import table
 from weightbeam.model_mappings import registry
 
@@ -15,6 +16,8 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {  # by the name in the marke
     "models": (registry.models_table, "docs/reference/families.md"),
     "formats": (table.support_table, "docs/reference/formats.md"),
     "refused formats": (table.refused, "docs/reference/formats.md"),
+    "families beside MaxText": (beside_maxtext.families, "docs/explanation/is_it_right.md"),
+    "deviations": (beside_maxtext.deviations, "docs/explanation/numerics.md"),
 }
 MARKER = "<!-- {}: made by `python -m deploy.tables` -->\n"
 

@@ -449,7 +449,9 @@ def elsewhere(one: Moved, path: Path, at: int) -> Moved:
 def narrowed(one: Moved, axis: int, wanted: range) -> Moved:
     """The same array with a range of an axis that it has of its sources."""
     part = one.part
-    (word,) = part.sides[axis] or ()
+    side = part.sides[axis]
+    assert side is not None, "each index of a stacked axis has a source of its own"
+    (word,) = side
     left = part.rule.axes.left
     window = [*part.rule.window, *[slice(None)] * (len(left) - len(part.rule.window))]
     window[left.index((word,))] = slice(wanted.start, wanted.stop)

@@ -9,7 +9,7 @@ float32. After each layer `PROGRESS` and its number, from 1, is a line of standa
 
 MaxText's own model runs, eagerly. It is made without weights, whose initialisation takes longer to compile than all else
 (half a minute of a CPU that has other work, which looks as if it stood still) and as much memory as the model. A layer's
-weights are read when it is called and dropped behind it; those that lie in no layer (embedding, last norm, head) are read
+weights are read when it is called, large ones one by one, and dropped behind it; those that lie in no layer (embedding, last norm, head) are read
 first. Facts about MaxText and flax are of versions 0.2.5 and 0.12.12.
 """
 
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = "weightbeam: layer "
+PARAMS = "params"
+LARGE = 1 << 26  # bytes of an array; reading takes two and a half times them besides
 # How it runs, not what the model is: eagerly, on one CPU, in float32, dense attention, every expert without a capacity.
 # MaxText's other ways to multiply experts are kernels for TPUs, which a CPU interprets step by step; the schedule in which
 # deepseek3-671b splits batches is of a mesh.
@@ -52,6 +54,9 @@ def main(job_file: str, result: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
+
+    # multiplications that run at once each hold a turned copy of their matrix
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     import maxtext
     import numpy as np
     from maxtext.configs import pyconfig
@@ -112,14 +117,23 @@ class Weights:
         found = self._reader.metadata(url)
         if found is None or found.item_metadata is None:
             raise SystemExit(f"{url}: no Orbax checkpoint")
-        self._tree = found.item_metadata.tree["params"]["params"]
+        self._tree = found.item_metadata.tree["params"]
+
+    def collection(self, variable: Any) -> str:
+        """The collection that a variable is read from: that of its class, where the checkpoint has such a one; else it is
+        among the parameters, as MaxText's own reader has it (`common/checkpointing.py`, `_alias_legacy_collections`).
+        """
+        from flax.nnx import variablelib
+
+        named = variablelib.variable_name_from_type(type(variable), allow_register=True)
+        return named if named in self._tree else PARAMS
 
     def check(self, model: Any) -> None:
         """Raises `SystemExit` with all variables that the checkpoint hasn't, or has in another shape."""
         wrong = []
         for path, variable in variables(model):
             stored = self._tree
-            for name in path:
+            for name in (self.collection(variable), *path):
                 stored = stored.get(str(name), {}) if hasattr(stored, "get") else {}
             if (shape := getattr(stored, "shape", None)) is None:
                 wrong.append(f"{'.'.join(map(str, path))}: isn't in the checkpoint")
@@ -131,28 +145,44 @@ class Weights:
     def fill(self, module: Any, at: tuple[str, ...] = (), apart: Any = ()) -> None:
         """Reads the variables of a module, which lies at `at`, but for those below the paths `apart`."""
         import jax
-        from flax import nnx
 
         wanted = {}
         for path, variable in variables(module):
             if not any(path[: len(below)] == below for below in apart):
-                wanted[path] = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-        if not wanted:
-            return
-        target = nested({(*at, *path): shape for path, shape in wanted.items()})
+                place = (self.collection(variable), *at, *path)
+                wanted[place] = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        for some in portions(wanted):
+            self._read(module, at, some)
+
+    def _read(self, module: Any, at: tuple[str, ...], wanted: dict[tuple[str, ...], Any]) -> None:
+        """Reads some variables of a module, by their paths, and lets go of what reading took besides."""
+        import jax
+        from flax import nnx
+
+        target = nested(wanted)
         here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
         how = jax.tree.map(
             lambda shape: self._orbax.ArrayRestoreArgs(sharding=here, dtype=shape.dtype, strict=True), target
         )
         made = self._reader.restore(
             self._url,
-            item={"params": {"params": target}},
+            item={"params": target},
             transforms={},
-            restore_args={"params": {"params": how}},
-        )["params"]["params"]
-        for name in at:
-            made = made[name]
-        nnx.update(module, made)
+            restore_args={"params": how},
+        )["params"]
+        for below in made.values():
+            for name in at:
+                below = below[name]
+            nnx.update(module, below)
+        del made
+        let_go()
+
+
+def portions(wanted: dict[tuple[str, ...], Any]) -> list[dict[tuple[str, ...], Any]]:
+    """Arrays that are read together: large ones each by itself."""
+    large = [{path: each} for path, each in wanted.items() if each.size * each.dtype.itemsize > LARGE]
+    small = {path: each for path, each in wanted.items() if each.size * each.dtype.itemsize <= LARGE}
+    return [*large, small] if small else large
 
 
 def let_go() -> None:

@@ -85,7 +85,8 @@ class Beside:
         if (first := self.parts_at) is None:
             whole = [each for each in self.layers if "/" not in each.name]
             if not self.ok:
-                return "they part behind the last layer: in the last norm or the head"
+                behind = "they part behind the last layer: in the last norm or the head"
+                return behind if whole else "no layer was compared: none makes one vector for each token"
             most = max(whole, key=lambda each: each.relative, default=None)
             furthest = f"; the largest is {most.relative:.3g}, in layer {most.name}" if most and most.relative else ""
             return f"no layer parts by more than {self.tolerance:g}{furthest}"

@@ -1,17 +1,19 @@
-"""Writes the table of families beside MaxText into `docs/explanation/is_it_right.md`: `weightbeam logits --maxtext` of a tiny model each.
+"""Runs tiny models beside MaxText, `weightbeam logits --maxtext`, and keeps what the command says in `logits.json`, of which
+`python -m deploy.tables` writes the tables of `docs/explanation/is_it_right.md` and `numerics.md`.
 
-    PYTHONPATH=tests python tests/facts/make_logits.py MAXTEXT_PYTHON FOUND.json [FAMILY … | -]
+    PYTHONPATH=tests python tests/facts/make_logits.py MAXTEXT_PYTHON [NAME …]
 
-`MAXTEXT_PYTHON` is the interpreter of an environment with MaxText. FOUND.json keeps what was found, so that a family can
-be run again by itself; without families it is all that FOUND.json lacks. The models are those of `tests/cases/models.py`, random weights
-that transformers wrote in bfloat16.
+`MAXTEXT_PYTHON` is the interpreter of an environment with MaxText. Without names it runs all that `logits.json` lacks. The
+models are those of `tests/cases/models.py`, random weights that transformers wrote in bfloat16.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +21,106 @@ from cases.models import CASES, MODELS, make
 
 import weightbeam as wb
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "is_it_right.md"
-BEGIN, END = "<!-- made by tests/facts/make_logits.py -->", "<!-- until here -->"
-# what runs on MaxText's own name is not known of a tiny model: Llama's layout of RoPE, what Qwen 2 is called
-FAMILIES: dict[str, tuple[str, str | None]] = {
-    "Llama 3.1": ("llama3.1", "llama3.1-8b"),
-    "Mistral": ("mistral", "mistral-7b"),
-    "Qwen 2.5": ("qwen2.5", None),
-    "Qwen 3": ("qwen3", None),
-    "Qwen 3 MoE": ("qwen3-moe", None),
-    "Mixtral": ("mixtral", None),
-    "DeepSeek V2 Lite": ("deepseek2", None),
-    "DeepSeek V3": ("deepseek3", None),
-    "gpt-oss": ("gpt-oss", None),
-    "OLMo 3": ("olmo3", None),
-    "Gemma 2": ("gemma2", None),
-    "Gemma 3": ("gemma3", None),
-    "Llama 4": ("llama4", None),
-    "Gemma 4, dense": ("gemma4-dense", None),
-    "Gemma 4, experts": ("gemma4-moe", None),
-    "Gemma 4 E2B": ("gemma4-small", None),
-    "Qwen 3 Next": ("qwen3-next", None),
-    "Qwen 3.5": ("qwen3.5", None),
-    "DeepSeek V3.2": ("deepseek3.2", None),
-    "DeepSeek V4": ("deepseek4", None),
-    "Qwen 3 VL": ("qwen3_vl", None),
-    "Qwen 3 Omni": ("qwen3_omni", None),
+KEPT = Path(__file__).with_name("logits.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model that is run.
+
+    Attributes:
+      case: whose sizes it has.
+      name: MaxText's, where a tiny model doesn't tell it: Llama's layout of RoPE, what Qwen 2 is called.
+      changes: to its sizes.
+    """
+
+    case: str
+    name: str | None = None
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAMILIES = {
+    "Llama 3.1": Model("llama3.1", "llama3.1-8b"),
+    "Mistral": Model("mistral", "mistral-7b"),
+    "Qwen 2.5": Model("qwen2.5"),
+    "Qwen 3": Model("qwen3"),
+    "Qwen 3 MoE": Model("qwen3-moe", changes={"norm_topk_prob": True}),
+    "Mixtral": Model("mixtral"),
+    "DeepSeek V2 Lite": Model("deepseek2"),
+    "DeepSeek V3": Model("deepseek3"),
+    "DeepSeek V3.2": Model("deepseek3.2"),
+    "DeepSeek V4": Model("deepseek4"),
+    "gpt-oss": Model("gpt-oss"),
+    "OLMo 3": Model("olmo3"),
+    "Gemma 2": Model("gemma2"),
+    "Gemma 3": Model("gemma3"),
+    "Gemma 4, dense": Model("gemma4-dense"),
+    "Gemma 4, experts": Model("gemma4-moe"),
+    "Gemma 4 E2B": Model("gemma4-small"),
+    "Llama 4": Model("llama4"),
+    "Qwen 3 Next": Model("qwen3-next"),
+    "Qwen 3.5": Model("qwen3.5"),
+    "Qwen 3 VL": Model("qwen3_vl"),
+    "Qwen 3 Omni": Model("qwen3_omni"),
+}
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+DEVIATIONS = {  # a model each that says what MaxText can't express
+    "Qwen 3 MoE, sums not 1": Model("qwen3-moe", changes={"norm_topk_prob": False}),
+    "Llama 3.3 by its own name": Model(
+        "llama3.1", "llama3.3-70b", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}}
+    ),
+    "Llama 3.2, Llama 4 Scout": Model("llama3.1", "llama3.1-8b", {"rope_scaling": LLAMA3}),
+    "OLMo 3": Model(
+        "olmo3",
+        changes={"rope_scaling": dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=32)},
+    ),
+    "Mistral, Mixtral with a window": Model("mistral", "mistral-7b", {"sliding_window": 4}),
+    "Qwen 2.5 with a window": Model(
+        "qwen2.5", changes={"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    ),
+    "DeepSeek V2 236B": Model(
+        "deepseek2",
+        changes={"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "Gemma 1 to 4, another eps": Model("gemma3", changes={"rms_norm_eps": 1e-3}),
+    "GLM-5, another eps": Model("glm5", changes={"rms_norm_eps": 1e-5}),
+    "gpt-oss, another alpha": Model("gpt-oss", changes={"swiglu_alpha": 1.0}),
+    "any, another kind of RoPE": Model("qwen3", changes={"rope_scaling": dict(rope_type="dynamic", factor=4.0)}),
 }
 TOKENS = [1, 5, 9, 60, 3, 5, 44, 17, 23, 8, 31, 2]
 
 
-def compare(family: str, python: str) -> dict[str, Any]:
-    """What the command says of a family, as `--json` has it; or why it refused or failed."""
-    case, model = FAMILIES[family]
+def compare(model: Model, python: str) -> dict[str, Any]:
+    """What the command says of a model, as `--json` has it, but for the layers; or why it refused or failed."""
     with tempfile.TemporaryDirectory() as folder:
-        kind, sizes, shard = (CASES | MODELS)[case]
-        if "qk_rope_head_dim" in sizes:
-            sizes = sizes | {
-                "head_dim": sizes["qk_rope_head_dim"]
-            }  # else transformers' RoPE has the width of BASE's heads
-        make(kind, sizes, shard, Path(folder) / case, seed=0)
+        kind, sizes, shard = (CASES | MODELS)[model.case]
+        if "qk_rope_head_dim" in sizes:  # else transformers' RoPE has the width of BASE's heads
+            sizes = sizes | {"head_dim": sizes["qk_rope_head_dim"]}
+        inner = next((name for name in ("text_config", "thinker_config") if name in sizes), None)
+        changed = {inner: sizes[inner] | model.changes} if inner else model.changes
+        make(kind, sizes | changed, shard, Path(folder) / "model", seed=0)
         try:
-            found = wb.logits(f"{folder}/{case}", token_ids=TOKENS, maxtext=python, maxtext_model=model, progress=False)
+            found = wb.logits(
+                f"{folder}/model", token_ids=TOKENS, maxtext=python, maxtext_model=model.name, progress=False
+            )
         except (wb.Refused, wb.Failed) as e:
-            return {"said": str(e)}
+            return {"said": str(e).replace(folder, "").strip().splitlines()[-1]}
     print(found)
-    return found.to_dict()["beside"]
+    said = found.to_dict()["beside"]
+    return {name: value for name, value in said.items() if name not in ("layers", "where")}
 
 
-def row(family: str, found: dict[str, Any]) -> str:
-    """A family's line of the table."""
-    if "said" in found:
-        return f"| {family} | – | – | not run: {found['said'].strip().splitlines()[-1].rpartition('/')[2]} |"
-    logits, parts = found["logits"], found["parts_at"]
-    where = "–"
-    if parts:
-        kinds = ", ".join(f"`{kind}`" for kind in parts["tensors"])
-        where = f"layer {parts['layer']}" + (f", `{parts['module']}`: {kinds}" if parts["module"] else "")
-    elif not found["ok"]:
-        where = "last norm or head"
-    known = "; ".join(found["limits"]) if parts else ""
-    where += f". {known}" if known else ""
-    return f"| {family} | {logits['relative']:.1g} | {logits['top1']} of {logits['tokens']} | {where} |"
-
-
-def main(python: str, kept: str, *families: str) -> None:
-    file = Path(kept)
-    found = json.loads(file.read_text()) if file.exists() else {}
-    wanted = families or [family for family in FAMILIES if family not in found]
-    for family in [] if families == ("-",) else wanted:  # `-`: only the table anew
-        print(f"== {family}", flush=True)
-        found[family] = compare(family, python)
-        file.write_text(json.dumps(found, indent=1))
-    rows = [row(family, found[family]) for family in FAMILIES if family in found]
-    head = ["| family | logits, relative | same first choice | where they part |", "|---|---|---|---|"]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    table = "\n".join([BEGIN, *head, *rows, END])
-    PAGE.write_text(before + table + rest.partition(END)[2])
+def main(python: str, *names: str) -> None:
+    found = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for kind, models in (("families", FAMILIES), ("deviations", DEVIATIONS)):
+        held = found.setdefault(kind, {})
+        for name in [name for name in models if name in names or (not names and "logits" not in held.get(name, {}))]:
+            print(f"== {name}", flush=True)
+            held[name] = compare(models[name], python)
+            found[kind] = {each: held[each] for each in models if each in held}
+            KEPT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

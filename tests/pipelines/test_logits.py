@@ -22,6 +22,7 @@ from support import LLAMA, call, convert, make_release, peft_adapter, read_confi
 
 import weightbeam as wb
 from weightbeam.formats.release.model_class import model_class
+from weightbeam.pipelines.forward.in_maxtext import LARGE, portions
 from weightbeam.pipelines.forward.maxtext import layers_and_parts
 
 torch, transformers = lazily("torch"), lazily("transformers")
@@ -305,6 +306,13 @@ def test_layers_that_maxtext_runs_as_one_have_the_names_of_the_last(tmp_path: Pa
     assert layers == ["layers_0", "layers_1"]
     assert (names["0"], names["1"]) == ("1", "3")
     assert (names["1/mlp_local"], names["1/mlp_global"]) == ("2/mlp", "3/mlp")
+
+
+def test_large_arrays_are_read_one_by_one() -> None:
+    """What reading one takes besides, two and a half times itself, is there once."""
+    wanted = {("a",): np.empty(8), ("b", "c"): np.empty(0, np.uint8), ("d",): np.broadcast_to(np.uint8(0), LARGE + 1)}
+    assert [[*each] for each in portions(wanted)] == [[("d",)], [("a",), ("b", "c")]]
+    assert portions({}) == []
 
 
 MAXTEXT = os.environ.get("WEIGHTBEAM_MAXTEXT_PYTHON", "")

@@ -1,0 +1,58 @@
+"""Tables of what `weightbeam logits --maxtext` said of tiny models: `tests/facts/make_logits.py` runs it and keeps its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOUND = Path(__file__).parents[1] / "tests" / "facts" / "logits.json"
+
+
+def families() -> str:
+    """How far MaxText is from transformers, a line for each family."""
+    rows = [f"| {name} | {_apart(found)} | {_where(found)} |" for name, found in _found("families").items()]
+    return _table("| family | logits, relative | same first choice | where they part |", rows)
+
+
+def deviations() -> str:
+    """What MaxText can't express, by models that say so, and what it made of them."""
+    rows = [
+        f"| {name} | {'; '.join(found.get('limits', ()))} | {_apart(found)} |"
+        for name, found in _found("deviations").items()
+    ]
+    return _table(
+        "| model | what it says, what MaxText makes of it, and the way round | logits, relative | same first choice |",
+        rows,
+    )
+
+
+def _found(kind: str) -> Mapping[str, Mapping[str, Any]]:
+    return json.loads(FOUND.read_text())[kind]
+
+
+def _table(head: str, rows: list[str]) -> str:
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows])
+
+
+def _apart(found: Mapping[str, Any]) -> str:
+    """How far the logits are apart, in two columns."""
+    logits = found.get("logits")
+    if logits is None:
+        return "– | –"
+    return f"{logits['relative']:.1g} | {logits['top1']} of {logits['tokens']}"
+
+
+def _where(found: Mapping[str, Any]) -> str:
+    """The first layer that parts, with what is known of it; or why it wasn't run."""
+    if "logits" not in found:
+        return f"not run: {found['said']}"
+    if found["ok"]:
+        return "–"
+    parts = found["parts_at"]
+    if parts is None:
+        return "behind the layers that can be compared"
+    kinds = ", ".join(f"`{kind}`" for kind in parts["tensors"])
+    module = f", `{parts['module']}`: {kinds}" if parts["module"] else ""
+    return ". ".join([f"layer {parts['layer']}{module}", *found["limits"]])
