@@ -16,6 +16,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.identity import Files
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.targets import published
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
@@ -184,6 +185,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tupl
     if made_of in (None, source.root) or is_named(made_of, source) or not isinstance(config, Mapping):
         return ()
     release = open_store(source.root)
-    why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
+    lost = "is no record" if release.exists(RECORD) else "isn't there"
+    why = f"{lost}, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
     notes = compare_remembered(release, config)
-    return (*([] if release.exists(RECORD) else [(RECORD, why)]), *notes)
+    return (*([] if published.record_of(release) is not None else [(RECORD, why)]), *notes)

@@ -91,6 +91,16 @@ FAULTS = {  # what is planted -> how, and what names it
 }
 
 
+@pytest.mark.parametrize("record", [b"[]", b"", b"null"])
+def test_a_record_that_is_none_is_said(
+    record: bytes, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (export / "weightbeam.json").write_bytes(record)
+    call("verify", "--source", export, "--checkpoint", made[0])
+    told = capsys.readouterr()
+    assert "weightbeam.json is no record, so" in told.out + told.err
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(
     fault: str, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
