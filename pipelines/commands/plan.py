@@ -186,7 +186,7 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
       beam: Beam's options, as on the command line.
 
     Returns:
-      The plan: its arrays with shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
+      The plan, with arrays, their shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
       lossy or left out, and all problems.
 
     Raises:
