@@ -220,7 +220,7 @@ def beyond_vocabulary(c: Config, layout: Layout, *names: str) -> dict[str, str]:
       names: of the tensors whose rows are the vocabulary's.
 
     Returns:
-      `{"name[n:]": reason}`; nothing where all rows are kept.
+      The reason by window (the rows behind those that are kept); nothing where all rows are.
     """
     if not layout.vocab or layout.vocab >= c.size("vocab_size"):
         return {}
@@ -297,7 +297,7 @@ def common_drops(
       hf, embed, head: see `top`.
 
     Returns:
-      `{pattern or window: reason}`, for a family's `drops`.
+      The reason by pattern or window, for a family's `drops`.
     """
     drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
     if is_tied(c):
@@ -316,7 +316,7 @@ def tied_head(
       hf, embed, head: see `top`.
 
     Returns:
-      `{head: embedding}`; nothing where the head isn't tied.
+      The embedding by the head; nothing where the head isn't tied.
     """
     return {f"{head}.weight": f"{hf}{embed}.weight"} if is_tied(c) else {}
 

@@ -43,7 +43,7 @@ class Scale:
 
     @property
     def is_exact(self) -> bool:
-        """A power of two moves the exponent only: exact in every float dtype, but for under- and overflow."""
+        """A power of two moves the exponent only, exact in every float dtype but for under- and overflow."""
         return math.frexp(float(self.constant))[0] == 0.5
 
     @property

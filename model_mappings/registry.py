@@ -124,7 +124,8 @@ def _checked(family: object, what: str) -> Family:
     return family
 
 
-WAYS_ROUND = "for plain JAX --family identity takes any (docs/howto/jax.md), for MaxText weightbeam new-family drafts a table (docs/howto/contributors_day.md)"
+PLAIN = "for plain JAX --family identity takes any (docs/howto/jax.md)"
+DRAFTED = "for MaxText weightbeam new-family drafts a table (docs/howto/contributors_day.md)"
 
 
 def shown(pattern: str) -> str:
@@ -146,10 +147,9 @@ def family_by_config(config: Config) -> Family:
     kind = config.get("model_type")
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
-        what = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
-        raise UnknownFamilyError(
-            f"no table for model_type {kind!r} of config.json{what}; {WAYS_ROUND}. Supported:\n{supported()}"
-        )
+        why = REFUSED.get(kind) if isinstance(kind, str) else None
+        ways = f": {why}; {PLAIN}" if why else f"; {PLAIN}, {DRAFTED}"
+        raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json{ways}. Supported:\n{supported()}")
     return family
 
 

@@ -12,7 +12,7 @@ from support import LLAMA, make_release, peft_adapter
 
 import weightbeam as wb
 from deploy.site import code
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import File, Store
 from weightbeam.pipelines.api import HOMES
 
 FUNCTIONS = [name for name in HOMES if hasattr(getattr(wb, name), "__wrapped__")]
@@ -84,5 +84,18 @@ def test_what_an_interface_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         """Whether there is such a file."""
         return bool(name)
 
+    def stat(self: Store, name: str) -> File | None:
+        """What is known.
+
+        Args:
+          name: of a file.
+
+        Returns:
+          One of two: a file, or None.
+        """
+
     monkeypatch.setattr(Store, "exists", exists)
-    assert code.undocumented() == [f"Store.exists: no {part}" for part in ("Args:", "Returns:", "word on name")]
+    monkeypatch.setattr(Store, "stat", stat)
+    missing = [each.partition(", for")[0] for each in code.undocumented()]
+    lacks = [f"Store.exists: no {part}" for part in ("Args:", "Returns:", "word on name")]
+    assert missing == ["Store.stat: no type before a colon in Returns", *lacks]

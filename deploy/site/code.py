@@ -218,6 +218,8 @@ def _parts_missing(function: Any, parts: Iterable[str]) -> Iterator[str]:
     """Of a public function's docstring."""
     text = (inspect.getdoc(function) or "").replace("\nYields:", "\nReturns:")
     yield from (part for part in parts if f"\n{part}" not in text)
+    if re.search(r"\nReturns:\n\s+(`[^`]*`|[^`:\n])*:", text):
+        yield "type before a colon in Returns, for which Sphinx takes what stands there"
     explained = _explained(text)
     keywords = {name.lstrip("*") for name in inspect.signature(function).parameters} - {"self"}
     yield from (f"word on {name}" for name in sorted(keywords - explained))

@@ -348,7 +348,7 @@ class Store(abc.ABC):
           data: all of it.
 
         Returns:
-          Whether it was this call that made it: of many at a time, one.
+          Whether it was this call that made it; of many at a time one does.
 
         Raises:
           StorageError: it can't be written.

@@ -34,7 +34,7 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
       progress: shown on standard error, told to a callback, or False for neither.
 
     Returns:
-      The tensors of both sides: equal, different and by how much, or on one side alone.
+      The tensors of both sides, equal, different and by how much, or on one side alone.
 
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.

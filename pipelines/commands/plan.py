@@ -186,8 +186,8 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
       beam: Beam's options, as on the command line.
 
     Returns:
-      The plan: its arrays with shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
-      lossy or left out, and all problems.
+      The plan, with its arrays (shapes in elements, dtypes, chunks), bytes read and written, the bound on memory, what
+      is lossy or left out, and all problems.
 
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.

@@ -165,7 +165,7 @@ def reshard(
       beam, progress: as for `convert`.
 
     Returns:
-      Where the new checkpoint is, what it took, and how each array went: copied or cut anew.
+      Where the new checkpoint is, what it took, and how each array went, copied or cut anew.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.

@@ -95,7 +95,7 @@ def load(
         `save_dtype` says of which dtype.
 
     Returns:
-      A tree of `jax.Array`s, in the form of `like`: its keys, shapes, dtypes and shardings; without it nested dicts.
+      A tree of `jax.Array`s, in the form of `like` (its keys, shapes, dtypes and shardings); without it nested dicts.
 
     Raises:
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:

@@ -62,7 +62,7 @@ def read_tree(path: Path | str) -> Mapping[str, tuple[tuple[int, ...], tuple[str
       path: of the compressed JSON.
 
     Returns:
-      Shape and logical axes of each parameter, by its path: what `check_tree` compares a table with.
+      Shape and logical axes of each parameter by its path, which `check_tree` compares a table with.
 
     Raises:
       AssertionError: there is no such file.
