@@ -271,7 +271,7 @@ def diff(
       family: the table (default: by config.json).
 
     Returns:
-      The tensors of both sides: equal, different and by how much, or on one side alone.
+      The tensors of both sides, equal, different and by how much, or on one side alone.
 
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
@@ -703,8 +703,8 @@ def plan(
       worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
 
     Returns:
-      The plan: its arrays with shapes in elements, dtypes and chunks, bytes read and written, the bound on memory, what is
-      lossy or left out, and all problems.
+      The plan, with its arrays (shapes in elements, dtypes, chunks), bytes read and written, the bound on memory, what
+      is lossy or left out, and all problems.
 
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
@@ -850,7 +850,7 @@ def reshard(
       overwrite: replace what is there, or throw away what a stopped command staged.
 
     Returns:
-      Where the new checkpoint is, what it took, and how each array went: copied or cut anew.
+      Where the new checkpoint is, what it took, and how each array went, copied or cut anew.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
