@@ -153,6 +153,18 @@ def test_a_checkpoint_is_read_back_through_its_table(tmp_path: Path, scan: str) 
     assert found.ok == (LLAMA["hidden_size"] // LLAMA["num_attention_heads"] in (16, 64, 256))
 
 
+def test_a_checkpoint_of_a_quantised_release_is_read_back_unrounded(tmp_path: Path) -> None:
+    """Its release would be exported in bfloat16; the checkpoint has the values of the codes, but for Llama's query, which is
+    scaled twice in float32.
+    """
+    release = make_release(tmp_path / "hf", LLAMA)
+    assert call("quantize", release, tmp_path / "fp8") == 0
+    how = ("--maxtext_model", "llama2-7b", "--save_dtype", "float32")
+    exact = convert(tmp_path / "fp8", tmp_path / "exact", *how)
+    found = wb.logits(str(tmp_path / "fp8"), str(exact), token_ids=TOKENS, progress=False).beside
+    assert found.logits.relative < 1e-6
+
+
 def test_an_adapter_is_run_in_its_release(tmp_path: Path) -> None:
     """As PEFT runs it."""
     import peft

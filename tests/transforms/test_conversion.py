@@ -83,6 +83,7 @@ def test_another_version_is_refused() -> None:
 
 CHANGES: dict[str, dict[str, Any]] = {
     "scan_layers": dict(scan_layers=False), "param_scan_axis": dict(param_scan_axis=0), "save_dtype": dict(save_dtype="float32"),
+    "quantize": dict(quantize="fp8", save_dtype="float8_e4m3fn"),
     "mesh": dict(mesh=("fsdp=8",)), "sharding_rules": dict(sharding_rules=(("embed", "fsdp"),)), "maxtext_model": dict(maxtext_model="llama3.1-8b"),
     "vocab_size": dict(vocab_size=128), "use_ocdbt": dict(use_ocdbt=False), "use_zarr3": dict(use_zarr3=False),
     "compression": dict(compression="zstd"), "unit_bytes": dict(unit_bytes=50_000), "step": dict(step=1),
