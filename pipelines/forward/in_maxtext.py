@@ -202,6 +202,13 @@ def variables(module: Any) -> list[tuple[tuple[str, ...], Any]]:
     ]
 
 
+def shapes(module: Any) -> dict[str, Any]:
+    """A module's weights without values. (`nnx.state` would give the very variables, which are filled later.)"""
+    import jax
+
+    return nested({path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in variables(module)})
+
+
 def nested(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
     """A tree of what has paths."""
     tree: dict[str, Any] = {}
@@ -231,7 +238,7 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weigh
             empty = None
             if is_layer:
                 called.append({id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(self)})
-                empty = nnx.state(self, lambda path, value: is_weight(value))
+                empty = shapes(self)
                 weights.fill(self, ("decoder", layers[len(called) - 1]))
             made = call(self, *args, **kwargs)
             values = made[0] if isinstance(made, tuple) else made
