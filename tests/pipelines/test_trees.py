@@ -4,6 +4,7 @@ refused by name.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from support import (
     read_tensors,
     restore,
 )
+
+from weightbeam.formats.orbax import find_items, open_arrays
 
 jnp = lazily("jax.numpy")
 ocp = lazily("orbax.checkpoint")
@@ -87,6 +90,27 @@ def of_fp8_training(place: str, leaf: str = "") -> Flat:
         for of in ("input", "kernel", "output_grad")
         for what, size in (("scale", 1), ("amax_history", 16))
     }
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["to scanned", "to unscanned"])
+def test_random_states_that_cannot_follow_their_layers_are_left_out(
+    tmp_path: Path, made: tuple[Path, Flat], scan: bool
+) -> None:
+    """MaxText 0.2.5's unscanned modules share one, which lies below the first layer; Qwen 3.5's blocks have one of their
+    own. Weights and moments go over, and so does what lies in no layer. (That MaxText goes on from it: `tests/trainer`.)
+    """
+    like, weights = made
+    shared = {f"nnx_aux.model.decoder.{'layers_0.mlp' if scan else 'layers'}.rngs.params.count": np.uint32(1)}
+    kept = {"nnx_aux.model.decoder.rngs.params.count": np.uint32(2)}
+    held = below("params.params.", weights) | adam(weights)
+    tree = apart(held, "_") if scan else held
+    write_tree(tmp_path / "3" / "items", tree | shared | kept)
+    options = ("--like", like, "--maxtext_model", "llama2-7b", "--scan_layers", str(scan).lower())
+    assert call("reshard", tmp_path / "3", tmp_path / "out", *options, "--param_scan_axis", "1") == 0
+    found = {key: store.read().result() for key, store in open_arrays(find_items(tmp_path / "out" / "3")).items()}
+    assert_same_bits(found, (held if scan else apart(held, "_")) | kept)
+    left = json.loads((tmp_path / "out" / "3" / "conversion.json").read_text())["left_out"]
+    assert set(left) == set(shared)
 
 
 TAKEN: dict[str, Any] = {  # name: the items of a step, of the weights

@@ -114,7 +114,9 @@ def test_maxtext_trains_and_goes_on(maxtext: Any, generated: Path, tmp_path: Pat
     assert len(begun) == 4
     assert begun["3"] < begun["0"]
     assert went_on["3"] == pytest.approx(begun["3"], abs=2e-5)
-    if apart >= 1e-4:  # a delta rule in float32 isn't that exact itself: MaxText is hardly further off than transformers
+    if (
+        apart >= 1e-4
+    ):  # a delta rule in float32 isn't that exact itself: MaxText is hardly further off than transformers
         exact = logits_of(tmp_path / "tuned", tokens, torch.float64)
         assert np.abs(found - exact).max() < 2 * np.abs(wanted - exact).max()
     assert call("verify", "--source", tmp_path / "tuned", "--checkpoint", steps / "3") == 0

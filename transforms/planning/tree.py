@@ -14,6 +14,8 @@ from weightbeam.transforms.planning.old_tree import OldTree
 from weightbeam.transforms.planning.tree_layouts import TreeLayouts, at_end, unused_array
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
 
+RANDOM = "rngs"  # flax's name for a module's random states: below it streams, each with its `key` and `count`
+MADE_ANEW = "a random state of layers, which has no place in the other layout; MaxText makes it anew"
 DICT = 2  # Orbax's number for the key of a dict
 
 
@@ -74,7 +76,7 @@ def make_tree(
     problems += [*unknown, *layouts.amiss(moved, *wanted)]
     arrays = tuple(_keep(old, one, names) for one in moved)
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
-    left_out = old.left_out | repeated | (layouts.left_out(old, moved) if taken else {})
+    left_out = old.left_out | repeated | _random_left_out(old, moved) | (layouts.left_out(old, moved) if taken else {})
     tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=left_out, is_moved=is_moving)
     return layouts.describe(tree), problems
 
@@ -95,16 +97,35 @@ def _move(
       RestackError: arrays aren't stacked as the layout says.
     """
     arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.new_stacks(*wanted)
-    moved = restack(arrays, before, after)
+    random = {path: held for path, held in arrays.items() if RANDOM in path}
+    moved = restack({path: held for path, held in arrays.items() if path not in random}, before, after)
+    moved += _move_random(random, before, after)
     gone = layouts.left_out(old, moved)
     lost = [
         unused_array(path, "no rule says what becomes of it in the other layout")
         for path in unused(arrays, moved)
-        if arrays[path].key not in gone
+        if arrays[path].key not in gone and path not in random
     ]
     loose = _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
     empty = {path: Held("", _empty_shape(path, before)) for path in old.empty}
     return moved, {one.path: one.like for one in restack(empty, before, after)}, [*lost, *loose]
+
+
+def _move_random(random: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[Moved]:
+    """Random states in another layout. Modules may share one, which lies below the first of them, so that a layer's is all
+    layers': where they can't follow their layers, those that lie in a layer are left out.
+    """
+    try:
+        moved = restack(random, before, after)
+    except RestackError:
+        moved = restack({path: held for path, held in random.items() if not before.find(path)}, before, after)
+    return [one for one in moved if one.path != one.like or before.find(one.path) or not _seems_a_layers(one.path)]
+
+
+def _random_left_out(old: OldTree, moved: Sequence[Moved]) -> dict[str, str]:
+    """The keys of the random states that nothing is made of, with the reason."""
+    arrays = old.arrays
+    return {arrays[path].key: MADE_ANEW for path in unused(arrays, moved) if RANDOM in path}
 
 
 def _repeat(
@@ -142,12 +163,17 @@ def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
     """Arrays that seem to belong to a layer, though the table knows no layers there."""
     problems = []
     for path in paths:
-        if any(component.rpartition("_")[0].endswith("layers") or component.endswith("layers") for component in path):
+        if _seems_a_layers(path):
             message = (
                 "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
             )
             problems.append(unused_array(path, message))
     return problems
+
+
+def _seems_a_layers(path: Path) -> bool:
+    """Whether a path has a component such as `layers` or `moe_layers_3`."""
+    return any(component.rpartition("_")[0].endswith("layers") or component.endswith("layers") for component in path)
 
 
 def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
