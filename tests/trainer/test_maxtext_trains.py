@@ -18,7 +18,7 @@ import pytest
 from lazily import lazily
 from support import call, given
 
-from weightbeam.pipelines.commands import convert, export, reshard
+from weightbeam.pipelines.commands import convert, export, plan, reshard
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -80,7 +80,8 @@ def test_maxtext_trains_and_goes_on(maxtext: Any, generated: Path, tmp_path: Pat
     layers stacked the other way, has the last step's loss.
     """
     release, model = generated / "cases" / case, given()[case]["maxtext_model"]
-    said = dict(maxtext_model=model, progress=False)
+    named = dict(maxtext_model=model)
+    said = dict(named, progress=False)
     made = convert.convert(
         str(release),
         str(tmp_path / "ckpt"),
@@ -114,9 +115,11 @@ def test_maxtext_trains_and_goes_on(maxtext: Any, generated: Path, tmp_path: Pat
     assert len(begun) == 4
     assert begun["3"] < begun["0"]
     assert went_on["3"] == pytest.approx(begun["3"], abs=2e-5)
-    if (
-        apart >= 1e-4
-    ):  # a delta rule in float32 isn't that exact itself: MaxText is hardly further off than transformers
+    # MaxText computes another model where the plan says so. And a delta rule in float32 isn't that exact itself: there
+    # MaxText is hardly further off than transformers.
+    if plan.plan(str(release), **named).maxtext_config().limits:
+        assert apart > 1e-2
+    elif apart >= 1e-4:
         exact = logits_of(tmp_path / "tuned", tokens, torch.float64)
         assert np.abs(found - exact).max() < 2 * np.abs(wanted - exact).max()
     assert call("verify", "--source", tmp_path / "tuned", "--checkpoint", steps / "3") == 0
