@@ -181,7 +181,7 @@ def test_convert_options_are_none_of_beams(name: str) -> None:
     [
         "materialize a b --save_dtype float32",
         "export a b --vocab_size 5",
-        "reshard a b --experts 0:1",
+        "reshard a b --vocab_rows 5",
         "quantize a b --scan_layers false",
         "cut a b --layers 0:1 --save_dtype float32",
         "verify a --mesh fsdp=8",
