@@ -260,6 +260,7 @@ class Bucket(Store):
 
     def check_writable(self) -> None:
         """Also that each of the two clients reads what the other one writes, once in a process."""
+        self._open_tensorstore()
         name, ours, theirs = f"{PROBE}.{uuid.uuid4().hex}", b"Google's client", b"TensorStore"
         self.write(name, ours)
         try:
@@ -271,6 +272,17 @@ class Bucket(Store):
                 _MET.add(seen)
         finally:
             self.delete(name)
+
+    def _open_tensorstore(self) -> ts.KvStore:
+        """What TensorStore takes for this folder; asks nobody.
+
+        Raises:
+          StorageError: no folder of a bucket can have such a name.
+        """
+        try:
+            return ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()
+        except ValueError as e:
+            raise StorageError(f"{self.url}: no such name can be written in a bucket, says TensorStore") from e
 
     def _ask_tensorstore(
         self, what: str, ask: Callable[[ts.KvStore], ts.Future], is_right: Callable[[Any], bool]
@@ -285,10 +297,7 @@ class Bucket(Store):
         Raises:
           StorageError: it doesn't, within 20 seconds; with what may help.
         """
-        try:
-            store = ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()
-        except ValueError as e:
-            raise StorageError(f"{self.url}: no such name can be written in a bucket, says TensorStore") from e
+        store = self._open_tensorstore()
         try:
             if is_right(ask(store).result(timeout=UNREACHED_SECONDS)):
                 return
