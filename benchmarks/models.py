@@ -68,6 +68,14 @@ MODELS = {
         dict(embed=4096, heads=4096, kv=1024, dim=128, mlp=12288, vocab=36000),
         TOP | NORMS | ATTENTION | _mlp("mlp", "mlp") | {f"{LAYER}self_attn.{n}_norm.weight": ("dim",) for n in "qk"},
     ),
+    "fp8-start": (  # next to nothing, on the same mesh: what a command takes whose model has no size
+        dict(
+            model_type="qwen3", hidden_size=2048, num_attention_heads=2, num_key_value_heads=2, head_dim=128, intermediate_size=256, vocab_size=256,
+            quantization_config=dict(quant_method="fp8", weight_block_size=[BLOCK, BLOCK]),
+        ),
+        dict(embed=2048, heads=256, kv=256, dim=128, mlp=256, vocab=256),
+        TOP | NORMS | ATTENTION | _mlp("mlp", "mlp") | {f"{LAYER}self_attn.{n}_norm.weight": ("dim",) for n in "qk"},
+    ),
 }  # fmt: skip
 
 
@@ -112,7 +120,7 @@ def write(kind: str, folder: Path, layers: int) -> int:
         return source[start : start + count].reshape(shape)
 
     for number, (name, shape) in enumerate(_names(shapes, sizes, layers)):
-        if kind == "fp8" and name.endswith("_proj.weight"):
+        if "quantization_config" in config and name.endswith("_proj.weight"):
             add(name, part(codes, number, shape).view(FP8))
             blocks = tuple(-(-n // BLOCK) for n in shape)
             add(f"{name}_scale_inv", rng.uniform(1e-4, 1e-3, blocks).astype(np.float32))

@@ -97,8 +97,8 @@ class Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a conversion makes, and whether it may.
+class ArrayPlan:
+    """The arrays that a command makes, and whether it may.
 
     Attributes:
       family: the family's name.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightbeam.model_mappings.plan import PARAMETERS, Plan
+from weightbeam.model_mappings.plan import PARAMETERS, ArrayPlan
 from weightbeam.pipelines.forward.in_maxtext import PROGRESS
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report, watch_progress
@@ -46,7 +46,7 @@ def check_python(python: str) -> str:
     return found.stdout.strip()
 
 
-def layers_and_parts(plan: Plan) -> tuple[list[str], Mapping[str, str]]:
+def layers_and_parts(plan: ArrayPlan) -> tuple[list[str], Mapping[str, str]]:
     """What MaxText calls the layers of an unscanned plan, in order, each once: Gemma 2's are two of a release's. And by
     what MaxText calls a layer or a module in one, what transformers calls it: `{"0": "1", "0/self_attention_local":
     "0/self_attn"}`; what a layer of MaxText's makes is what the last of the release's in it makes. They are what a line of
@@ -72,7 +72,7 @@ def run(
     config: Mapping[str, object],
     checkpoint: str,
     tokens: Sequence[int],
-    plan: Plan,
+    plan: ArrayPlan,
     patience: float,
     report: Report | None,
 ) -> tuple[np.ndarray, Trace]:

@@ -12,7 +12,7 @@ from weightbeam.formats.orbax.zarr import Format
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
-from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
+from weightbeam.model_mappings.plan import PARAMETERS, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.pipelines.terminal.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.pipelines.terminal.wording import worded
@@ -182,7 +182,7 @@ def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:
     yield from ("", f"simulated, on workers of {worker.engine}, {about}:", rows)
 
 
-def model_text(plan: Plan) -> str:
+def model_text(plan: ArrayPlan) -> str:
     """Which of MaxText's models it is, and the sizes that MaxText must be told."""
     if plan.model is None:
         return "none has these sizes"

@@ -26,7 +26,7 @@ from weightbeam.formats.record.provenance import RECORD, Stored, digest
 from weightbeam.formats.staging import UNPACKED, Staging
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, whole
-from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.model_mappings.plan import ArrayPlan, Problem
 from weightbeam.transforms.comparing.source_sums import DamagedError
 from weightbeam.transforms.cutting.blocks import Block
 
@@ -243,7 +243,7 @@ class ComparesSource:
     """
 
     source: OrbaxCheckpoint
-    plan: Plan
+    plan: ArrayPlan
     units: tuple[tuple[Block, ...], ...]
 
     def keys_of(self, array: int) -> Collection[str]:

@@ -28,7 +28,7 @@ from weightbeam.formats.targets import TARGETS, Target
 from weightbeam.formats.targets.orbax import SEEN, OrbaxTarget
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.plan import Array, Plan, Problem
+from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.source_sums import DamagedError, check_reads, note_reads
@@ -93,7 +93,7 @@ class Conversion(Transfer):
 
     options: Options
     source: HfCheckpoint
-    plan: Plan
+    plan: ArrayPlan
     encodings: dict[str, Encoding]
     grids: tuple[Grid, ...]
     units: tuple[tuple[Block, ...], ...]

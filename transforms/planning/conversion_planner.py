@@ -45,7 +45,7 @@ from weightbeam.model_mappings.keeping import (
 )
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNaming, name_model, unknown_name
-from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, expand, make_arrays
+from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, element_box, find_twins, make_units
@@ -142,7 +142,7 @@ def prepare(
     cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = Plan(
+    plan = ArrayPlan(
         family.name,
         arrays,
         dropped,
@@ -186,7 +186,7 @@ def _without_table(
             Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
         )
     return Conversion(
-        options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters)
+        options, checkpoint, ArrayPlan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters)
     )
 
 

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Variable, rename
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, key_of
+from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, TensorSpec, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import read_back
@@ -84,7 +84,7 @@ def without_table(
         options,
         source,
         like,
-        Plan("unknown", (), {}, (Problem(kind, "config.json", text),)),
+        ArrayPlan("unknown", (), {}, (Problem(kind, "config.json", text),)),
         {},
         None,
         (),

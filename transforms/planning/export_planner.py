@@ -37,7 +37,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import Prediction, Tower, Variable
 from weightbeam.model_mappings.ops import inverses
-from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, holds, is_float
+from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, TensorSpec, holds, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
@@ -388,13 +388,13 @@ def _carrying(
     )
 
 
-def _plan(table: ExportTable, fit: ExportFit, tensors: ExportTensors, problems: Sequence[Problem]) -> Plan:
+def _plan(table: ExportTable, fit: ExportFit, tensors: ExportTensors, problems: Sequence[Problem]) -> ArrayPlan:
     """The plan of the arrays, with what stands against it."""
     family, config, naming = table.family, table.config, table.naming
     dropped = {table.spelled(name): reason for name, reason in tensors.dropped.items()}
     note = family.note(config, fit.layout)
     maxtext, _ = maxtext_of(family, config, fit.layout, naming)
-    return Plan(
+    return ArrayPlan(
         family.name, fit.arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes, maxtext
     )
 

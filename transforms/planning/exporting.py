@@ -30,7 +30,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
-from weightbeam.model_mappings.plan import Plan
+from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing.array_sums import ComparesSource
 from weightbeam.transforms.cutting.blocks import Block, element_box
 from weightbeam.transforms.cutting.files import FileLayout
@@ -122,7 +122,7 @@ class Export(ComparesSource, ToRelease):
     options: ExportOptions
     source: OrbaxCheckpoint
     like: Like
-    plan: Plan
+    plan: ArrayPlan
     names: Mapping[str, tuple[str, ...]]
     files: FileLayout | None
     grids: tuple[Grid, ...]

@@ -15,7 +15,7 @@ from weightbeam.formats.release.source import ReleaseTensors, open_source, store
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import rename
-from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.model_mappings.plan import ArrayPlan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.cutting.files import plan_files
 from weightbeam.transforms.cutting.quantizing import (
@@ -66,7 +66,9 @@ def plan_merge(
     replaced = _replaced(options, checkpoint, source, decoded)
     quantization, why = _quantization(checkpoint, source, decoded)
     problems = (*_find_problems(options, checkpoint, source, adapters, merging, touched), *why)
-    made = Merge(options, checkpoint, tuple(adapters), Plan("identity", (), replaced, problems), {}, None, (), merging)
+    made = Merge(
+        options, checkpoint, tuple(adapters), ArrayPlan("identity", (), replaced, problems), {}, None, (), merging
+    )
     if problems:
         return made
     encodings = _encodings(checkpoint, touched, decoded, replaced)
@@ -77,7 +79,7 @@ def plan_merge(
     codes = find_quantized(entries, given) if options.quantize else frozenset()
     if options.quantize:
         if amiss := _without_codes(checkpoint, entries, codes, given):
-            return dataclasses.replace(made, plan=Plan("identity", (), {}, tuple(amiss)))
+            return dataclasses.replace(made, plan=ArrayPlan("identity", (), {}, tuple(amiss)))
         quantization = given.quantization_config if given else quantization_config(entries, codes)
     files = plan_files(with_scales(entries, codes), _files_of(checkpoint, encodings), options.max_shard_size)
     return dataclasses.replace(

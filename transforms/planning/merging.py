@@ -17,7 +17,7 @@ from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
-from weightbeam.model_mappings.plan import Plan
+from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.quantizing import (
@@ -60,7 +60,7 @@ class Merge(ToRelease):
     options: MergeOptions
     source: HfCheckpoint
     adapters: tuple[Adapter, ...]
-    plan: Plan
+    plan: ArrayPlan
     encodings: Mapping[str, Encoding]
     files: FileLayout | None
     units: tuple[tuple[Block, ...], ...]

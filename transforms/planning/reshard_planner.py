@@ -24,7 +24,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers, spans
 from weightbeam.model_mappings.keeping import why_without_codes
-from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
+from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, holds, is_float
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
 from weightbeam.transforms.cutting.grid import (
@@ -127,7 +127,7 @@ def plan_reshard(
             )
     if tree.misfit:
         warnings.append(f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}")
-    plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
+    plan = ArrayPlan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
     return Reshard(
         options,
         source,

@@ -42,7 +42,7 @@ from weightbeam.formats.targets import Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.plan import Plan
+from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.grid import Grid
@@ -104,7 +104,7 @@ class Reshard(ComparesSource, Transfer):
     around: Surroundings
     model: Model
     tree: NewTree
-    plan: Plan
+    plan: ArrayPlan
     ways: tuple[Way, ...]
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...] = ()

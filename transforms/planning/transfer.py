@@ -33,7 +33,7 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Watched
 from weightbeam.formats.targets import Target
 from weightbeam.model_mappings import doors
-from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.model_mappings.plan import ArrayPlan, Problem
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.inputs import Identity, pack_inputs
@@ -89,7 +89,7 @@ class Transfer(abc.ABC):
     title: str
     options: Any
     source: Any
-    plan: Plan
+    plan: ArrayPlan
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...]
     slots: int | None
