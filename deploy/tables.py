@@ -13,7 +13,7 @@ from weightbeam.model_mappings import registry
 ROOT = Path(__file__).parents[1]
 TABLES: dict[str, tuple[Callable[[], str], str]] = {  # by the name in the marker: what writes it, and the page
     "families": (registry.support_table, "docs/reference/families.md"),
-    "models": (registry.models_table, "docs/reference/families.md"),
+    "branches": (registry.branches_table, "docs/reference/families.md"),
     "formats": (table.support_table, "docs/reference/formats.md"),
     "refused formats": (table.refused, "docs/reference/formats.md"),
     "families beside MaxText": (beside_maxtext.families, "docs/explanation/is_it_right.md"),

@@ -181,25 +181,20 @@ def family_of(config: Config, model: str | None = None, named: str | None = None
 
 def support_table() -> str:
     """What is converted of each family, as a Markdown table, for `docs/reference/families.md`."""
-    rows = ["| family | releases | `model_type` | layouts | on request | not converted |", "|" + "---|" * 6]
+    rows = ["| family | releases | MaxText models | on request | not converted |", "|" + "---|" * 5]
     for family in FAMILIES:
-        layouts = "both" if len(family.layouts) > 1 else f"{''.join(family.layouts)} only"
-        requests = ", ".join(
-            filter(None, ["`--mtp`" if family.mtp else "", f"`--multimodal`: {family.towers}" if family.towers else ""])
-        )
-        rows.append(
-            f"| {family.name} | {family.releases} | {_code(family.model_types)} | {layouts} | {requests} | {family.missing} |"
-        )
+        mtp, towers = "`--mtp`" if family.mtp else "", f"`--multimodal`: {family.towers}" if family.towers else ""
+        requests = ", ".join(filter(None, [mtp, towers]))
+        missing = ", ".join(filter(None, ["" if len(family.layouts) > 1 else "scanned layers", family.missing]))
+        models = _code(map(shown, family.models))
+        rows.append(f"| {family.name} | {family.releases} | {models} | {requests} | {missing} |")
     return "\n".join(rows)
 
 
-def models_table() -> str:
-    """The MaxText models of each family, as a Markdown table, for `docs/reference/families.md`."""
-    rows = ["| family | MaxText models | MaxText | compared with the trees of |", "|" + "---|" * 4]
-    rows += [
-        f"| {family.name} | {_code(map(shown, family.models))} | {family.trees} | {', '.join(family.checked)} |"
-        for family in FAMILIES
-    ]
+def branches_table() -> str:
+    """Where those of MaxText's models are that not both of its versions have, for `docs/reference/families.md`."""
+    rows = ["| family | MaxText |", "|---|---|"]
+    rows += [f"| {family.name} | {family.trees} |" for family in FAMILIES if family.trees != Family.trees]
     return "\n".join(rows)
 
 
