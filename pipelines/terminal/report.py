@@ -226,8 +226,10 @@ def maxtext_lines(flags: Mapping[str, str], step: str, has_file: bool) -> list[s
     contradicts = has_file and "override_model_config" in flags
     shown = {name: value for name, value in flags.items() if not contradicts or name in SHORT or "." in name}
     words = " ".join(shlex.quote(f"{name}={value}") for name, value in shown.items())
-    more = [f"            and the keys of {step}/{FILE}, which says them as one line, too"] if contradicts else []
-    return [f"in MaxText: {words}", *more]
+    lines = [f"in MaxText: {words}"]
+    if contradicts:
+        lines.append(f"            and the keys of {step}/{FILE}; its comments have them for the command line")
+    return lines
 
 
 def storage_flags(format: Format) -> dict[str, Any]:

@@ -528,7 +528,8 @@ def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixt
     assert call("convert", source, tmp_path / "out", "--vocab_size", 16) == 0
     said = capfd.readouterr()
     assert said.err.count(wanted) == 1
-    assert f"and the keys of {tmp_path / 'out' / '0' / 'maxtext.yml'}" in said.out
+    told = f"and the keys of {tmp_path / 'out' / '0' / 'maxtext.yml'}; its comments have them for the command line"
+    assert told in said.out
     assert "\nvocab_size: 16\n" in (tmp_path / "out" / "0" / "maxtext.yml").read_text()
 
 
