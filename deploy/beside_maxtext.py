@@ -1,4 +1,6 @@
-"""Tables of what `weightbeam logits --maxtext` said of tiny models: `tests/facts/make_logits.py` runs it and keeps its JSON."""
+"""Tables of what MaxText does with tiny models: `tests/facts/make_logits.py` runs `weightbeam logits --maxtext` and keeps its
+JSON, `tests/trainer` trains and keeps a line of JSON for each model and layout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 NO_WAY = ". There is no way round"
-FOUND = Path(__file__).parents[1] / "tests" / "facts" / "logits.json"
+FACTS = Path(__file__).parents[1] / "tests" / "facts"
+FOUND, TRAINED = FACTS / "logits.json", FACTS / "trained.jsonl"
 
 
 def families() -> str:
@@ -31,6 +34,32 @@ def deviations() -> str:
         for name, found in _found("deviations").items()
     ]
     return _table("| model | what it says, and what MaxText makes of it | logits, relative | same first choice |", rows)
+
+
+def trained() -> str:
+    """What MaxText's trainer made of our checkpoints: a line for each model, with what the last run of each layout said."""
+    runs: dict[str, dict[bool, dict[str, Any]]] = {}
+    for line in TRAINED.read_text().splitlines():
+        row = json.loads(line)
+        runs.setdefault(row["case"], {})[row["scan"]] = row
+    rows = []
+    for case, layouts in runs.items():
+        each = [layouts.get(scan) for scan in (True, False)]
+        losses = next(", ".join(f"{loss:.5f}" for loss in row["losses"]) for row in each if row)
+        on = ", ".join(f"{row['on']:.5f}" if row else "–" for row in each)
+        logits = ", ".join(_logits(row) if row else "–" for row in each)
+        rows.append(f"| {case} | {losses} | {on} | {logits} |")
+    return _table("| model | losses | the last, from the state resharded | logits |", rows)
+
+
+def _logits(row: Mapping[str, Any]) -> str:
+    """How far they are apart after training; and why, where that is more than float32's rounding."""
+    apart = f"{row['logits']:.1e}".replace("e-0", "e-").replace("e+00", "")
+    if row.get("limits"):
+        return f"{apart} ([another model](../explanation/numerics.md#where-maxtext-and-hugging-face-disagree))"
+    if "exact" in row:
+        return f"{apart} (float32: transformers is {row['exact'][1]:.1e} off its float64)".replace("e-0", "e-")
+    return apart
 
 
 def _without_verdict(limit: str) -> str:
