@@ -126,7 +126,7 @@ def test_maxtext_trains_and_goes_on(maxtext: Any, generated: Path, tmp_path: Pat
     wanted = logits_of(tmp_path / "tuned", tokens)
     found = np.load(out)[..., : wanted.shape[-1]]
     apart = float(np.abs(found - wanted).max())
-    row = dict(case=case, scan=scan, losses=list(begun.values()), on=went_on["3"], logits=apart)
+    row: dict[str, Any] = dict(case=case, scan=scan, losses=list(begun.values()), on=went_on["3"], logits=apart)
     # MaxText computes another model where the plan says so. And a delta rule in float32 isn't that exact itself: there
     # MaxText is hardly further off than transformers.
     if limits := plan.plan(str(release), **named).maxtext_config().limits:
