@@ -80,7 +80,7 @@ def made(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize("scan", ["true", "false"])
 @pytest.mark.parametrize(("before", "after"), [("e591f30", "0.2.5"), ("0.2.5", "e591f30")])
-@pytest.mark.parametrize("case", ["deepseek3", "qwen3-next"])
+@pytest.mark.parametrize("case", ["deepseek3", "deepseek4", "qwen3-next"])
 def test_one_versions_tree_becomes_the_others(
     made: Callable[[str, str, str], Path], tmp_path: Path, case: str, before: str, after: str, scan: str
 ) -> None:
