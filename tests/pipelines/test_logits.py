@@ -374,14 +374,17 @@ def test_an_expert_that_a_token_names_twice(tmp_path: Path) -> None:
     """
     kind, sizes, shard = CASES["deepseek4"]
     model = make(kind, sizes, shard, tmp_path / "hf", seed=0)
-    how = dict(token_ids=[*TOKENS, 60, 3, 44, 17, 23], maxtext=MAXTEXT, progress=False)
-    twice = wb.logits(str(tmp_path / "hf"), **how)
-    assert twice.beside.parts_at.name == "0"
+    how: dict[str, Any] = dict(token_ids=[*TOKENS, 60, 3, 44, 17, 23], maxtext=MAXTEXT, progress=False)
+    twice = wb.logits(str(tmp_path / "hf"), **how).beside
+    assert twice
+    assert twice.parts_at
+    assert twice.parts_at.name == "0"
     fill_tables(model)
     model.save_pretrained(tmp_path / "hf")
-    once = wb.logits(str(tmp_path / "hf"), **how)
+    once = wb.logits(str(tmp_path / "hf"), **how).beside
+    assert once
     assert once.ok, str(once)
-    assert {each.name for each in once.beside.layers} == {str(layer) for layer in range(sizes["num_hidden_layers"])}
+    assert {each.name for each in once.layers} == {str(layer) for layer in range(sizes["num_hidden_layers"])}
 
 
 @with_maxtext
