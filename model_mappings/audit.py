@@ -113,11 +113,9 @@ def _check_tensor(
         return [
             Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")
         ]
-    if not (
-        spec.dtype == array.dtype and np.issubdtype(spec.dtype, np.integer)
-        if part.rule.integer
-        else is_float(spec.dtype)
-    ):
+    # training holds integers as floats, from which an export takes them, if that is what they are
+    fits = spec.dtype == array.dtype or is_float(array.dtype)
+    if not (fits and np.issubdtype(spec.dtype, np.integer) if part.rule.integer else is_float(spec.dtype)):
         wanted = f"integers of one dtype, {array.dtype.name}" if part.rule.integer else "floating-point weights"
         return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of {wanted}")]
     taken = tuple(len(range(*window.indices(size))) for window, size in zip(part.window, spec.shape, strict=False))

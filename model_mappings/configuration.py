@@ -102,6 +102,7 @@ class Line:
       part: the object of `config.json` that all this is about, such as `text_config`; empty for all of it.
       when: whether the line is about a model.
       of: the field's value for all keys, where no single key says it.
+      version: the version of MaxText that the line is about; None for all.
     """
 
     key: str | None
@@ -114,6 +115,7 @@ class Line:
     part: str = ""
     when: Holds | None = None
     of: Callable[[Mapping[str, Any]], Any] | None = None
+    version: str | None = None
 
     @property
     def path(self) -> str | None:
@@ -402,6 +404,19 @@ def unless(find: Callable[[Config, str | None], str | None]) -> Line:
       The line.
     """
     return Line(None, None, limit=find)
+
+
+def only_in(version: str, line: Line) -> Line:
+    """A line about one version of MaxText.
+
+    Args:
+      version: of MaxText, as `--maxtext` names it.
+      line: for it.
+
+    Returns:
+      The line.
+    """
+    return dataclasses.replace(line, version=version)
 
 
 def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple[Line, ...]:

@@ -82,6 +82,9 @@ NO_SCALE = derived(
     "normalize_embedding_logits", lambda c, model: False, when=lambda c: bool(c.get("tie_word_embeddings"))
 )
 TIED = (truth("logits_via_embedding", "tie_word_embeddings"), NO_SCALE)
+# Else MaxText's trainer, which warms up indexers by default, leaves the model's own loss out
+# (AI-Hypercomputer/maxtext, src/maxtext/trainers/pre_train/train.py, loss_fn, e591f30 and 0.2.5)
+WHOLE_LOSS = derived("indexer_sparse_training", lambda c, model: True)
 NO_WINDOW = "MaxText's layer looks at all tokens; logits differ beyond the window. There is no way round"
 
 

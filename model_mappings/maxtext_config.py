@@ -198,7 +198,7 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Model
     named = naming.model or _template(family, config, lines)
     if named is None:
         raise ConfigError(f"{family.name}: MaxText has no model of this kind whose name could stand for it")
-    reading = read(lines, config, named)
+    reading = read([line for line in lines if line.version in (None, layout.maxtext)], config, named)
     notes = [f"It runs as {run_as(named)}: {NAMES[named]}."] if named in NAMES else []
     if naming.model is None:
         notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")
@@ -252,6 +252,7 @@ EFFECTS = {  # what a wrong key does, by patterns; the first that fits
     "*_for_vit|*_for_audio|vision_*|use_multimodal|use_audio": "the towers are others",
     "*rope*|*mscale|beta_*|*position_embeddings|partial_rotary_factor|mrope_*|use_mrope|nope_*": ROTARY,
     "routed_*|n_routing_*|topk_*|norm_topk_prob|num_experts_per_tok|interleave_*": ROUTING,
+    "indexer_sparse_training": "no error: MaxText's trainer leaves the model's own loss out; only an indexer's is trained, if any",
     "sliding_window_size|chunk_*|attention_type|compress_*|indexer_*|use_indexer|inhomogeneous_*": WINDOW,
     "normalization_layer_epsilon": "no error: norms differ a little, logits by rounding to a few per cent",
     "*_soft_cap": "no error: logits, or attention, are capped otherwise",

@@ -74,11 +74,11 @@ def dense_then_routed(
     return made
 
 
-def spare_bias(bias: list[Rule], is_newest: bool) -> list[Rule]:
-    """A router's bias as a parameter, which is all that it is in the earlier MaxText; in the newest this one is only read
-    where a model is loaded for decoding (`from_pretrained`), beside `bias_variables`.
+def as_spare(lines: list[Rule], is_newest: bool) -> list[Rule]:
+    """What the newest MaxText has in a collection of its own, such as a router's bias (`bias_variables`), as a parameter: it
+    is only read where a model is loaded for decoding (`from_pretrained`). In the earlier one a bias is nothing else.
     """
-    return [dataclasses.replace(each, spare=is_newest) for each in bias]
+    return [dataclasses.replace(each, spare=is_newest) for each in lines]
 
 
 def bias_variables(c: Config, layout: Layout, dense: int, bias: list[Rule], is_newest: bool) -> list[Stack]:

@@ -1,8 +1,8 @@
 """MaxText's versions, and what they call the axes of every family's arrays.
 
-A table is written for the newest version. What an older one has otherwise stands in two places: the names of axes here, and
-other stacks in `Family.earlier`. 0.2.5 is the package index's of October 2026, e591f30 the repository's of August 2026; the trees
-of both are compared with the tables in the tests.
+A table is written for the newest version. What an older one has otherwise stands in three places: the names of axes here, other
+stacks in `Family.earlier`, and lines of the configuration that are `only_in` one. 0.2.5 is the package index's of October 2026,
+e591f30 the repository's of August 2026; the trees of both are compared with the tables in the tests.
 """
 
 from __future__ import annotations

@@ -34,18 +34,18 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.family import Family, Prediction, Tower
-from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, activation, architecture, eps
+from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, WHOLE_LOSS, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.sparse_decoder import (
     INDEXER,
     PREDICTION,
+    as_spare,
     bias_variables,
     dense_prefix,
     dense_then_routed,
     indexers,
-    spare_bias,
 )
 
 MOE = "DeepSeekMoeBlock_0"
@@ -84,7 +84,7 @@ def decoder(c, layout, dense, full, is_newest):
     routed = [
         *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
         rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_router -"),
-        spare_bias(bias, is_newest),
+        as_spare(bias, is_newest),
         *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"model.layers.{dense}.mlp.experts")),
     ]
     norm = rule("mtp_1_final_norm/scale", "shared_head.norm.weight", "embed", "norm", when=is_newest)
@@ -199,6 +199,7 @@ SIGMOID = (
 V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
 INDEX = (
     fixed("use_indexer", True),
+    WHOLE_LOSS,
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=2048),

@@ -12,6 +12,8 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
+import functools
+
 from weightbeam.model_mappings.blocks import (
     beyond_vocabulary,
     common_drops,
@@ -23,13 +25,14 @@ from weightbeam.model_mappings.blocks import (
     vocabulary,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import derived, fixed, number, only, real, size, unless
+from weightbeam.model_mappings.configuration import derived, fixed, number, only, only_in, real, size, unless
 from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORM_TOPK,
     SIZES,
     TIED,
+    WHOLE_LOSS,
     activation,
     architecture,
     eps,
@@ -39,6 +42,8 @@ from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import hyper_connection, hyper_dims
 from weightbeam.model_mappings.rope import rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
+from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare
+from weightbeam.model_mappings.versions import NEWEST
 
 LAYER = "layers.{layer}."
 MOE = "mlp/MoeBlock_0"
@@ -145,7 +150,7 @@ def decoder_layer(c, layout, rate):
     ]
 
 
-def stacks(c, layout):
+def stacks(c, layout, is_newest=True):
     ratios, hashed, n = compress_ratios(c), hash_layers(c), c.size("num_hidden_layers")
     if layout.scan and ratios[hashed:] != PAIR * ((n - hashed) // 2):
         raise ConfigError(
@@ -153,22 +158,27 @@ def stacks(c, layout):
             "convert with --scan_layers false"
         )
     rows, vocab = vocabulary(c, layout)
-    routing = [rule("tid2eid", f"ffn.gate.tid2eid{rows}", "vocab chosen", "", integer=True, vocab=vocab)]
-    bias = rule("gate/bias", "ffn.gate.bias", "expert", "-")
+    routing = rule(f"{MOE}/tid2eid", f"ffn.gate.tid2eid{rows}", "vocab chosen", "", integer=True, vocab=vocab)
+    bias = rule(f"{MOE}/gate/bias", "ffn.gate.bias", "expert", "-")
     head = [
         rule("hc_fn", "hc_head_fn", "stream streams -> streams stream", "activation_embed -"),
         rule("hc_base", "hc_head_base", "stream", "-"),
         rule("hc_scale", "hc_head_scale", "1", "-"),
     ]
     out = [top(c, layout, **TOP), stack("decoder/hc_head", "", 0, head)]
-    out += [stack(f"decoder/layers_{i}", LAYER, i, decoder_layer(c, layout, ratios[i])) for i in range(hashed if layout.scan else n)]
-    out += [stack(f"decoder/layers_{i}/{MOE}", LAYER, i, routing, collection="Tid2EidVar") for i in range(hashed)]
+
+    def add(target, ids, rate, names, variable, collection):
+        """A layer with what it has in a collection of its own, which 0.2.5's `from_pretrained` takes from the parameters."""
+        spare = [as_spare(variable, True)] if is_newest else []
+        out.append(stack(target, LAYER, ids, [*decoder_layer(c, layout, rate), *spare], names))
+        out.append(stack(target, LAYER, ids, [variable], names, collection))
+
+    for i in range(hashed):
+        add(f"decoder/layers_{i}", i, ratios[i], "", routing, "Tid2EidVar")
+    for i in range(hashed, hashed if layout.scan else n):
+        add(f"decoder/layers_{i}", i, ratios[i], "", bias, BIAS)
     for place, rate in enumerate(PAIR if layout.scan and hashed < n else ()):
-        ids, target = range(hashed + place, n, 2), f"decoder/scanned_blocks/layers_{place}"
-        out.append(stack(target, LAYER, ids, decoder_layer(c, layout, rate), "scanned_blocks"))
-        out.append(stack(f"{target}/{MOE}", LAYER, ids, [bias], "scanned_blocks", "MoEBiasVar"))
-    if not layout.scan:
-        out += [stack(f"decoder/layers_{i}/{MOE}", LAYER, i, [bias], collection="MoEBiasVar") for i in range(hashed, n)]
+        add(f"decoder/scanned_blocks/layers_{place}", range(hashed + place, n, 2), rate, "scanned_blocks", bias, BIAS)
     return out
 
 
@@ -200,12 +210,14 @@ LINES = (
     only("norm_topk_prob", True, NORM_TOPK, default=True),
     real("routed_scaling_factor", "routed_scaling_factor", default=1.5),
     fixed("attention_type", "compressed"),
+    only_in(NEWEST, derived("use_indexer", lambda c, model: True)),  # in e591f30 it is of latent attention alone
+    WHOLE_LOSS,
     derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
     theta("rope_max_timescale", "main"),
     derived("compressed_rope_max_timescale", lambda c, model: number(c.get("compress_rope_theta", 160_000)), "compress_rope_theta"),
     derived("rope_type", lambda c, model: "default"),
     derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
-    unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText: e591f30 doesn't load them, 0.2.5's trainer does: see docs/explanation/numerics.md, DeepSeek V4"),
+    only_in("e591f30", unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText, and e591f30 doesn't load them: see docs/explanation/numerics.md, DeepSeek V4")),
 )  # fmt: skip
 
 FAMILY = Family(
@@ -213,6 +225,7 @@ FAMILY = Family(
     models={"deepseek4-*": ("deepseek_v4",)},
     dims=dims,
     stacks=stacks,
+    earlier={"e591f30": functools.partial(stacks, is_newest=False)},
     drops=drops,
     copies=lambda c, layout: tied_head(c, layout, **TOP),
     configuration={"deepseek_v4": LINES},

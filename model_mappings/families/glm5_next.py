@@ -25,7 +25,7 @@ from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import delta_attention, hyper_connection, hyper_dims
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.sparse_decoder import BIAS, dense_prefix, spare_bias
+from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare, dense_prefix
 
 HF = "model.language_model."
 CYCLE = 4
@@ -78,7 +78,7 @@ def stacks(c, layout, is_newest=True):
     bias = rule("mlp/MoeBlock_0/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-")
     moe = [
         rule("mlp/MoeBlock_0/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_router -"),
-        spare_bias(bias, is_newest),
+        as_spare(bias, is_newest),
         *experts("mlp/MoeBlock_0", "mlp.experts", c.size("moe_intermediate_size"), fused),
         *gated_mlp("mlp/shared_experts", "mlp.shared_experts", "shared_mlp"),
     ]

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, mlp_layer_types
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rules import rule
-from weightbeam.model_mappings.sparse_decoder import bias_variables, dense_prefix, dense_then_routed, spare_bias
+from weightbeam.model_mappings.sparse_decoder import as_spare, bias_variables, dense_prefix, dense_then_routed
 
 MOE = "Hy3MoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"
@@ -43,7 +43,7 @@ def stacks(c, layout, is_newest=True):
     routed = [
         *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_mlp", "shared_mlp"),
         rule(f"{ROUTER}/gate/kernel", "mlp.router.gate.weight", "expert embed -> embed expert", "embed_router -"),
-        spare_bias(bias, is_newest),
+        as_spare(bias, is_newest),
         *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"model.layers.{first}.mlp.experts")),
     ]
     return dense_then_routed(c, layout, first, table, routed, norm) + bias_variables(c, layout, first, bias, is_newest)

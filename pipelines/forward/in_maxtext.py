@@ -4,8 +4,8 @@
 
 JOB is JSON: `config`, the keys of `maxtext.yml`; `checkpoint`, the URL of the item; `tokens`; and `layers`, the paths of
 the decoder's layers in order, such as `layers_0`. RESULT becomes an `.npz`: `logits` (token, vocab), for each layer its
-number (`0`), and for each module below it that makes as much its path (`0/self_attention`), each (token, embed), all in
-float32. After each layer `PROGRESS` and its number, from 1, is a line of standard output.
+number (`0`), and for each module below it that makes as much its path (`0/self_attention`), each (token, embed), or
+(token, stream, embed), all in float32. After each layer `PROGRESS` and its number, from 1, is a line of standard output.
 
 MaxText's own model runs, eagerly. It is made without weights, whose initialisation takes longer to compile than all else
 (half a minute of a CPU that has other work, which looks as if it stood still) and as much memory as the model. A layer's
@@ -24,11 +24,15 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PROGRESS = "weightbeam: layer "
 PARAMS = "params"
+# What MaxText calls of a layer before it runs it: of Gemma 4 E2B's the keys and values that later layers share
+# (models/gemma4_small.py, layers/nnx_decoders.py)
+BEFORE = frozenset({"compute_shared_kv"})
 LARGE = 1 << 26  # bytes of an array; reading takes two and a half times them besides
 # How it runs, not what the model is: eagerly, on one CPU, in float32, dense attention, every expert without a capacity.
 # MaxText's other ways to multiply experts are kernels for TPUs, which a CPU interprets step by step; the schedule in which
@@ -142,6 +146,19 @@ class Weights:
         if wrong:
             raise SystemExit("\n".join(wrong))
 
+    @contextlib.contextmanager
+    def held(self, module: Any, at: tuple[str, ...]) -> Iterator[None]:
+        """Has a module's variables read while something is done with it, and dropped behind it."""
+        from flax import nnx
+
+        empty = shapes(module)
+        self.fill(module, at)
+        try:
+            yield
+        finally:
+            nnx.update(module, empty)
+            let_go()
+
     def fill(self, module: Any, at: tuple[str, ...] = (), apart: Any = ()) -> None:
         """Reads the variables of a module, which lies at `at`, but for those below the paths `apart`."""
         import jax
@@ -231,23 +248,33 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weigh
     by_path = {"_".join(map(str, path)): module for path, module in nnx.iter_modules(model.decoder) if path}
     called: list[dict[int, str]] = []  # by layer, what its modules are called
 
+    def place() -> tuple[str, ...]:
+        """Where the weights of the layer lie that is next."""
+        return "decoder", layers[len(called)]
+
+    def reading(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with weights.held(self, place()):
+                return method(self, *args, **kwargs)
+
+        setattr(kind, name, read)
+
     def noting(kind: type, is_layer: bool) -> None:
         call = kind.__call__
 
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            empty = None
+            held = weights.held(self, place()) if is_layer else contextlib.nullcontext()
             if is_layer:
                 called.append({id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(self)})
-                empty = shapes(self)
-                weights.fill(self, ("decoder", layers[len(called) - 1]))
-            made = call(self, *args, **kwargs)
+            with held:
+                made = call(self, *args, **kwargs)
             values = made[0] if isinstance(made, tuple) else made
             path = called[-1].get(id(self)) if called else None
-            if path is not None and getattr(values, "ndim", 0) == 3 and values.shape[-1] == width:
+            if path is not None and getattr(values, "ndim", 0) in (3, 4) and values.shape[-1] == width:
                 seen[f"{len(called) - 1}/{path}".rstrip("/")] = np.asarray(values[0], np.float32)
-            if empty is not None:
-                nnx.update(self, empty)
-                let_go()
+            if is_layer:
                 print(f"{PROGRESS}{len(called)}", flush=True)
             return made
 
@@ -259,6 +286,9 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weigh
     for kind in kinds | below:
         if "__call__" in vars(kind):
             noting(kind, kind in kinds)
+    for kind in kinds:
+        for name in BEFORE.intersection(vars(kind)):
+            reading(kind, name)
 
 
 if __name__ == "__main__":

@@ -335,9 +335,11 @@ class StreamedModel:
 
 
 def _note(seen: dict[str, np.ndarray], key: str, made: Any) -> None:
-    """Notes what a module made of one text's tokens: (1, token, embed), perhaps with more behind it."""
+    """Notes what a module made of one text's tokens: (1, token, embed) or (1, token, stream, embed), perhaps with more
+    behind it.
+    """
     values = made[0] if isinstance(made, tuple) else made
-    if getattr(values, "ndim", 0) == 3 and len(values) == 1:
+    if getattr(values, "ndim", 0) in (3, 4) and len(values) == 1:
         seen[key] = _to_numpy(values[0])
 
 

@@ -354,6 +354,18 @@ def transpose_experts(model: torch.nn.Module, folder: Path) -> None:
     safetensors.save_file(tensors, folder / "model.safetensors")
 
 
+def fill_tables(model: torch.nn.Module) -> None:
+    """DeepSeek V4's routing tables, which transformers fills with zeros: for each token experts of which none is twice."""
+    generator = torch.Generator().manual_seed(4)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(
+                torch.rand(len(table), model.config.n_routed_experts, generator=generator).argsort(1)[
+                    :, : table.shape[1]
+                ]
+            )
+
+
 def respell_for_maxtext(model: torch.nn.Module, folder: Path) -> None:
     """DeepSeek V4 by the names that MaxText's mapping expects: those in memory, but for the head and the experts, which
     are one tensor each.

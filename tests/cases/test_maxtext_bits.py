@@ -96,7 +96,8 @@ def test_equals_the_newest_maxtexts_converter(generated: Path, tmp_path: Path, c
     assert input_digest(read_tensors(generated / "cases" / case)) == given(NEWEST)[case]["inputs"]
     wanted = given_arrays(case, layout, NEWEST)
     arrays = as_made(generated / "cases" / case, tmp_path, wanted, *options_of(case, layout, NEWEST))
-    assert digests(arrays) == wanted
+    spare = {key.partition(".")[2] for key in arrays if key.startswith(VARIABLES)}  # which parameters repeat
+    assert digests({key: values for key, values in arrays.items() if key not in spare}) == wanted
 
 
 def test_what_the_newest_maxtexts_converter_stops_at() -> None:

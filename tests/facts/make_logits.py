@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cases.models import CASES, MODELS, make
+from cases.models import CASES, MODELS, fill_tables, make
 
 import weightbeam as wb
 
@@ -96,11 +96,14 @@ def compare(model: Model, python: str) -> dict[str, Any]:
     """What the command says of a model, as `--json` has it, but for the layers; or why it refused or failed."""
     with tempfile.TemporaryDirectory() as folder:
         kind, sizes, shard = (CASES | MODELS)[model.case]
-        if "qk_rope_head_dim" in sizes:  # else transformers' RoPE has the width of BASE's heads
+        if "kv_lora_rank" in sizes:  # else transformers' RoPE has the width of BASE's heads
             sizes = sizes | {"head_dim": sizes["qk_rope_head_dim"]}
         inner = next((name for name in ("text_config", "thinker_config") if name in sizes), None)
         changed = {inner: sizes[inner] | model.changes} if inner else model.changes
-        make(kind, sizes | changed, shard, Path(folder) / "model", seed=0)
+        made = make(kind, sizes | changed, shard, Path(folder) / "model", seed=0)
+        if "num_hash_layers" in sizes:
+            fill_tables(made)
+            made.save_pretrained(Path(folder) / "model")
         try:
             found = wb.logits(
                 f"{folder}/model", token_ids=TOKENS, maxtext=python, maxtext_model=model.name, progress=False

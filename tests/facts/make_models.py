@@ -53,6 +53,8 @@ def sizes(*numbers: int, **others: Any) -> dict[str, Any]:
     return dict(zip(SIZES, numbers, strict=True)) | others
 
 
+# what Weightbeam tells MaxText, and no file of a model's sets: base.yml's
+TRAINING = dict(indexer_sparse_training=False)
 # models of MaxText's branches: src/maxtext/configs/models of pull requests 4832 (83a6fce) and 4704 (75d2826), and the keys
 # that base.yml has only there
 BRANCHES = dict(use_index_share=False, index_share_pattern="FSSS")
@@ -73,6 +75,7 @@ HY3 = sizes(
 # weaver: 0.2.5; cosmos3: branch cosmos3_nano_bringup, d6b3a0a, and c4caeb9; the first word is the model that it is like
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2-236b": ("deepseek2-16b", sizes(5120, 128, 128, 12288, 60, base_moe_mlp_dim=1536, num_experts=160, q_lora_rank=1536, routed_scaling_factor=16.0)),
+    **{name: (name, dict(use_indexer=True)) for name in ("deepseek4-284b", "deepseek4-tiny")},  # their files in 0.2.5
     "gemma3-27b": ("gemma3-12b", sizes(5376, 32, 16, 21504, 62, head_dim=128)),
     "gemma4-31b": ("gemma4-26b", sizes(5376, 32, 16, 21504, 60, global_num_kv_heads=4, num_experts=1, num_experts_per_tok=1, shared_experts=0,
                                        base_moe_mlp_dim=-1, norm_topk_prob=False)),
@@ -109,7 +112,10 @@ def clean(value: Any) -> Any:
 def compact(found: dict[str, Any]) -> dict[str, Any]:
     """`base` and `models`, as the package holds them."""
     base = (
-        {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | BRANCHES | {VISION: ""}
+        {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)}
+        | TRAINING
+        | BRANCHES
+        | {VISION: ""}
     )
     full = {
         name: base | {key: clean(value) for key, value in said.items() if key in base}

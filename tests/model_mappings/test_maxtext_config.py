@@ -30,10 +30,11 @@ BARE = {
     "llama4-17b-16e",
     "llama4-17b-128e",
 }
+WHOLE_LOSS = {"indexer_sparse_training": (True, False)}  # MaxText's default warms up indexers, with no other loss
 ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
     # the release routes in groups, MaxText's file leaves them off
     "deepseek3-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},
-    "deepseek3.2-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},
+    "deepseek3.2-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)} | WHOLE_LOSS,
     # of the config.json that MaxText has for them; the releases say 1,000,000
     "gemma3-4b": {"rope_max_timescale": (10_000, 1_000_000)},
     "gemma3-27b": {"rope_max_timescale": (10_000, 1_000_000)},
@@ -41,11 +42,14 @@ ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
     "qwen3-4b-thinking-2507": {"rope_max_timescale": (1_000_000, 5_000_000)},  # likewise
     "qwen3-omni-30b-a3b": {"position_id_per_seconds": (25, 13)},  # likewise: transformers' defaults
     # with a factor of 1 nothing depends on it
-    "glm5.1-744b": {"original_max_position_embeddings": (202752, 4096)},
-    "glm5.2-744b": {"original_max_position_embeddings": (1048576, 4096)},
-    "deepseek4-tiny": {"qk_rope_head_dim": (64, 32), "indexer_topk": (512, 16), "sliding_window_size": (128, 32), "routed_scaling_factor": (1.5, 1),
-                       # a test model with the large one's config.json
-                       "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096)},
+    "glm5.1-744b": {"original_max_position_embeddings": (202752, 4096)} | WHOLE_LOSS,
+    "glm5.2-744b": {"original_max_position_embeddings": (1048576, 4096)} | WHOLE_LOSS,
+    "deepseek4-284b": WHOLE_LOSS,
+    # a test model with the large one's config.json
+    "deepseek4-tiny": WHOLE_LOSS | {
+        "qk_rope_head_dim": (64, 32), "indexer_topk": (512, 16), "sliding_window_size": (128, 32),
+        "routed_scaling_factor": (1.5, 1), "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096),
+    },
 }  # fmt: skip
 
 
@@ -109,6 +113,20 @@ def test_transformers_reads_what_is_made(name):
         "num_experts_per_tok",
     ):
         assert built.get(field) == config.get(field, built.get(field)), field
+
+
+def test_a_key_that_a_version_lacks():
+    """DeepSeek V4's indexer is asked for in 0.2.5 alone: e591f30 refuses it beside compressed attention. A model with an
+    indexer is trained by its own loss in both.
+    """
+    made = {version: made_for(TREES["deepseek4-284b"], maxtext=version) for version in ("0.2.5", "e591f30")}
+    assert {version: keys.settings.get("use_indexer") for version, keys in made.items()} == {
+        "0.2.5": True,
+        "e591f30": None,
+    }
+    assert {version: len(keys.limits) for version, keys in made.items()} == {"0.2.5": 0, "e591f30": 1}
+    assert all(keys.flags()["indexer_sparse_training"] for keys in made.values())
+    assert "indexer_sparse_training" not in made_for(TREES["deepseek3-671b"]).settings
 
 
 def test_overrides_are_what_differs():

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.models import CASES, fill_tables, make
 from lazily import lazily
 from processes import wait_until
 from quantised import fp8_llama
@@ -354,6 +355,36 @@ def test_maxtext_makes_the_same_of_a_cut_with_experts(tmp_path: Path) -> None:
 def test_maxtext_makes_the_same(tmp_path: Path, family: str) -> None:
     model = {"llama": "llama2-7b", "qwen3, tied": "qwen3-0.6b"}.get(family)
     check_maxtext(write(tmp_path / "hf", family), model, 3)
+
+
+@with_maxtext
+@pytest.mark.slow("MaxText, which is imported and compiles, half a minute")
+def test_maxtext_makes_the_same_where_layers_share_keys(tmp_path: Path) -> None:
+    """Gemma 4 E2B: MaxText asks a layer for the keys that later ones share before it runs the layer."""
+    kind, sizes, shard = CASES["gemma4-small"]
+    make(kind, sizes, shard, tmp_path / "hf", seed=0)
+    check_maxtext(tmp_path / "hf", None, 10)
+
+
+@with_maxtext
+@pytest.mark.slow("MaxText, which is imported and compiles, twice")
+def test_an_expert_that_a_token_names_twice(tmp_path: Path) -> None:
+    """DeepSeek V4's layers, whose streams are compared, are the same; but where a row of its routing tables names an expert
+    twice, as the zeros that transformers begins with, MaxText's dense multiplication counts it once.
+    """
+    kind, sizes, shard = CASES["deepseek4"]
+    model = make(kind, sizes, shard, tmp_path / "hf", seed=0)
+    how: dict[str, Any] = dict(token_ids=[*TOKENS, 60, 3, 44, 17, 23], maxtext=MAXTEXT, progress=False)
+    twice = wb.logits(str(tmp_path / "hf"), **how).beside
+    assert twice
+    assert twice.parts_at
+    assert twice.parts_at.name == "0"
+    fill_tables(model)
+    model.save_pretrained(tmp_path / "hf")
+    once = wb.logits(str(tmp_path / "hf"), **how).beside
+    assert once
+    assert once.ok, str(once)
+    assert {each.name for each in once.layers} == {str(layer) for layer in range(sizes["num_hidden_layers"])}
 
 
 @with_maxtext

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -13,6 +14,7 @@ import pytest
 from support import assert_same_bits, call, convert, converted, flatten, read_tensors
 
 from weightbeam.model_mappings.trees import recognize
+from weightbeam.model_mappings.versions import VERSIONS
 
 BIAS = "MoeBlock_0.gate.bias"
 
@@ -58,6 +60,44 @@ def test_a_training_state_holds_the_newest_bias_with_its_modules() -> None:
         assert len(tree.weights) == 2
 
 
+def as_trained(folder: Path, tables: Callable[[np.ndarray], np.ndarray]) -> dict:
+    """A state as 0.2.5's trainer saves it of a checkpoint: variables lie with the modules, routing tables in float32."""
+    from flax.traverse_util import unflatten_dict
+
+    weights = flatten(ocp.PyTreeCheckpointer().restore(folder / "0" / "items")["params"])
+    variables = {key for key in weights if key.startswith(("MoEBiasVar.", "Tid2EidVar."))}
+    repeated = {f"params.{key.partition('.')[2]}" for key in variables}
+    state = {f"params.{key}": values for key, values in weights.items() if key not in repeated | variables}
+    for key in variables:
+        values = tables(weights[key]).astype(np.float32) if "tid2eid" in key else weights[key]
+        state[f"nnx_aux.model.{key.partition('.')[2]}.value"] = values
+    return unflatten_dict(state, sep=".")
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_routing_tables_come_back_as_integers(generated: Path, tmp_path: Path, scan: str, capsys: Any) -> None:
+    """DeepSeek V4's, which training holds as floats: the release to the bit, in both versions' tree; a table that holds
+    something else is refused by its name.
+    """
+    release = generated / "models" / "deepseek_v4"
+    convert(release, tmp_path / "made", "--scan_layers", scan)
+    ocp.PyTreeCheckpointer().save(tmp_path / "trained", as_trained(tmp_path / "made", lambda table: table))
+    for number, version in enumerate(VERSIONS):
+        told = ("--like", release, "--maxtext", version, "--state", "params")
+        assert call("reshard", tmp_path / "trained", tmp_path / version, *told) == 0
+        held = {key.partition(".")[0] for key in weights(tmp_path / version) if key.endswith("tid2eid")}
+        assert held == [{"decoder", "Tid2EidVar"}, {"Tid2EidVar"}][number]
+    for one in ("trained", *VERSIONS):
+        assert call("export", tmp_path / one, tmp_path / f"{one}-back", "--like", release) == 0
+        back, before = read_tensors(tmp_path / f"{one}-back"), read_tensors(release)
+        assert_same_bits(back, {name: values for name, values in before.items() if not name.startswith("mtp.")})
+    ocp.PyTreeCheckpointer().save(tmp_path / "odd", as_trained(tmp_path / "made", lambda table: table + 0.5))
+    capsys.readouterr()
+    assert call("export", tmp_path / "odd", tmp_path / "odd-back", "--like", release) == 1
+    assert "tid2eid" in (said := capsys.readouterr().err)
+    assert "isn't one of int64" in said
+
+
 def weights(folder: Path) -> dict[str, np.ndarray]:
     """The weights of a checkpoint, as `converted` has them, with or without anything beside them."""
     tree = ocp.PyTreeCheckpointer().restore(folder / "0" / "items")["params"]
@@ -80,7 +120,7 @@ def made(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize("scan", ["true", "false"])
 @pytest.mark.parametrize(("before", "after"), [("e591f30", "0.2.5"), ("0.2.5", "e591f30")])
-@pytest.mark.parametrize("case", ["deepseek3", "qwen3-next"])
+@pytest.mark.parametrize("case", ["deepseek3", "deepseek4", "qwen3-next"])
 def test_one_versions_tree_becomes_the_others(
     made: Callable[[str, str, str], Path], tmp_path: Path, case: str, before: str, after: str, scan: str
 ) -> None:

@@ -17,9 +17,9 @@ from weightbeam.model_mappings.versions import VERSIONS
 from weightbeam.pipelines.commands import diff, export, quantize, reshard, verify
 
 CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
-DIFFERENT = ("deepseek3", "deepseek3.2", "qwen3-next")  # the trees of the versions
+DIFFERENT = ("deepseek3", "deepseek3.2", "deepseek4", "qwen3-next")  # the trees of the versions
 CONSTANT = ".mhc_norm."  # ones in MaxText, of which a release has no tensor
-SPARE = ".gate.bias"  # of the parameters, that which repeats a variable
+COLLECTIONS = ("params.MoEBiasVar.", "params.Tid2EidVar.")  # whose variables parameters repeat
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_every_array_is_taken(generated: Path, tmp_path: Path, case: str, versio
     release, made = generated / "cases" / case, tmp_path / "out"
     convert(release, made, "--maxtext", version, "--scan_layers", scan)
     held = {key for key in open_orbax(made).arrays if key.startswith("params.")}
-    variables = {key.replace("params.MoEBiasVar.", "params.params.") for key in held if "MoEBiasVar" in key}
-    repeated = {key for key in held & variables if key.endswith(SPARE)}
+    variables = {f"params.params.{key.split('.', 2)[2]}" for key in held if key.startswith(COLLECTIONS)}
+    repeated = held & variables
     constant = {key for key in held if CONSTANT in key}
-    assert bool(repeated) == (version == VERSIONS[0] and case in DIFFERENT[:2])
+    assert bool(repeated) == (version == VERSIONS[0] and case in DIFFERENT[:3])
 
     for state in ("full", "params"):
         assert held <= {array.key for array in reshard.plan(str(made), state=state).planned.plan.arrays}

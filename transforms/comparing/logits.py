@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 # what layers make of tokens, in the order in which they do: by the layer's number (`3`), and what the modules in it make
-# before by number and name (`3/self_attn`); (token, embed) each
+# before by number and name (`3/self_attn`); (token, embed) each, or (token, stream, embed)
 Trace = Mapping[str, np.ndarray]
 
 

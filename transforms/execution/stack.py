@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
@@ -47,6 +48,9 @@ def stack(recipe: Recipe, views: Sequence[tuple[Piece, np.ndarray]], empty: Allo
 
     Returns:
       (number of the shard on each axis, index within a shard on each axis); each shard lies in C order.
+
+    Raises:
+      ContentError: what should be integers is none.
     """
     shard = tuple(n // count for n, count in zip(extent(recipe.box), recipe.counts, strict=True))
     made = empty((*recipe.counts, *shard), recipe.dtype)
@@ -54,7 +58,20 @@ def stack(recipe: Recipe, views: Sequence[tuple[Piece, np.ndarray]], empty: Allo
         made[...] = recipe.fill
     origin = tuple(start for start, _ in recipe.box)
     for piece, view in views:
+        if recipe.dtype.kind == "i" != view.dtype.kind:
+            view = _integers(view, recipe.dtype, piece.tensor)
         copy(*_align(view, piece.target, made, origin), piece.ops)
+    return made
+
+
+def _integers(values: np.ndarray, dtype: np.dtype, name: str | None) -> np.ndarray:
+    """Integers that are stored as floats, as MaxText's training stores DeepSeek V4's routing tables."""
+    with np.errstate(invalid="ignore"):
+        made = values.astype(dtype)
+    if not np.array_equal(made, values):
+        raise ContentError(
+            f"{name}: {values[made != values].flat[0]} isn't one of {dtype.name}, which its tensor holds"
+        )
     return made
 
 

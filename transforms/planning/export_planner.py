@@ -422,7 +422,7 @@ def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype], view: Expo
                 dtype = dtypes[name]
                 if inexact:
                     reasons[name] = "; ".join(f"{op}, rounded once to {dtype.name}" for op in inexact)
-                elif is_float(array.dtype) and not holds(dtype, array.dtype):
+                elif is_float(array.dtype) and is_float(dtype) and not holds(dtype, array.dtype):
                     stored = view.weights[array.key].label or array.dtype.name
                     reasons[name] = f"{stored}, rounded to {dtype.name}"
     return reasons

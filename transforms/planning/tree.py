@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.stacking import Held, Moved, Path, RestackError, Stacks, elsewhere, restack, same, unused
 from weightbeam.model_mappings.trees import TreeError
-from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.transforms.planning.old_tree import OldTree
 from weightbeam.transforms.planning.tree_layouts import TreeLayouts, at_end, unused_array
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
@@ -71,7 +70,7 @@ def make_tree(
         return NewTree(kind=old.kind), [unused_array(fault.path, str(fault)) for fault in e.faults]
     repeated: dict[str, str] = {}
     if is_moving and repeats:
-        moved, repeated = _repeat(moved, repeats, layouts.version, layouts.at(*wanted).scan_axis)
+        moved, repeated = _repeat(moved, repeats, layouts.has(*wanted), layouts.at(*wanted).scan_axis)
     moved, unknown = layouts.with_experts(moved, *wanted)
     problems += [*unknown, *layouts.amiss(moved, *wanted)]
     arrays = tuple(_keep(old, one, names) for one in moved)
@@ -129,7 +128,7 @@ def _random_left_out(old: OldTree, moved: Sequence[Moved]) -> dict[str, str]:
 
 
 def _repeat(
-    moved: Sequence[Moved], repeats: Mapping[Path, Path], version: str | None, axis: int
+    moved: Sequence[Moved], repeats: Mapping[Path, Path], wanted: Container[Path], axis: int
 ) -> tuple[list[Moved], dict[str, str]]:
     """The arrays with those that repeat another one, as the version that is wanted has them: made of the variable, which
     is the newest, where the checkpoint has it, else of the parameter; and the keys of the old ones that aren't taken for
@@ -144,10 +143,10 @@ def _repeat(
             reason = f"{'.'.join(variable)}, the newest, is taken for it"
             left_out |= dict.fromkeys(made[spare].part.tensors, reason)
         made[spare] = elsewhere(newest, spare, axis)
-        if version == NEWEST:
-            made.setdefault(variable, elsewhere(newest, variable, 0))
-        else:
-            made.pop(variable, None)
+        made.setdefault(variable, elsewhere(newest, variable, 0))
+        for path in (variable, spare):
+            if path not in wanted:
+                del made[path]
     return list(made.values()), left_out
 
 

@@ -126,16 +126,25 @@ class TreeLayouts:
         found = spares(expand(self.family, config, dataclasses.replace(layout, maxtext=NEWEST)))
         return {(PARAMS, *one.split("/")): (PARAMS, *other.split("/")) for one, other in found.items()}
 
+    def has(self, scan: bool | None, axis: int | None) -> set[Path]:
+        """The arrays that a new layout has, by their paths."""
+        return (
+            {(PARAMS, *path.split("/")) for path in expand(self.family, *self.new(scan, axis))}
+            if self.family
+            else set()
+        )
+
     def lacks(self, repeats: Mapping[Path, Path]) -> bool:
         """Whether the checkpoint has one of a variable and its parameter where the version that is wanted has both, or
         the other way round.
         """
         if not repeats:
             return False
-        keys = (((PARAMS, *one.split("/")), other) for one, other in self._own_repeats.items())
-        held = [(".".join(one) in self.weights, key_of(other) in self.weights) for one, other in keys]
-        wanted = (self.version == NEWEST, True)
-        return any(pair != wanted for pair in held if any(pair))
+        assert self.family is not None
+        layout = dataclasses.replace(self.at(self.scan, self.axis), maxtext=str(self.version))
+        wanted = expand(self.family, self.config, layout)
+        pairs = [pair for pair in self._own_repeats.items() if any(key_of(path) in self.weights for path in pair)]
+        return any((key_of(path) in self.weights) != (path in wanted) for pair in pairs for path in pair)
 
     @property
     def _own_repeats(self) -> dict[str, str]:
