@@ -107,6 +107,18 @@ def test_our_checkpoints_read_what_is_needed(
     assert re.search(r"decoder\.layers\.mlp\.wo\.kernel +2048 × 2 × 512 +- × - × fsdp +", shown)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2", "expert=4", "fsdp=2,expert=2,tensor=2"])
+@pytest.mark.parametrize("case", ["deepseek3", "qwen3-moe"])
+def test_a_mesh_with_experts_reads_what_is_needed(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture, case: str, mesh: str
+) -> None:
+    """MaxText 0.2.5 shards attention and routers over other axes than the rest (`embed_attn`, `embed_router`)."""
+    made = convert(generated / "cases" / case, tmp_path / "made", "--mesh", mesh)
+    status, shown = inspect(capsys, made, "--mesh", mesh)
+    assert status == 0
+    assert all_arrays(shown)[0][4:] == ["1.00", "1.00"]
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=16", "fsdp=2,tensor=4"])
 @pytest.mark.parametrize("name", ["mesh", "any", "files"])
 def test_the_operating_system_counts_the_same(steps: dict[str, Path], name: str, mesh: str) -> None:
