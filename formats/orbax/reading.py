@@ -58,7 +58,7 @@ def find_items(where: str | Path | Store) -> Store:
     """
     store = open_store(where)
     store.kvstore()  # refused where no checkpoint can be
-    if unpublished := [part for part in (store.name, store.parent.name) if _is_unpublished(part)]:
+    if unpublished := [part for part in (store.name, store.parent.name) if is_unpublished(part)]:
         raise StorageError(
             f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint"
         )
@@ -127,7 +127,7 @@ def _item_of(store: Store) -> Store | None:
         return store
     if (store / ITEMS).exists(METADATA):
         return store / ITEMS
-    others = [name for name in store.folders() if not STEP_NAME.fullmatch(name) and not _is_unpublished(name)]
+    others = [name for name in store.folders() if not STEP_NAME.fullmatch(name) and not is_unpublished(name)]
     items = [name for name in others if (store / name).exists(METADATA)]
     if MODEL_ITEM in items:
         items = [MODEL_ITEM]
@@ -155,14 +155,14 @@ def _what_it_may_be(store: Store, folders: Sequence[str]) -> str:
         if old := next((name for name in MSGPACK if place.exists(name)), None):
             hint = f", but {place}/{old}, as old MaxText wrote it (msgpack); save it anew with a MaxText that reads it"
             break
-    if stopped := sorted(filter(_is_unpublished, folders)):
+    if stopped := sorted(filter(is_unpublished, folders)):
         hint += (
             f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
         )
     return hint
 
 
-def _is_unpublished(name: str) -> bool:
+def is_unpublished(name: str) -> bool:
     """Whether a folder of that name holds what will be a checkpoint, or what was one."""
     return GROWING in name or bool(re.fullmatch(r"\w+\.replaced-[0-9a-f]+", name))
 

@@ -83,6 +83,7 @@ class _Cutting:
         self.source = open_source(checkpoint)
         self.count, self.anatomy = self._find_layers()
         self.layer_of = {name: self.anatomy.layer_of(name) for name in checkpoint.tensors}
+        self._check_spelling()
         self.kept = self._number()
 
     def made(self) -> HfCheckpoint:
@@ -107,6 +108,18 @@ class _Cutting:
         if problems := [*self._compare_blocks(made), *self._check_weights(made)]:
             raise CutError(*problems)
         return made
+
+    def _check_spelling(self) -> None:
+        """Numbers are written anew: a layer 00, or one in other digits, would become layer 0, beside it or in its place.
+
+        Raises:
+          CutError: a tensor of a layer is spelled so.
+        """
+        for name, layer in self.layer_of.items():
+            if layer is not None and (odd := [found for found in NUMBER.findall(name) if found != str(int(found))]):
+                raise CutError(
+                    (self._option, f"{name} is no tensor's name that can be numbered anew: {odd[0]} is {int(odd[0])}")
+                )
 
     def _find_layers(self) -> tuple[int, Anatomy]:
         """How many layers the model has, and where everything is.

@@ -293,6 +293,11 @@ class Staging(abc.ABC):
             if _entry(data) is None:
                 self.plan_folder.delete(name)
 
+    def drop(self, units: Iterable[int]) -> None:
+        """Takes units out of the ledger before somebody goes on with the plan: they are made anew."""
+        for unit in units:
+            self.plan_folder.delete(f"{self.units}/{unit}.json")
+
     def withdraw(self, units: Iterable[int], why: str) -> None:
         """Takes units out of the ledger: they are to be made anew."""
         withdrawn = sorted(units)

@@ -11,6 +11,7 @@ Where it is until it is whole: `formats/staging/`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ from weightbeam.formats.orbax.metadata import (
     record_of,
     tree_metadata,
 )
-from weightbeam.formats.orbax.reading import find_damage
+from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.extremes import Extremes
@@ -49,6 +50,7 @@ from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
 from weightbeam.model_mappings.boxes import Box
 
+STATE = "state"  # in a unit's ledger entry: that of its database's files
 SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
 Shard = tuple[ArraySpec, Box, np.ndarray]  # an array, a box of it, and its values
 See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
@@ -124,6 +126,14 @@ class OrbaxTarget(Target[Staging]):
     ) -> None:
         assemble(place, self, units, record, overwrite, conclude)
 
+    def find_changed(self, place: Staging) -> list[int]:
+        """By sizes and times of the units' databases. An object of a bucket doesn't change."""
+        return [
+            unit
+            for unit, entry in place.ledger().items()
+            if STATE in entry and entry[STATE] != _state(place.items, entry["attempt"])
+        ]
+
     @staticmethod
     def record_of(place: Store) -> Mapping[str, Any]:
         return record_of(place / ITEMS)
@@ -136,6 +146,8 @@ class OrbaxTarget(Target[Staging]):
         return find_damage(place.final, self.arrays, self.format)
 
     def find_unfit(self, place: Staging) -> tuple[str, str] | None:
+        if is_unpublished(place.output.name):
+            return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if isinstance(place, FolderStaging):
             if place.output.folder.exists() and not place.output.folder.is_dir():
                 return str(place.output), "is a file"
@@ -253,6 +265,7 @@ def write_unit(
     # removed.
     entry = {
         "attempt": attempt,
+        **({STATE: _state(staging.items, attempt)} if format.use_ocdbt and isinstance(staging, FolderStaging) else {}),
         "digests": {key: f"{share:x}" for key, share in shares.items()},
         **(notes or {}),
         **({SEEN: seen} if seen else {}),
@@ -262,6 +275,12 @@ def write_unit(
         # the page cache would grow by the whole checkpoint, and push out what others read
         staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")
     return entry["attempt"]
+
+
+def _state(items: Store, attempt: str) -> str:
+    """Sizes and times of the files of a unit's database, in short."""
+    files = [(file.name, file.size, file.version) for file in items.list(f"{ocdbt.ATTEMPT}{attempt}/")]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def _write(

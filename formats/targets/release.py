@@ -62,6 +62,9 @@ class ReleaseTarget(Target[ReleasePlace]):
         place.lay_out(self.files, self.texts)
         place.note_small(self.texts)
 
+    def find_changed(self, place: ReleasePlace) -> list[int]:
+        return place.find_changed(self.files) if isinstance(place, ReleaseFolder) else []
+
     def write(
         self,
         place: ReleasePlace,

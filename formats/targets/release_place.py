@@ -27,6 +27,7 @@ from weightbeam.formats.storage import LocalFolder, drop_pages, sync_folder
 from weightbeam.formats.targets.published import RECORD
 
 SMALL = "small.json"  # in the ledger: what the record says of the small files
+INTO = "into"  # in a unit's ledger entry: the names of the files that it wrote to
 
 
 class IncompleteError(ValueError):
@@ -119,7 +120,14 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 drop_pages(fd)
             finally:
                 os.close(fd)
-        return {}
+        return {INTO: sorted(by_file)}
+
+    def find_changed(self, files: Iterable[tuple[str, bytes, int]]) -> list[int]:
+        """The units that wrote to a file which is gone since, or has another size."""
+        held = {name: self.checkpoint.stat(name) for name, *_ in files}
+        sizes = {name: size for name, _, size in files}
+        changed = {name for name, file in held.items() if file is None or file.size != sizes[name]}
+        return [unit for unit, entry in self.ledger().items() if changed.intersection(entry.get(INTO, ()))]
 
     def seal(self, files: Iterable[tuple[str, bytes, int]], ledger: Mapping[int, Mapping[str, Any]]) -> None:
         """Makes sure that the files are as long as they should be, and durable."""

@@ -82,6 +82,18 @@ class Target(abc.ABC, Generic[PlaceT]):
           StorageError: it can't be written.
         """
 
+    def find_changed(self, place: PlaceT) -> list[int]:
+        """The units whose files aren't as they were written, as far as that costs no read of them; before somebody goes
+        on with what was staged.
+
+        Args:
+          place: where.
+
+        Returns:
+          Their numbers; none where nothing is known of the files.
+        """
+        return []
+
     @abc.abstractmethod
     def write(
         self,

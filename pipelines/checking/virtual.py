@@ -132,6 +132,16 @@ def open_own_source(items: Store) -> HfCheckpoint:
     return checkpoint
 
 
+def with_hashes(release: HfCheckpoint, record: Mapping[str, Any]) -> HfCheckpoint:
+    """The source of a virtual checkpoint with the hashes that the record has of its files."""
+    known = {file.name: file for file in identities(record)}
+    shards = (
+        dataclasses.replace(shard, sha256=known[shard.name].sha256, crc32c=known[shard.name].crc32c)
+        for shard in release.shards
+    )
+    return dataclasses.replace(release, shards=tuple(shards))
+
+
 def _taken(release: HfCheckpoint, record: Mapping[str, Any]) -> HfCheckpoint:
     """What was taken of a release. Its `config.json` is the record's: where files are missing of which nothing was taken,
     nobody can tell any more whether they had layers for prediction.

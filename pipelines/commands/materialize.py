@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.model_mappings.versions import UNSAID
-from weightbeam.pipelines.checking.virtual import check_files, open_own_source
+from weightbeam.pipelines.checking.virtual import check_files, open_own_source, with_hashes
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.running.output import bring_back
-from weightbeam.pipelines.running.prepare import plan_with, reading
+from weightbeam.pipelines.running.prepare import describe, plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, sharding_rules, takes
@@ -78,11 +78,13 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
                 raise Refused(
                     f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
                 )
-            source = open_own_source(items)
             record = record_of(items)
+            source = with_hashes(open_own_source(items), record)
             made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
+    if damaged := source.find_damage():
+        raise Refused(f"the files that the checkpoint refers to have changed:\n{describe(damaged)}", damaged)
     LOG.info(found)
     with reading(checkpoint):
         given = {name: value for name, value in vars(asked).items() if value not in (None, ())}

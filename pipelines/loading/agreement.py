@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.pipelines.loading.meeting import Meeting
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 
 if TYPE_CHECKING:
@@ -44,16 +43,16 @@ class Agreement:
     """The votes of a load. With one process there is nothing to agree on: errors are raised at once.
 
     Args:
-      meeting: of the processes that vote.
+      go_on: is called before a vote, and raises where there is no use in it.
 
     Raises:
       RefusedError: there are several, and they can't have met.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, go_on: Callable[[], None]) -> None:
         import jax
 
-        self._until = meeting.until
+        self._go_on = go_on
         self.alone = jax.process_count() == 1
         self.error: Exception | None = None
         self._votes: collections.deque[jax.Array] = collections.deque()
@@ -81,6 +80,7 @@ class Agreement:
             return
         import jax
 
+        self._go_on()
         mine = [device for device in jax.devices() if device.process_index == jax.process_index()]
         shares = jax.device_put([np.array([self.error is not None], np.int32)] * len(mine), mine)
         votes = jax.make_array_from_single_device_arrays((jax.device_count(),), self._split, shares)
@@ -95,7 +95,7 @@ class Agreement:
 
     def _look(self) -> None:
         vote = self._votes.popleft()
-        if int(self._until(lambda: np.asarray(vote.addressable_data(0)))):
+        if int(np.asarray(vote.addressable_data(0))):
             raise self._told()
 
     def _told(self) -> Exception:
@@ -108,7 +108,7 @@ class Agreement:
             told = str(self.error).encode()[:WORDS]
             words[: len(told)] = np.frombuffer(told, np.uint8)
             words[0] = words[0] or ord("?")
-        everyone = self._until(lambda: np.asarray(multihost_utils.process_allgather(words)))
+        everyone = np.asarray(multihost_utils.process_allgather(words))
         if self.error is not None:
             return self.error
         failed = [process for process in range(jax.process_count()) if everyone[process].any()]

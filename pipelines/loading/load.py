@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -298,7 +297,7 @@ class Loading:
         import jax
 
         try:
-            arrays = self._run(meeting)
+            arrays = meeting.until(lambda: self._run(meeting))
         except (StorageError, OSError, ValueError) as e:
             if isinstance(e, jax.errors.JaxRuntimeError):
                 raise self._lost(e, meeting) from e
@@ -332,7 +331,7 @@ class Loading:
     def _run(self, meeting: Meeting) -> dict[str, jax.Array]:
         import jax
 
-        agreement = Agreement(meeting)
+        agreement = Agreement(meeting.go_on)
         partial = list(dict.fromkeys(block.key for step in self.steps for block in step.blocks if not block.is_whole))
         empty = empty_arrays(
             [
@@ -361,18 +360,18 @@ class Loading:
                 except Exception as e:  # whatever it is, the others must learn of it
                     agreement.fail(_in_words(e))
                     shares = self._nothing(step)
+                meeting.go_on()
                 self._place(arrays, step, shares)
                 agreement.vote()
                 busy.append((scratch, step))
                 if len(busy) == ON_THE_WAY:
                     scratch, step = busy.popleft()
                     # the devices have what lies in its buffer
-                    placed = [arrays[block.key] for block in step.blocks]
-                    meeting.until(functools.partial(jax.block_until_ready, placed))
+                    jax.block_until_ready([arrays[block.key] for block in step.blocks])
                     scratch.reset()
                     free.append(scratch)
             self._conclude(agreement)
-            meeting.until(lambda: jax.block_until_ready(list(arrays.values())))
+            jax.block_until_ready(list(arrays.values()))
         finally:
             for *_, future in waiting:
                 future.cancel()

@@ -55,10 +55,12 @@ class Meeting:
         self._left = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="meeting", daemon=True)
         self._heard: dict[int, tuple[str | None, float]] = {}  # the last sign of each process, and when it was new
+        self._looked = time.monotonic()  # for signs
         self.number = 0 if self.alone else next(_CALLS)
 
     def __enter__(self) -> Self:
         if not self.alone:
+            self._listen()
             self._beating.start()
         return self
 
@@ -70,6 +72,8 @@ class Meeting:
                 self._say(
                     f"signs/{self.process}", {"left": "" if error is None else str(error) or type(error).__name__}
                 )
+                if self.process == 0 and isinstance(error, Exception):
+                    self._leave_last()
 
     def decide(self, what: str, make: Callable[[], Made]) -> Made:
         """What process 0 makes, of values that JSON can say: one decides for all.
@@ -110,22 +114,40 @@ class Meeting:
             raise RefusedError(outcome["refused"])
         return made
 
-    def until(self, wait: Callable[[], Made]) -> Made:
-        """What a wait for the devices of all processes returns; it ends, too, once one of them has stopped or left.
+    def until(self, work: Callable[[], Made]) -> Made:
+        """What work returns that waits for the devices of all processes; it ends, too, once one of them has stopped or
+        left. The work is done by a thread: whatever begins an exchange may itself wait for the others, some 30 seconds
+        with Gloo for each of its groups of devices.
 
         Raises:
           FailedError: one isn't heard of, or left with an error; with its number.
-          Exception: of the wait.
+          Exception: of the work.
         """
         if self.alone:
-            return wait()
+            return work()
+        import jax
+
+        wide = jax.dtypes.canonicalize_dtype("int64") == "int64"  # a context manager sets it for its thread alone
+
+        def ending() -> None:
+            with jax.enable_x64(wide):
+                ended.put(_outcome(work))
+
         ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
-        threading.Thread(target=lambda: ended.put(_outcome(wait)), name="exchange", daemon=True).start()
-        self._listen()
+        threading.Thread(target=ending, name="exchange", daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
                 return ended.get(timeout=LOOK / 1000)()
             self._check()
+
+    def go_on(self) -> None:
+        """What the work of `until` calls before it begins an exchange.
+
+        Raises:
+          FailedError: this process has left the call, and may be at the next one.
+        """
+        if self._left.is_set():
+            raise FailedError(f"call {self.number} of load was left")
 
     def find_lost(self) -> None:
         """Looks for who has stopped or left, where an exchange broke off: which one it was is known a little later.
@@ -134,7 +156,6 @@ class Meeting:
           FailedError: one has; with its number. Nothing is raised where all are there.
         """
         latest = time.monotonic() + self.timeout + BEAT
-        self._listen()
         while time.monotonic() < latest:
             self._check()
             time.sleep(LOOK / 1000)
@@ -168,7 +189,6 @@ class Meeting:
     def _gather(self, what: str) -> dict[str, str]:
         """What all others say: nothing, that one refuses, or that some aren't heard of."""
         silent, refused = [], []
-        self._listen()
         for process in range(1, self.processes):
             try:
                 said = json.loads(self._wait(process, f"{what}/{process}"))
@@ -201,7 +221,6 @@ class Meeting:
           RefusedError: that it was refused.
           FailedError: nothing.
         """
-        self._listen()
         try:
             said = json.loads(self._wait(process, key))
         except _SilentError as e:
@@ -225,27 +244,41 @@ class Meeting:
                 raise _SilentError(process, sign is not None)
 
     def _listen(self) -> None:
-        """Begins to count the silence of all processes."""
+        """Begins to count the silence of all processes: when this one comes, or wakes."""
         self._heard = {
             process: (self._heard.get(process, (None,))[0], time.monotonic()) for process in range(self.processes)
         }
 
     def _look(self) -> None:
-        """Looks for signs of all processes."""
+        """Looks for signs of all processes. Who hasn't looked for long, since it slept itself, knows of no silence."""
         with self._coordinator():
             signs = self._client.key_value_dir_get(self._key("signs/"))
+        if time.monotonic() - self._looked > self.timeout / 2:
+            self._listen()
+        self._looked = time.monotonic()
         for key, sign in signs:
             process = int(key.rpartition("/")[2])
             if self._heard[process][0] != sign:
                 self._heard[process] = sign, time.monotonic()
 
     def _beat(self) -> None:
-        """Gives signs of this process until it leaves."""
+        """Gives signs of this process, and looks for those of the others, until it leaves."""
         with contextlib.suppress(FailedError):  # the coordinator is gone: who waits for it says so
             for number in itertools.count():
                 self._say(f"signs/{self.process}", number)
+                self._look()
                 if self._left.wait(min(BEAT, self.timeout / 5)):
                     return
+
+    def _leave_last(self) -> None:
+        """Waits until all others that are heard of have left: if process 0 ends at once, JAX ends them before they say why."""
+        latest = time.monotonic() + BEAT
+        while time.monotonic() < latest and any(
+            process and _left(sign) is None and time.monotonic() - since < self.timeout
+            for process, (sign, since) in self._heard.items()
+        ):
+            time.sleep(0.1)
+            self._look()
 
     def _say(self, key: str, what: Any) -> None:
         if not self.alone:

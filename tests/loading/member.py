@@ -1,7 +1,8 @@
 """One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST ANSWERS`, where a request is a
 file of JSON.
 
-    {"devices": of all processes, "heartbeat": seconds after which JAX ends those who live, "loads": [{"source": …,
+    {"devices": of all processes, "heartbeat": seconds after which JAX ends those who live, "abruptly": whether these end
+    without JAX's farewell, "loads": [{"source": …,
     "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false, "waits": [process, path, "to call" or "to open"]}, …]}
 
 A list of sources, or of options, has one for each process. `waits` has a process call, or open its source, when there is such a file, or after a minute; when
@@ -147,3 +148,5 @@ if __name__ == "__main__":
     with Path(sys.argv[5]).open("w") as answers:
         for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(asked.read_text()), asked.parent):
             print(json.dumps(told), file=answers, flush=True)
+    if json.loads(asked.read_text()).get("abruptly"):
+        os._exit(0)

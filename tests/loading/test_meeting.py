@@ -131,6 +131,18 @@ def test_who_is_not_there_is_named(job: Told) -> None:
     assert died["failed"].startswith("process 1 of 2 has stopped: it wasn't heard of for 4 s")
 
 
+def test_one_is_killed_at_its_first_load(tmp_path: Path) -> None:
+    """Gloo's connections aren't made by then, and making them waits for 30 s: the others name it within the time-out all
+    the same. Then they end at once, process 0 last, with whom JAX would end the others before they say it.
+    """
+    release = save(tmp_path / "1", MODEL, tensors(1))
+    loads = {"dies": dict(source=release, mesh="fsdp=6", options=STEPS | SOON, fault=[1, "dies"])}
+    told, ended = run_job(3, loads, tmp_path, heartbeat=25, abruptly=True)
+    assert [each.returncode for each in ended] == [0, -9, 0], [each.stderr[-3000:] for each in ended]
+    for each in told["dies"]:
+        assert each["failed"].startswith("process 1 of 3 has stopped: it wasn't heard of for 4 s")
+
+
 @pytest.mark.parametrize("processes", [2, 3])
 def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
     """Its devices are waited for by then: all others name it within the time-out, and at the next load, too; none ends

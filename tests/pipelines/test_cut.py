@@ -392,6 +392,24 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("number", ["00", "\u0660"])  # the digit 0 of Arabic
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_number_in_another_spelling_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str, beside: bool
+) -> None:
+    """Written anew it would be layer 0: beside the tensor of that name, or in its place."""
+    tensors = random_tensors(LLAMA)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name.replace(".0.", f".{number}.")] = tensors[name] if beside else tensors.pop(name)
+    source = save(tmp_path / "source", LLAMA, tensors)
+    assert call("cut", source, tmp_path / "out", "--layers", "0:1") == 2
+    assert (
+        f"model.layers.{number}.mlp.up_proj.weight is no tensor's name that can be numbered anew"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_loading_a_checkpoint_takes_none(tmp_path: Path) -> None:
     source = make_release(tmp_path / "hf")
     wb.convert(str(source), str(tmp_path / "ckpt"), maxtext_model="llama2-7b", progress=False)

@@ -603,3 +603,14 @@ def test_a_vocabulary_that_is_cut_is_said_once(source: Path, tmp_path: Path, cap
     said = capsys.readouterr()
     assert "rows (" in said.err
     assert "left out on purpose" not in said.out
+
+
+@pytest.mark.parametrize("name", ["tuned.orbax-checkpoint-tmp", "0.replaced-0123abcd"])
+def test_an_output_with_the_name_of_what_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """No command reads such a checkpoint, nor does Orbax."""
+    source = make_release(tmp_path / "hf")
+    assert call("convert", source, tmp_path / name, "--maxtext_model", "llama2-7b") == 2
+    assert "has the name of what isn't published yet" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()

@@ -137,6 +137,50 @@ def test_an_entry_that_cant_be_read_doesnt_count(
     )
 
 
+@pytest.mark.parametrize("how", ["edited", "cut", "gone"])
+def test_staged_data_that_changed_are_made_anew(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Between a stop and `--resume`: by size and time of their files; the other units stay."""
+    output = tmp_path / "out"
+    before = kill_after(source, output, 3)
+    name, attempt = sorted(before.items())[1]
+    (file,) = (path for path in output.glob(f"0.*/items/{ATTEMPT}{attempt}/d/*"))
+    data = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    step = convert(source, output, *SMALL, "--resume")
+    assert "1 of the staged units aren't as they were written" in capfd.readouterr().err
+    assert_same_bits(restore(step), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+    used = {path.name.removeprefix(ATTEMPT) for path in (step / "items").glob(f"{ATTEMPT}*")}
+    assert set(before.values()) - used == {attempt}, name
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_staged_file_of_a_release_that_changed_is_made_anew(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its rows were zeros in what was published."""
+    options = ("quantize", source, tmp_path / "out", "--unit_bytes", "8000")
+    wanted = tmp_path / "wanted"
+    assert call("quantize", source, wanted) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("weightbeam.formats.targets.release.assemble", lambda *_: 1 / 0)
+        assert call(*options) == 1
+    (staged, *_) = sorted(tmp_path.glob("out.*.weightbeam-tmp/*.safetensors"))
+    if how == "gone":
+        staged.unlink()
+    else:
+        os.truncate(staged, staged.stat().st_size // 2)
+    capfd.readouterr()
+    assert call(*options, "--resume") == 0
+    assert "of the staged units aren't as they were written" in capfd.readouterr().err
+    for file in wanted.glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_what_was_there_has_no_part_in_the_rate(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

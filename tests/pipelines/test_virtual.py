@@ -408,6 +408,31 @@ def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys:
     assert "holds other bytes: its sha256 isn't" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
+def test_materialize_compares_the_hashes(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str
+) -> None:
+    """With `--sha256`, also where no block that is looked at changed, and neither size nor time; what is right is made
+    the same as without, and its files count as checked.
+    """
+    step = convert(source, tmp_path / "out", "--virtual", "--sha256", "--link", link)
+    assert call("materialize", step, tmp_path / "made") == 0
+    assert record(tmp_path / "made" / "0")["digests"] == record(convert(source, tmp_path / "wanted"))["digests"]
+    assert {shard["hash"] for shard in record(tmp_path / "made" / "0")["shards"]} == {"checked"}
+    file = (step / "items" / SOURCE / weights(source).name).resolve()
+    known, size = os.stat(file), file.stat().st_size
+    with file.open("r+b") as changed:
+        changed.seek(size // 2 + 4099)
+        byte = changed.read(1)
+        changed.seek(-1, os.SEEK_CUR)
+        changed.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
+    capsys.readouterr()
+    assert call("materialize", step, tmp_path / "again") == 2
+    assert "its sha256 isn't" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize("link", ["hard", "symlink"])
 def test_training_on_top_leaves_the_source_intact(source: Path, tmp_path: Path, link: str) -> None:
     """A manager that keeps one step saves step 1 and removes step 0, the virtual one."""

@@ -32,6 +32,13 @@ def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
     if resumed:
         staging.write_plan(plan.stage())
         staging.drop_unreadable()
+        if changed := plan.target.find_changed(staging):
+            LOG.warning(
+                "%s: %d of the staged units aren't as they were written, and are made anew",
+                staging.plan_folder,
+                len(changed),
+            )
+            staging.drop(changed)
     else:
         staging.create(plan.stage())
     LOG.debug("%s in %s", "goes on" if resumed else "staged", staging.plan_folder)
