@@ -215,7 +215,7 @@ class Repository(Store):
                 ended.wait(BACKOFF)
         except EntryNotFoundError:
             raise StorageError(f"{self.path(name)}: no such file") from None
-        except (HfHubHTTPError, httpx2.HTTPError) as e:
+        except (HfHubHTTPError, httpx2.HTTPError, ValueError) as e:
             _fail(f"{self.path(name)}: at byte {done:,}", self.repo, e)
 
     def _go_on(self, name: str, request: Request, start: int, ended: threading.Event, latest: float) -> int:
@@ -273,7 +273,11 @@ class Repository(Store):
 
 
 class _Locations:
-    """Where the bytes of files lie: for each the address, and the headers that it needs."""
+    """Where the bytes of files lie: for each the address, and the headers that it needs.
+
+    Raises:
+      ValueError: the hub sends to what is no address of a file: one with a user's name would have it sent to that host.
+    """
 
     def __init__(self) -> None:
         self._locks: defaultdict[tuple[str, str, str], threading.Lock] = defaultdict(threading.Lock)
@@ -288,7 +292,10 @@ class _Locations:
                     url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint()
                 ).location
             location = self._found[key]
-        ours = urlsplit(location)[:2] == urlsplit(_endpoint())[:2]
+        place = urlsplit(location)
+        if place.username is not None:
+            raise ValueError(f"a file that lies at {place.hostname}, for a user of that host")
+        ours = place[:2] == urlsplit(_endpoint())[:2]
         return location, build_hf_headers(token=token() or False if ours else False)
 
     def forget(self, repo: str, commit: str, name: str, location: str) -> None:

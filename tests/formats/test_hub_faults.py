@@ -177,6 +177,18 @@ def test_an_address_that_is_none_is_asked_once(hub: FakeHub, files: dict[str, by
     assert not waited
 
 
+@pytest.mark.parametrize("address", ["http://[::1", "http://hub.example@127.0.0.2:9/file"])
+def test_a_redirect_to_no_address(
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """A broken one, and one with a user's name, which a client sends to that host as who logs in."""
+    assert attempt(files)
+    answer, elsewhere = hub.answer, Reply(302, b"", {"Location": address})
+    monkeypatch.setattr(hub, "answer", lambda call: elsewhere if "/resolve/" in call.path else answer(call))
+    with pytest.raises(StorageError, match="no answer of the hub's"):
+        open_store(URL).read("config.json")
+
+
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
     """A list without weights, files that are gone, and a folder that was cleared meanwhile: nothing is committed."""
     publish(URL, TITLE, files)
