@@ -54,7 +54,7 @@ def trained() -> str:
 
 def _logits(row: Mapping[str, Any]) -> str:
     """How far they are apart after training; and why, where that is more than float32's rounding."""
-    apart = f"{row['logits']:.1e}".replace("e-0", "e-").replace("e+00", "")
+    apart = f"{row['logits']:{'.2g' if row['logits'] > 0.01 else '.1e'}}".replace("e-0", "e-")
     if row.get("limits"):
         return f"{apart} ([another model](../explanation/numerics.md#where-maxtext-and-hugging-face-disagree))"
     if "exact" in row:

@@ -75,7 +75,8 @@ def logits_of(release: Path, tokens: np.ndarray, dtype: Any = None) -> np.ndarra
     named = getattr(transformers, config.architectures[0])
     how = dict(attn_implementation="eager", experts_implementation="eager")  # what else there is has no float64
     model = named.from_pretrained(release, config=config, dtype=dtype, **how).eval()
-    if config.get_text_config().tie_word_embeddings:
+    model = getattr(model, "thinker", model)  # of Qwen 3 Omni
+    if model.config.tie_word_embeddings or model.config.get_text_config().tie_word_embeddings:
         # https://github.com/AI-Hypercomputer/maxtext, src/maxtext/layers/embeddings.py, attend_on_embedding, 0.2.5
         rounded = model.get_output_embeddings().weight.detach().bfloat16().to(dtype)
         model.get_output_embeddings().weight = torch.nn.Parameter(rounded)
