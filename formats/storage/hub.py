@@ -276,7 +276,7 @@ class _Locations:
     """Where the bytes of files lie: for each the address, and the headers that it needs.
 
     Raises:
-      ValueError: the hub sends to what is no address of a file: one with a user's name would have it sent to that host.
+      ValueError: the hub redirects to what is no address, or to one that names a user, whom the client would log in as.
     """
 
     def __init__(self) -> None:
