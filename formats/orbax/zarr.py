@@ -144,10 +144,23 @@ def keys(spec: ArraySpec, format: Format) -> Iterator[str]:
     """Every key of an array: its metadata and its shards."""
     yield f"{spec.key}/{format.metadata_name}"
     for index in itertools.product(*(range(n) for n in spec.grid)):
-        if format.use_zarr3:
-            yield "/".join((spec.key, "c", *map(str, index)))
-        else:
-            yield f"{spec.key}/" + (".".join(map(str, index)) or "0")
+        yield _key(spec, index, format)
+
+
+def key_of(spec: ArraySpec, box: Box, format: Format) -> str:
+    """The key of the shard that fills a box of an array."""
+    return _key(spec, _index(spec, box), format)
+
+
+def _index(spec: ArraySpec, box: Box) -> tuple[int, ...]:
+    """Where in the grid the shard is that fills a box."""
+    return tuple(start // step for (start, _), step in zip(box, spec.shard, strict=True))
+
+
+def _key(spec: ArraySpec, index: tuple[int, ...], format: Format) -> str:
+    if format.use_zarr3:
+        return "/".join((spec.key, "c", *map(str, index)))
+    return f"{spec.key}/" + (".".join(map(str, index)) or "0")
 
 
 def below(kvstore: dict[str, Any], key: str) -> dict[str, Any]:
@@ -185,7 +198,7 @@ def write_shards(
                 opened, open=True, assume_metadata=True, context=context, transaction=transaction
             ).result()
         if target is not spec:
-            box = target.shard_box(tuple(start // step for (start, _), step in zip(box, spec.shard, strict=True)))
+            box = target.shard_box(_index(spec, box))
             values = values.reshape(target.shard)
         region = tuple(slice(start, stop) for start, stop in box)
         write = stores[target][region].write(values, can_reference_source_data_indefinitely=True)

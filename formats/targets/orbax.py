@@ -11,7 +11,6 @@ Where it is until it is whole: `formats/staging/`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.metadata import (
@@ -40,20 +38,14 @@ from weightbeam.formats.orbax.metadata import (
 from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
-from weightbeam.formats.record.extremes import Extremes
-from weightbeam.formats.record.provenance import RECORD, digest, record_json, summary, total
+from weightbeam.formats.record.provenance import RECORD, record_json, summary, total
 from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.staging.bucket import REMAINS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.storage.case import clash
+from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
-from weightbeam.model_mappings.boxes import Box
-
-STATE = "state"  # in a unit's ledger entry: that of its database's files
-SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
-Shard = tuple[ArraySpec, Box, np.ndarray]  # an array, a box of it, and its values
-See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +119,7 @@ class OrbaxTarget(Target[Staging]):
         assemble(place, self, units, record, overwrite, conclude)
 
     def find_changed(self, place: Staging) -> list[int]:
-        """By sizes and times of the units' databases. An object of a bucket doesn't change."""
-        return [
-            unit
-            for unit, entry in place.ledger().items()
-            if STATE in entry and entry[STATE] != _state(place.items, entry["attempt"])
-        ]
+        return find_changed(place, self.format)
 
     @staticmethod
     def record_of(place: Store) -> Mapping[str, Any]:
@@ -213,103 +200,6 @@ def _deletes(others: Sequence[str], another: str) -> str:
     if not others:
         return ""
     return f"holds what is no checkpoint's, and --overwrite would delete: {listed(others)}; move it away, or {another}"
-
-
-def write_unit(
-    staging: Staging,
-    unit: int,
-    shards: Sequence[Shard],
-    format: Format,
-    copies: Sequence[EncodedChunk] = (),
-    notes: Mapping[str, Any] | None = None,
-    see: See | None = None,
-) -> str:
-    """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them;
-    enters the unit in the ledger.
-
-    Args:
-      staging: where.
-      unit: its number.
-      shards: arrays, boxes and values.
-      format: how they are stored.
-      copies: chunks that are encoded already.
-      notes: what else its ledger entry says.
-      see: is shown each shard, and what was seen of its values on the way to its digest; what it has to say of them is
-        noted too.
-
-    Returns:
-      The attempt that counts: this one, or an earlier one that was first.
-
-    Raises:
-      TakenOverError: the place isn't this plan's any more; what was written of the unit is removed, or, where the plan
-        is still there (a stop in a bucket) or the unit may count already, left to whoever goes on.
-    """
-    staging.check()
-    attempt = staging.attempt()
-    try:
-        _write(staging, attempt, shards, format, copies)
-        staging.check()
-    except Exception as e:
-        if staging.is_staged():
-            raise
-        staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
-        raise staging.taken_over() from e
-    shares: dict[str, int] = {}
-    seen: list[Mapping[str, Any]] = []
-    for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
-        extremes = Extremes(spec.dtype) if see else None
-        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values, extremes)
-        if see and extremes and (found := see(spec, box, values, extremes)):
-            seen.append(found)
-    # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is
-    # removed.
-    entry = {
-        "attempt": attempt,
-        **({STATE: _state(staging.items, attempt)} if format.use_ocdbt and isinstance(staging, FolderStaging) else {}),
-        "digests": {key: f"{share:x}" for key, share in shares.items()},
-        **(notes or {}),
-        **({SEEN: seen} if seen else {}),
-    }
-    entry = staging.enter(unit, entry)
-    if format.use_ocdbt:
-        # the page cache would grow by the whole checkpoint, and push out what others read
-        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")
-    return entry["attempt"]
-
-
-def _state(items: Store, attempt: str) -> str:
-    """Sizes and times of the files of a unit's database, in short."""
-    files = [(file.name, file.size, file.version) for file in items.list(f"{ocdbt.ATTEMPT}{attempt}/")]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
-
-
-def _write(
-    staging: Staging,
-    attempt: str,
-    shards: Sequence[Shard],
-    format: Format,
-    copies: Sequence[EncodedChunk],
-) -> None:
-    shared = ocdbt.context()
-    transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
-    kvstore = (
-        ocdbt.written_database(staging.items / f"{ocdbt.ATTEMPT}{attempt}")
-        if format.use_ocdbt
-        else staging.shards.kvstore()
-    )
-    futures = []
-    for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
-        futures += zarr.write_shards(
-            kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction
-        )
-    if copies:
-        store = ts.KvStore.open(kvstore, context=shared).result()
-        store = store if transaction is None else store.with_transaction(transaction)
-        futures += [store.write(copy.key, copy.encoded) for copy in copies]
-    for future in futures:
-        future.result()
-    if transaction is not None:
-        transaction.commit_sync()
 
 
 def assemble(

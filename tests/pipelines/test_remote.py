@@ -178,7 +178,7 @@ def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: di
 
 def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
     """Until its marker is there no reader takes it for a checkpoint; --resume makes the units that are missing, and
-    only those.
+    one whose objects somebody wrote to meanwhile, and only those.
     """
     arguments = (
         "convert",
@@ -205,8 +205,13 @@ def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wan
     assert "--resume" in printed(*arguments, env=gcs.env(), status=2)
     entries = {name: made.generation for name, made in gcs.objects["bucket"].items() if "/units/" in name}
     assert len(entries) >= done
+    changed = next(iter(entries))
+    attempt = json.loads(gcs.objects["bucket"][changed].data)["attempt"]
+    (data,) = (name for name in list(gcs.objects["bucket"]) if f"{attempt}/d/" in name)
+    gcs.put("bucket", data, gcs.objects["bucket"][data].data[::-1])
+    del entries[changed]
     gcs.log.clear()
-    printed(*arguments, "--resume", env=gcs.env())
+    assert "1 of the staged units aren't as they were written" in printed(*arguments, "--resume", env=gcs.env())
     assert not [entry for entry in gcs.log.of("write") if entry.name.removeprefix("bucket/") in entries]
     assert restored("gs://bucket/ckpt/0/items", gcs.env()) == wanted
     assert all(name.startswith("ckpt/0/") for name in gcs.objects["bucket"])

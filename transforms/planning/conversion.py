@@ -25,7 +25,8 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import SOURCE, identify, put_source
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.targets import TARGETS, Target
-from weightbeam.formats.targets.orbax import SEEN, OrbaxTarget
+from weightbeam.formats.targets.orbax import OrbaxTarget
+from weightbeam.formats.targets.orbax_units import SEEN
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
