@@ -219,13 +219,16 @@ class Bucket(Store):
 
     @contextlib.contextmanager
     def _translate_errors(self, name: str = "") -> Iterator[None]:
-        """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was
-        asked for.
-        """
+        """Turns the clients' errors into ours, and what they raise of an answer that is none, such as a proxy's page."""
         try:
             yield
-        except (exceptions.NotFound, exceptions.PreconditionFailed, FileNotFoundError, StorageError):
+        except (FileNotFoundError, StorageError):
             raise
+        except (AttributeError, TypeError, LookupError) as e:
+            raise StorageError(
+                f"{self.path(name) if name else self.url}: what came is no answer of a bucket's ({type(e).__name__}); "
+                "is a proxy, or a page to log in, between?"
+            ) from e
         except (
             exceptions.GoogleAPICallError,
             exceptions.RetryError,
@@ -419,16 +422,16 @@ class Bucket(Store):
         """Writes an object whole if it is still of that version (None: if there is none); returns its new version, or
         None where it isn't.
         """
-        blob = self._upload(name, data, int(version or 0))
-        return str(blob.generation) if blob else None
+        written = self._upload(name, data, int(version or 0))
+        return written.version if written else None
 
     def now(self) -> float:
         """The time by the bucket's clock, in seconds since 1970: when an object was made, which is deleted again."""
-        blob = self._upload(PROBE, b"", None)
+        written = self._upload(PROBE, b"", None)
         self.delete(PROBE)
-        return blob.updated.timestamp() if blob and blob.updated else 0.0
+        return written.updated if written else 0.0
 
-    def _upload(self, name: str, data: bytes, generation: int | None) -> storage.Blob | None:
+    def _upload(self, name: str, data: bytes, generation: int | None) -> File | None:
         """Writes an object whole; only over that generation, if one is named. Returns it, or None where there was
         another.
         """
@@ -448,12 +451,12 @@ class Bucket(Store):
                 found = _client().bucket(self.bucket).get_blob(blob.name, timeout=TIMEOUT, retry=RETRY)
                 if found is None or (found.metadata or {}).get("attempt") != blob.metadata["attempt"]:
                     return None
-                return found  # it is ours: the first attempt succeeded, and its answer was lost
+                return self._file(found)  # it is ours: the first attempt succeeded, and its answer was lost
             except exceptions.NotFound as e:
                 if generation:
                     return None
                 raise StorageError(f"gs://{self.bucket}: no such bucket") from e
-            return blob
+            return self._file(blob)
 
     def compose(self, name: str, components: Sequence[str]) -> None:
         """Has the store make an object of others, at most 32, one behind the other.

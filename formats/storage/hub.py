@@ -44,6 +44,8 @@ from weightbeam.formats.storage.token import token
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT, STALL_SECONDS = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
+ANSWER_SECONDS = 300.0  # the same where something is published: the hub makes a commit before it answers
+AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which a request is made again
 ATTEMPTS = 8  # in a row, without a byte of progress
 FIRST_ATTEMPTS = 4  # at the first request of all: who is offline is told so in seconds
 BACKOFF = 0.5  # seconds; doubled before each attempt
@@ -215,7 +217,7 @@ class Repository(Store):
                 ended.wait(BACKOFF)
         except EntryNotFoundError:
             raise StorageError(f"{self.path(name)}: no such file") from None
-        except (HfHubHTTPError, httpx2.HTTPError, ValueError) as e:
+        except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
             _fail(f"{self.path(name)}: at byte {done:,}", self.repo, e)
 
     def _go_on(self, name: str, request: Request, start: int, ended: threading.Event, latest: float) -> int:
@@ -326,20 +328,58 @@ def api() -> HfApi:
 def is_passing(error: BaseException) -> bool:
     """Whether a request that failed so may succeed when it is repeated."""
     if isinstance(error, HfHubHTTPError):
-        return error.response is not None and error.response.status_code in (408, 429, 500, 502, 503, 504)
+        return error.response is not None and error.response.status_code in AGAIN
     return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
 
 
 def wait(state: tenacity.RetryCallState) -> float:
     """Seconds before the next attempt: what the hub asks for, else more each time."""
     error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        limit = parse_ratelimit_headers(error.response.headers)
-        if (asked := error.response.headers.get("Retry-After", "")).isdigit():
-            return max(BACKOFF, float(asked))
-        if limit and error.response.status_code == 429 and limit.remaining == 0:
-            return max(BACKOFF, float(limit.reset_in_seconds))
+    answer = error.response if isinstance(error, HfHubHTTPError) else None
+    if answer is not None and (asked := _asked_pause(answer)) is not None:
+        return max(BACKOFF, asked)
     return min(30.0, BACKOFF * 2**state.attempt_number)
+
+
+def _asked_pause(answer: httpx2.Response) -> float | None:
+    """Seconds before the next request that a hub asks for; None where it doesn't."""
+    if (asked := answer.headers.get("Retry-After", "")).isdecimal():
+        return float(asked)
+    limit = parse_ratelimit_headers(answer.headers) if answer.status_code == 429 else None
+    return float(limit.reset_in_seconds) if limit and limit.remaining == 0 else None
+
+
+def _look_at(answer: httpx2.Response) -> None:
+    """Looks at each answer that huggingface_hub gets, which waits by itself as long as it is asked to, without a word.
+
+    Raises:
+      HfHubHTTPError: the pause that is asked for is longer than we wait.
+    """
+    if answer.status_code not in AGAIN or (pause := _asked_pause(answer)) is None:
+        return
+    if pause > MAX_REQUEST_SECONDS:
+        answer.read()
+        hf_raise_for_status(answer)
+    _TROUBLE.note(answer.url.host, f"it answered {answer.status_code}", pause)
+
+
+def _bound(request: httpx2.Request) -> None:
+    """Gives a request of huggingface_hub a time-out that has none."""
+    if (request.extensions.get("timeout") or {}).get("read") is None:
+        request.extensions = {
+            **request.extensions,
+            "timeout": httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT).as_dict(),
+        }
+
+
+def _watch_session(_: object = None) -> None:
+    """Has each request and answer of huggingface_hub's client looked at. The client is another one after a failure, and
+    anyone's in this process.
+    """
+    session = get_session()
+    hooks = session.event_hooks
+    if _look_at not in hooks["response"]:
+        session.event_hooks = {"request": [*hooks["request"], _bound], "response": [*hooks["response"], _look_at]}
 
 
 def _is_over(state: tenacity.RetryCallState, attempts: int) -> bool:
@@ -365,12 +405,13 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
         error = state.outcome.exception() if state.outcome else None
         answer = getattr(error, "response", None)  # the error's own text may have an address that is signed
         why = f"it answered {answer.status_code}" if answer is not None else type(error).__name__
-        _TROUBLE.note(_endpoint(), why, f" in {state.upcoming_sleep:.0f} s")
+        _TROUBLE.note(_endpoint(), why, state.upcoming_sleep)
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
         wait=wait,
         stop=stop,
+        before=_watch_session,
         sleep=tenacity.sleep_using_event(ended),
         before_sleep=note,
         reraise=True,
@@ -382,13 +423,22 @@ retried = _retrying().wraps  # decorates a function that asks the hub
 
 # what the hub's client raises of an answer that has no JSON, lacks something, or has something else in its place, such as
 # the page of a proxy
-NO_ANSWER = (json.JSONDecodeError, LookupError, TypeError, AttributeError, RecursionError)
+NO_ANSWER = (
+    json.JSONDecodeError, LookupError, TypeError, AttributeError, NameError, RecursionError, httpx2.InvalidURL,
+)  # fmt: skip
 
 
 def no_answer(error: Exception) -> str:
     """What to say of such an answer."""
-    about = f"{type(error).__name__}: {error}"
+    about = f"{type(error).__name__}: {str(error)[:200]}"
     return f"what came of {_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
+
+
+def answered(answer: httpx2.Response) -> str:
+    """What to say of an answer that is an error."""
+    pause = _asked_pause(answer) or 0.0
+    when = f", and asks for a pause of {pause:,.0f} s" if pause > MAX_REQUEST_SECONDS else ""
+    return f"the hub answered {answer.status_code} {answer.reason_phrase}".rstrip() + when
 
 
 _SAME: set[str] = set()  # files of the cache that are known to be those of the hub
@@ -400,13 +450,13 @@ def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
         found = _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
             repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS
         )
-        _check_form(found)
+        check_form(found)
         return found
     except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
         _fail(url, repo, e)
 
 
-def _check_form(info: ModelInfo) -> None:
+def check_form(info: ModelInfo) -> None:
     """Raises ValueError for an answer without a commit, or with files whose names, sizes or hashes are none."""
     if not COMMIT.fullmatch(info.sha or ""):
         raise ValueError(f"{info.sha!r} is no commit")
@@ -443,7 +493,7 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
             f"the hub doesn't accept the token that is set; is it wrong, or has it expired? Set another, or {LOG_IN}"
         )
     elif isinstance(error, HfHubHTTPError) and error.response is not None:
-        message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
+        message = answered(error.response)
     elif isinstance(error, HFValidationError):
         message = str(error)
     elif isinstance(error, (ValueError, *NO_ANSWER)):

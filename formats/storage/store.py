@@ -40,16 +40,17 @@ class Trouble:
     """Requests to a service that fail one after the other, and are made again: after a while that is said."""
 
     def __init__(self) -> None:
-        self._since = self._last = -math.inf
+        self._since = self._last = self._told = -math.inf
 
-    def note(self, who: str, why: str, when: str = "") -> None:
-        """Takes note of a request that failed, and is made again, `when` that is known."""
+    def note(self, who: str, why: str, pause: float | None = None) -> None:
+        """Takes note of a request that failed, and is made again after a pause in seconds, where that is known."""
         now = time.monotonic()
         if now - self._last > LONGEST_PAUSE:
             self._since = now
-        self._last = now
-        if now - self._since >= SILENCE:
-            self._since = now  # the next line is as far off
+        self._last = now + (pause or 0.0)
+        if now - self._since + (pause or 0.0) >= SILENCE and now - self._told >= 1.0:
+            self._since = self._told = now  # the next line is as far off
+            when = "" if pause is None else f" in {pause:.0f} s"
             _LOG.warning("waiting for %s, which is asked again%s: %s", who, when, why)
 
 

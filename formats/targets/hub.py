@@ -25,7 +25,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError, reason
-from weightbeam.formats.storage.hub import NO_ANSWER, api, no_answer, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, STALL_SECONDS, answered, api, no_answer, retried
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.storage.uninterrupted import uninterrupted
@@ -38,6 +38,10 @@ PRECONDITION_FAILED = 412  # the parent isn't the head any more
 
 # by their names in the repository: the small files themselves, and where the large ones lie; None: not made yet
 Files = Mapping[str, bytes | Path | None]
+
+
+class OthersError(StorageError):
+    """Something would be replaced that others have put there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class _Head:
       commit: its last.
       files: the hash of each file, by name.
       made: the commit that published this very result, where one did.
-      before: the hashes of the files in that one.
+      before: the hashes of the files in that one, or in the last that published an earlier one.
       is_bare: it has no commit of its own yet, only those of `main`, which keeps them.
     """
 
@@ -153,6 +157,21 @@ def check_free(url: str) -> None:
             _refuse_others(target, head, *_changes(head, {}, {}, False))
 
 
+def changed_since(url: str, title: str) -> list[str]:
+    """The files of a branch that others have put there or changed since the commit of that title; all of them where
+    there is none.
+
+    Raises:
+      StorageError: the hub can't be asked.
+    """
+    target, hub = HubAddress.parse(url), api()
+    with told(target):
+        if (found := _find(hub, target)) is None:
+            return []
+        head = _look(hub, target, title, found)
+    return sorted(name for name, there in head.files.items() if head.before.get(name) != there)
+
+
 def publish(
     url: str,
     title: str,
@@ -162,6 +181,7 @@ def publish(
     create_pr: bool = False,
     private: bool = True,
     replace_card: bool = False,
+    earlier: re.Pattern[str] | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Published | None:
     """Publishes files as one commit, in a repository that is made if there is none. Nothing happens where that was done
@@ -178,20 +198,22 @@ def publish(
       create_pr: open a pull request; the branch itself doesn't change.
       private: whether a repository that is made is private.
       replace_card: whether the release's model card takes the place of the repository's.
+      earlier: the titles of results which this one succeeds: what the last commit of them published is replaced, too.
       is_wanted: is asked right before the commit, when its parent is fixed.
 
     Returns:
       What was published; None where it isn't wanted any more.
 
     Raises:
-      StorageError: the list has no weights, or one of its files is gone; there is something that would be replaced; the
-        hub can't be reached, or doesn't let us; or someone else committed meanwhile.
+      OthersError: there is something that would be replaced.
+      StorageError: the list has no weights, or one of its files is gone; the hub can't be reached, or doesn't let us; or
+        someone else committed meanwhile.
     """
     target, hub = HubAddress.parse(url), api()
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
     with told(target), _without_bars():
-        head = _look(hub, target, title, _find(hub, target) or _create(hub, target, private))
+        head = _look(hub, target, title, _find(hub, target) or _create(hub, target, private), earlier)
         if made := _made(hub, target, title, head, files, create_pr):
             return made
         # the large files are hashed here
@@ -218,7 +240,7 @@ def publish(
 def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
     """The branch, if there is one."""
     with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
-        return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True)
+        return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True, timeout=STALL_SECONDS)
     return None
 
 
@@ -227,14 +249,21 @@ def _create(hub: HfApi, target: HubAddress, private: bool) -> ModelInfo:
     retried(hub.create_repo)(target.repo, private=private, exist_ok=True)
     if target.branch != "main":
         retried(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
-    return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True)
+    return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True, timeout=STALL_SECONDS)
 
 
-def _look(hub: HfApi, target: HubAddress, title: str | None, found: ModelInfo) -> _Head:
+def _look(
+    hub: HfApi, target: HubAddress, title: str | None, found: ModelInfo, earlier: re.Pattern[str] | None = None
+) -> _Head:
     """The branch's last commit, and what came before it; no commit is ours without a title."""
     history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
     made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
-    before = _hashes(retried(hub.model_info)(target.repo, revision=made, files_metadata=True)) if made else {}
+    ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
+    before = (
+        _hashes(retried(hub.model_info)(target.repo, revision=ours, files_metadata=True, timeout=STALL_SECONDS))
+        if ours
+        else {}
+    )
     is_bare = target.branch != "main" and found.sha in {
         each.commit_id for each in retried(hub.list_repo_commits)(target.repo)
     }
@@ -305,14 +334,14 @@ def _is_stale(name: str) -> bool:
 def _refuse_others(
     target: HubAddress, head: _Head, removed: tuple[str, ...], replaced: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
-    """Raises StorageError where something would go that this result hasn't published before, or whose hash is unknown."""
+    """Raises OthersError where something would go that this result hasn't published before, or whose hash is unknown."""
     others = [
         name
         for name in sorted([*removed, *replaced])
         if not head.files[name] or head.files[name] != head.before.get(name)
     ]
     if others and not head.is_bare:
-        raise StorageError(
+        raise OthersError(
             f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "
             "replaced (--overwrite), or a pull request opened (--create_pr)"
         )
@@ -416,7 +445,7 @@ def told(target: HubAddress) -> Iterator[None]:
         elif status == 403 or isinstance(e, RepositoryNotFoundError):
             message = f"the token that is set may not write there; it needs the role `write`, and its owner access to {target.repo.split('/')[0]}"
         else:
-            message = f"the hub answered {status} {e.response.reason_phrase if e.response is not None else ''}".rstrip()
+            message = "the hub gave no answer" if e.response is None else answered(e.response)
         raise StorageError(f"{target}: {message}") from None
     except HFValidationError as e:
         raise StorageError(f"{target}: {e}") from None
@@ -427,6 +456,6 @@ def told(target: HubAddress) -> Iterator[None]:
     except OSError as e:  # a file of ours, such as one that someone removed
         raise StorageError(f"{target}: {reason(e)}") from None
     except (httpx2.HTTPError, RuntimeError) as e:  # RuntimeError: of an upload
-        raise StorageError(
-            f"{target}: the hub, or the host of its files, can't be reached: {type(e).__name__}"
-        ) from None
+        answer = getattr(e.__cause__, "response", None)
+        why = f"the hub, or the host of its files, can't be reached: {type(e).__name__}"
+        raise StorageError(f"{target}: {why if answer is None else answered(answer)}") from None

@@ -57,17 +57,20 @@ def others_in(release: Store) -> list[str]:
     tensors = digests.keys() if isinstance(digests, dict) else set[str]()
     if "files" not in record:  # of an earlier version
         own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}
-    if isinstance(release, LocalFolder):  # links and whatever else isn't a file, too
-        paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-        names = sorted(str(path.relative_to(release.folder)) for path in paths)
-    else:
-        names = [file.name for file in release.list()]
     shards = _shards_by_index(release) if INDEX in own else None
     return [
         name
-        for name in names
+        for name in names_in(release)
         if name not in own and not (_is_shard(release, name, tensors) if shards is None else name in shards)
     ]
+
+
+def names_in(release: Store) -> list[str]:
+    """All that lies in a release, links and whatever else isn't a file, too."""
+    if not isinstance(release, LocalFolder):
+        return [file.name for file in release.list()]
+    paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted(str(path.relative_to(release.folder)) for path in paths)
 
 
 def strays_in(release: Store) -> list[str]:

@@ -13,6 +13,8 @@ from weightbeam.formats.storage import Store
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
+NOTE = "note"  # of what a publication says: the reason of its record
+
 
 @dataclasses.dataclass(frozen=True)
 class FeedTask:
@@ -175,7 +177,9 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
-        """Lets readers see the result; returns what the record says of it. Done again, it changes nothing."""
+        """Lets readers see the result; returns what the record says of it, `NOTE` what is worth knowing. Done again, it
+        changes nothing.
+        """
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
         """Does what is left once the record says that it is published; returns records of others whose state that

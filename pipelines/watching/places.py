@@ -13,12 +13,15 @@ import abc
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
+from weightbeam.formats.orbax import is_checkpoint
+from weightbeam.formats.orbax import others_in as others_in_checkpoint
 from weightbeam.formats.release.files import WRITTEN
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import (
@@ -34,14 +37,28 @@ from weightbeam.formats.storage import (
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
 from weightbeam.formats.storage.strict_json import JsonError, read_json
-from weightbeam.formats.targets.hub import CARD, Files, HubAddress, check_free, check_target, publish, told
-from weightbeam.formats.targets.published import whole_files
+from weightbeam.formats.targets.hub import (
+    CARD,
+    Files,
+    HubAddress,
+    OthersError,
+    Published,
+    changed_since,
+    check_free,
+    check_target,
+    publish,
+    told,
+)
+from weightbeam.formats.targets.published import names_in, others_in, whole_files
+from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching.feed import NOTE
 from weightbeam.pipelines.watching.records import DamagedRecordError
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
 RELEASE = "release"  # the folder that grows, below the work of one step
+TITLE = re.compile(r"Step \d+ of .+ \(\S+\)")  # of a commit that publishes a step
 LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
 BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
 
@@ -86,6 +103,15 @@ class Place(abc.ABC):
         """
 
     @abc.abstractmethod
+    def others(self, url: str, key: str, title: str) -> Sequence[str]:
+        """What lies at the URL of a step, and isn't of the step that was published with this key and title: others put
+        it there.
+
+        Raises:
+          OSError: it can't be told.
+        """
+
+    @abc.abstractmethod
     def remove(self, url: str) -> None:
         """Removes a published step; nothing happens where there is none."""
 
@@ -120,6 +146,15 @@ class Place(abc.ABC):
     def at(self, url: str) -> str:
         """The URL of a step that was recorded as `url` where the place was then."""
         return url
+
+    def is_taken(self, url: str) -> bool:
+        """Whether something that nobody knows lies where a step would be published."""
+        return False
+
+
+def told_other_run(url: str, run: str) -> str:
+    """That a place is another run's."""
+    return f"{url} holds the steps of {run}; two runs can't be published into one place"
 
 
 def open_place(url: str, scratch: Path, create_pr: bool = False) -> Place:
@@ -171,6 +206,16 @@ class StorePlace(Place):
     def report(self, url: str) -> Mapping[str, Any]:
         return _report(open_store(url))
 
+    def others(self, url: str, key: str, title: str) -> Sequence[str]:
+        step = open_store(url)
+        if self.report(url).get("key") != key:
+            return names_in(step)
+        found = others_in_checkpoint(step) if is_checkpoint(step) else others_in(step)
+        return [name for name in found if name not in BESIDE]
+
+    def is_taken(self, url: str) -> bool:
+        return not self.report(url) and bool(names_in(open_store(url)))
+
     def remove(self, url: str) -> None:
         assert url.startswith(f"{self.url}/")
         self.store.delete_folder(url.removeprefix(f"{self.url}/"))
@@ -202,11 +247,22 @@ class FolderPlace(StorePlace):
     """A folder: a step appears by a rename."""
 
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
-        if not Path(url).exists():
+        if os.path.lexists(url):
+            if self.report(url).get("key") != _report(release).get("key"):
+                raise StorageError(f"{url} exists, and isn't of this step; move it away")
+        else:
             sync_folder(Path(release.url))
             os.rename(release.url, url)
             sync_folder(Path(self.url))
         return {}
+
+    def is_taken(self, url: str) -> bool:
+        return os.path.lexists(url) and not self.report(url)
+
+    def others(self, url: str, key: str, title: str) -> Sequence[str]:
+        if os.path.islink(url):
+            return [f"a link to {os.readlink(url)}"]
+        return super().others(url, key, title)
 
     def remove(self, url: str) -> None:
         """Takes it out of sight first, whole."""
@@ -227,6 +283,8 @@ class BucketPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
+        if others := sorted({*names_in(place)} - {file.name for file in files}):
+            raise StorageError(f"{url} holds what isn't of this step: {listed(others)}; move it away")
         late = [
             file
             for name in LAST
@@ -270,31 +328,48 @@ class HubPlace(Place):
         files = whole_files(LocalFolder(release.url), BESIDE)
         if REPORT not in files:
             raise StorageError(f"{release}: has no {REPORT}, and isn't published")
-        pages = [] if self._create_pr else [self._commit(files, url, title, lambda: True)]
-        is_wanted = (lambda: True) if self._create_pr else is_newest
-        if is_wanted():
-            pages.append(self._commit(files, self.url, title, is_wanted))
-        return {"pages": [page for page in pages if page]}
+        run = _report(release).get("run")
+        if self._create_pr:
+            made = self._commit(files, self.url, title, run, lambda: True)
+            return {"pages": [made.page], "checkpoint": made.url} if made else {}
+        said: dict[str, Any] = {}
+        pages = [self._commit(files, url, title, run, lambda: True)]
+        if is_newest():
+            try:
+                pages.append(self._commit(files, self.url, title, run, is_newest))
+            except OthersError as e:
+                said = {NOTE: f"isn't made the newest: {e}; what should be in each step belongs into `like`"}
+        return {"pages": [made.page for made in pages if made], **said}
 
-    def _commit(self, files: Files, url: str, title: str, is_wanted: Callable[[], bool]) -> str | None:
-        """One commit, or a pull request; none where that was made before. Returns its page."""
+    def _commit(
+        self, files: Files, url: str, title: str, run: str | None, is_wanted: Callable[[], bool]
+    ) -> Published | None:
+        """One commit, or a pull request; none where it isn't wanted any more. What others have committed stays."""
+
+        def is_ours() -> bool:
+            if (held := self.report(url).get("run")) not in (None, run):
+                raise StorageError(told_other_run(url, held))
+            return is_wanted()
+
         card = self._card(HubAddress.parse(url).branch)
-        made = publish(
+        return publish(
             url,
             title,
             files,
-            overwrite=bool(self.report(url)),
             create_pr=self._create_pr,
             replace_card=card is None or WRITTEN.search(card) is not None,
-            is_wanted=is_wanted,
+            earlier=TITLE,
+            is_wanted=is_ours,
         )
-        return made.page if made else None
 
     def _card(self, branch: str) -> str | None:
         try:
             return open_store(f"hf://{self._repo}@{branch}").read(CARD).decode(errors="replace")
         except (FileNotFoundError, NoRepositoryError):
             return None
+
+    def others(self, url: str, key: str, title: str) -> Sequence[str]:
+        return changed_since(url, title)
 
     def remove(self, url: str) -> None:
         target = HubAddress.parse(url)

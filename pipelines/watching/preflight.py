@@ -17,7 +17,7 @@ from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import Place, check_writable
+from weightbeam.pipelines.watching.places import Place, check_writable, told_other_run
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import CHECKPOINTS, read_step
@@ -169,11 +169,9 @@ def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -
     """
     try:
         place.check_writable(dry_run)
-        owner = place.owner()
+        owner = feed.taken_by(place)
     except DamagedRecordError:
         return []
     except OSError as e:
         return [f"{who}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}"]
-    if owner not in (None, feed.run.checkpoints, feed.naming(place).name(feed.run.checkpoints)):
-        return [f"{who}: {place.url} holds the steps of {owner}; two runs can't be published into one place"]
-    return []
+    return [f"{who}: {told_other_run(place.url, owner)}"] if owner else []

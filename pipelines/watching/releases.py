@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx2
+from huggingface_hub import ModelInfo
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -24,7 +25,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import NO_ANSWER, api, no_answer, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, api, check_form, no_answer, retried
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
@@ -163,6 +164,12 @@ def find_release(repo: str, revision: str) -> ReleaseCommit:
     with _translate_errors(repo):
         validate_repo_id(repo)
         info = retried(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
+        check_form(info)
+        return _as_said(repo, info)
+
+
+def _as_said(repo: str, info: ModelInfo) -> ReleaseCommit:
+    """What the hub says of a repository."""
     siblings = info.siblings or []
     card: Mapping[str, Any] = info.card_data.to_dict() if info.card_data else {}
     named = [

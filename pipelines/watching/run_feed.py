@@ -18,6 +18,7 @@ from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
+from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
@@ -37,7 +38,7 @@ from weightbeam.pipelines.watching.config import (
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
+from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place, told_other_run
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     REMOVED,
@@ -323,6 +324,24 @@ class RunFeed(Feed):
     def _place(self, history: History) -> Place:
         return self.places[history.first["target"]]
 
+    def taken_by(self, place: Place) -> str | None:
+        """The other run whose steps are published in a place.
+
+        Raises:
+          OSError: it can't be told.
+        """
+        owner, run = place.owner(), self.run.checkpoints
+        return None if owner in (None, run, self.naming(place).name(run)) else owner
+
+    def _check_owner(self, place: Place) -> None:
+        """Makes sure that a place isn't another run's, which may have begun since this watcher did.
+
+        Raises:
+          StorageError: it is.
+        """
+        if owner := self.taken_by(place):
+            raise StorageError(told_other_run(place.url, owner))
+
     def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, RunTarget)
         works: dict[str, Action] = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
@@ -348,10 +367,14 @@ class RunFeed(Feed):
         return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
-        """`step-1000`; where that is another checkpoint's, with the plan's hash. On the hub a branch has a history of
-        its own.
+        """`step-1000`; where that is another checkpoint's, or nobody knows what, with the plan's hash. On the hub a branch
+        has a history of its own.
+
+        Raises:
+          StorageError: the place is another run's.
         """
         place = self._place(history)
+        self._check_owner(place)
         url = place.of(history.first["commit"])
         if place.url.startswith("hf://"):
             return url
@@ -361,8 +384,9 @@ class RunFeed(Feed):
             for other in self._published(history.first["target"], state)
             if other.step == history.first["step"]
         } - {history.key}
-        held = place.report(url).get("key")
-        return place.of(f"{history.first['commit']}-{plan[:8]}") if taken or held not in (None, history.key) else url
+        taken |= {place.report(url).get("key"), history.key} - {None, history.key}
+        is_free = not taken and not place.is_taken(url)
+        return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
 
     def _work(self, history: History) -> Store:
         """Where a step's result grows: an adapter on this machine, since it is written by no Beam pipeline."""
@@ -544,19 +568,25 @@ class RunFeed(Feed):
 
     def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         assert isinstance(target, RunTarget)
-        place, work, facts = self._place(history), self._work(history), history.facts
-        url, title = self._checkpoint(history), f"Step {facts['step']} of {self.run.name} ({history.key})"
+        place, work = self._place(history), self._work(history)
+        url, title = self._checkpoint(history), self._title(history)
         said: dict[str, Any] = {}
         try:
+            self._check_owner(place)
             if (work / RELEASE).exists(REPORT):
                 said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
-            self._point(history)
+            url = said.get("checkpoint", url)
+            self._point(history, url)
             self._clear(history)
         except StorageError as e:  # says where
             raise FailedError(str(e)) from e
         except OSError as e:
             raise FailedError(f"{url}: {reason(e)}") from e
         return {"checkpoint": url, **said}
+
+    def _title(self, history: History) -> str:
+        """Of the commit that publishes a step on the hub."""
+        return f"Step {history.facts['step']} of {self.run.name} ({history.key})"
 
     def _is_newest(self, history: History) -> bool:
         """Whether no step that was published is newer: by its number among those that are there, or by when it was
@@ -580,42 +610,56 @@ class RunFeed(Feed):
             self._there = list_steps(self.store)
         return self._is_newest(history)
 
-    def _point(self, history: History) -> None:
+    def _point(self, history: History, url: str) -> None:
         """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the
-        newest step.
+        newest step, which was published at `url`.
         """
         if not self._is_newest_by_now(history):
             return
-        url = self._checkpoint(history)
         report = {**self._place(history).report(url), "checkpoint": url}
         name = f"{history.first['target']}.json"
         named = history.naming().told(report)
         self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(named, indent=1).encode())
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
-        """Marks it, and removes what `keep` doesn't keep."""
+        """Marks it, and removes what `keep` doesn't keep; pull requests are up to those whom they ask."""
+        assert isinstance(target, RunTarget)
         self.settled(history)
         removed: list[Record] = []
-        if (keep := self.run.keep) is None:
+        if (keep := self.run.keep) is None or target.create_pr:
             return removed
         # those that are passed over have no claim to the places of the others
         published = [self._published(history.first["target"], state)[: -keep.last] for state in (PUBLISHED, ASIDE)]
         for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
-            other = find_history(self.output, self.run.name, mark.key, RUNS)
+            is_this = mark.key == history.key
+            other = history if is_this else find_history(self.output, self.run.name, mark.key, RUNS)
             if other is None:
                 continue
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
-                    self._place(other).remove(self._checkpoint(other))
-                    why = f"keep: the last {keep.last}" + (f", and multiples of {keep.every}" if keep.every else "")
-                    removed.append(other.add(REMOVED, why))
+                    removed.append(other.add(REMOVED, self._remove(other)))
                 except (OSError, LostError) as e:
                     warn(f"{self._checkpoint(other)} can't be removed: {e}")
                     continue
             self._mark(other)
         return removed
+
+    def _remove(self, history: History) -> str:
+        """Removes a published step; returns why it isn't there any more.
+
+        Raises:
+          OSError: it can't be removed, or would take with it what others have put there.
+        """
+        place, url, keep = self._place(history), self._checkpoint(history), self.run.keep
+        assert keep is not None
+        if others := place.others(url, history.key, self._title(history)):
+            raise StorageError(f"it holds what isn't of the step: {listed(others)}; move that away")
+        if not self._is_published(history):
+            return f"it isn't at {url} any more"
+        place.remove(url)
+        return f"keep: the last {keep.last}" + (f", and multiples of {keep.every}" if keep.every else "")
 
     def is_gone(self, history: History, patient: bool = False) -> str | None:
         first = history.first

@@ -13,7 +13,7 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
+from weightbeam.pipelines.watching.feed import NOTE, Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
@@ -286,7 +286,8 @@ class Watcher:
         except FailedError as e:
             self._fail(history, str(e), attempt)
             return
-        self._notices.tell(history.add(PUBLISHED, feed.notice(history, target), **said))
+        note = said.pop(NOTE, None) or feed.notice(history, target)
+        self._notices.tell(history.add(PUBLISHED, note, **said))
         for record in feed.announce(history, target):
             self._notices.tell(record)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
 from servers.clients import at_quick_hub
 from servers.hub import FakeHub
@@ -108,6 +109,41 @@ def test_every_fault_at_every_request(
     assert seen or request_of == ("history" if create_pr else "pull requests")
 
 
+@pytest.mark.parametrize("pause", [10**9, 10**13], ids=["30 years", "more than a clock has"])
+@pytest.mark.parametrize("request_of", [request for request in REQUESTS if request != "pull requests"])
+def test_a_pause_that_nobody_waits_for(
+    hub: FakeHub, files: dict[str, bytes | Path], request_of: str, pause: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, whichever request it was, and however huggingface_hub makes it."""
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"slept for {seconds} s"))
+    (hub.cdn if request_of == "upload" else hub).fail(
+        "status", status=429, retry_after=pause, matching=REQUESTS[request_of]
+    )
+    with pytest.raises(StorageError, match=rf"answered 429 .*asks for a pause of {pause:,} s"):
+        attempt(files)
+
+
+@pytest.mark.parametrize("request_of", [request for request in REQUESTS if request not in ("pull requests", "whoami")])
+def test_a_hub_that_never_answers(
+    hub: FakeHub, files: dict[str, bytes | Path], request_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request has a time-out; afterwards the same makes one commit."""
+    monkeypatch.setattr("weightbeam.formats.targets.hub.retried", store._retrying(attempts=2).wraps)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("weightbeam.formats.targets.hub.STALL_SECONDS", 0.3)
+    close_session()
+    server = hub.cdn if request_of == "upload" else hub
+    slow = server.fail("slow", seconds=60, matching=REQUESTS[request_of])
+    with pytest.raises(StorageError, match="can't be reached"):
+        attempt(files)
+    assert slow.hits
+    server.faults = []
+    close_session()
+    assert attempt(files)
+    assert titles(hub) == [TITLE, "initial commit"]
+
+
 @pytest.mark.parametrize("page", [b"<html>log in</html>", b"{}", b"", b"5", b"[null]", b'"text"', b"[" * 100_000])
 def test_a_page_that_stands_between(
     hub: FakeHub, files: dict[str, bytes | Path], page: bytes, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +183,7 @@ def test_a_page_that_stands_between(
 def test_what_cant_be_said_of_a_repository(
     hub: FakeHub, files: dict[str, bytes | Path], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said, and nothing is read."""
+    """It is said, by a watcher, too, and nothing is read."""
     assert attempt(files)
     answer = hub.answer
 
@@ -157,8 +193,31 @@ def test_what_cant_be_said_of_a_repository(
         return Reply(200, json.dumps(json.loads(bytes(reply.body)) | change).encode(), reply.headers)
 
     monkeypatch.setattr(hub, "answer", changed)
-    with pytest.raises(StorageError, match=r"org/tuned.* is no answer of the hub's"):
-        open_store(URL)
+    for ask in (lambda: open_store(URL), lambda: find_release(REPO, "main")):
+        with pytest.raises(StorageError, match=r"org/tuned.* is no answer of the hub's"):
+            ask()
+
+
+def test_an_upload_that_nobody_asked_for(
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client ends in an error of its own."""
+    answer = hub.answer
+
+    def another(call: Any) -> Reply:
+        reply = answer(call)
+        if not call.path.endswith("objects/batch"):
+            return reply
+        said = json.loads(bytes(reply.body))
+        said["objects"][0]["oid"] = "0" * 64
+        return Reply(200, json.dumps(said).encode(), reply.headers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "answer", another)
+        with pytest.raises(StorageError, match=r"org/tuned.* is no answer of the hub's"):
+            attempt(files)
+    assert hub.held(REPO) == {}
+    assert attempt(files)
 
 
 def test_an_address_that_is_none_is_asked_once(hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: Any) -> None:
@@ -177,7 +236,16 @@ def test_an_address_that_is_none_is_asked_once(hub: FakeHub, files: dict[str, by
     assert not waited
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "http://hub.example@127.0.0.2:9/file"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://[::1",
+        "http://hub.example@127.0.0.2:9/file",
+        f"http://127.0.0.2:9/{'x' * 70_000}",
+        "http://xn--\u00fc.example/",
+    ],
+    ids=["broken", "user", "long", "name"],
+)
 def test_a_redirect_to_no_address(
     hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:

@@ -33,7 +33,7 @@ from servers.clients import asking, at_hub
 from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
-from servers.server import Call, Reply
+from servers.server import Call, Reply, json_reply
 from support import make_release
 
 from weightbeam.formats.orbax import find_items
@@ -314,6 +314,38 @@ def test_a_bucket_that_goes_on_failing_is_named(
         bucket.list()
     said = {record.getMessage() for record in caplog.records if record.name == "weightbeam.storage"}
     assert said == {"waiting for Google's storage, which is asked again: 503"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(200, b""),
+        json_reply(200, []),
+        json_reply(200, {"items": [5]}),
+        json_reply(200, {"items": [{"name": 5}]}),
+        json_reply(412, {"error": {"code": 412, "message": "no\x1b[31m"}}),
+    ],
+    ids=["nothing", "list", "number", "name", "412"],
+)
+def test_an_answer_that_is_none_of_a_buckets(
+    bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch, reply: Reply
+) -> None:
+    """A proxy's page, and what a bucket says where nobody set a condition."""
+    monkeypatch.setattr(gcs, "answer", lambda _: reply)
+    asked = (
+        bucket.list,
+        bucket.folders,
+        bucket.check_readable,
+        lambda: bucket.write("x", b"5"),
+        lambda: bucket.now(),
+        lambda: bucket.compose("x", ["y"]),
+    )
+    for ask in asked:
+        with contextlib.suppress(StorageError):
+            ask()
+    for ask in asked[:3]:
+        with pytest.raises(StorageError, match=bucket.url):
+            ask()
 
 
 @pytest.fixture

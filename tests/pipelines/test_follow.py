@@ -654,7 +654,7 @@ def test_a_retry_throws_away_what_a_refused_attempt_staged(
     assert_same_bits(read_tensors(out / "step-1"), exported(run / "1", half, tmp_path / "quiet"))
     capsys.readouterr()
     assert watch(run, half, out, "--retry", "run") == 0
-    assert "Nothing of run is refused or failed." in capsys.readouterr().out
+    assert "Nothing of run is refused, held or failed." in capsys.readouterr().out
     assert watch(run, half, out, "--retry", "tuned") == 2
     assert "no such model or run is watched; there are run" in capsys.readouterr().err
 
@@ -1470,3 +1470,217 @@ def test_the_picture_that_cant_be_drawn_is_said_once(
     said = capsys.readouterr().err
     assert said.count("without changes.png") == 1
     assert "pip install '.[follow]'" in said
+
+
+def publishing(model: tuple[Path, dict[str, Any]], tmp_path: Path, output: str | Path) -> Callable[[int], int]:
+    """A run, and what writes a step of it and has a watcher publish it at `output`, where it keeps the last one."""
+    run, file = tmp_path / "run", tmp_path / "watch.yaml"
+    about = dict(
+        checkpoints=str(run), like=str(model[0]), keep=dict(last=1), targets=[dict(name="t", output=str(output))]
+    )
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+
+    def publish(step: int) -> int:
+        write(run, step, model=model)
+        return call("watch", "--config", file, "--once")
+
+    return publish
+
+
+@pytest.mark.parametrize("what", ["an empty folder", "notes", "a link"])
+def test_what_lies_where_a_step_is_to_be_published(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, what: str
+) -> None:
+    """It stays, and the step is published beside it: nothing was, and it was called published."""
+    run, output = tmp_path / "run", tmp_path / "out"
+    write(run, 2, model=model)
+    output.mkdir()
+    if what == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        (output / "step-2").symlink_to(tmp_path / "elsewhere")
+    else:
+        (output / "step-2").mkdir()
+    if what == "notes":
+        (output / "step-2" / "notes.txt").write_text("mine")
+    assert watch(run, model[0], output) == 0
+    (published,) = output.glob("step-2-*")
+    assert json.loads((output / "hf.json").read_bytes())["checkpoint"] == str(published)
+    assert (published / "model.safetensors").exists()
+    assert [path.name for path in (output / "step-2").iterdir()] == (["notes.txt"] if what == "notes" else [])
+
+
+def test_what_lies_there_by_the_time_that_a_step_is_published(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is named, and the step isn't called published."""
+    run, output = tmp_path / "run", tmp_path / "out"
+    write(run, 2, model=model)
+    publish = places.FolderPlace.publish
+
+    def late(self: places.FolderPlace, release: Any, url: str, *how: Any) -> dict[str, Any]:
+        Path(url).mkdir(exist_ok=True)
+        return publish(self, release, url, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(places.FolderPlace, "publish", late)
+        assert watch(run, model[0], output) == 1
+    assert "step-2 exists, and isn't of this step; move it away" in capsys.readouterr().err
+    (output / "step-2").rmdir()
+    assert watch(run, model[0], output, "--once", "--retry", "run") == 0
+    assert watch(run, model[0], output) == 0
+    assert (output / "step-2" / "model.safetensors").exists()
+
+
+def test_objects_that_lie_where_a_step_is_to_be_published(
+    model: tuple[Path, dict[str, Any]], gcs: FakeGcs, tmp_path: Path
+) -> None:
+    """Another model's tokenizer would be read with it."""
+    write(tmp_path / "run", 1, model=model)
+    gcs.put("out", "steps/step-1/tokenizer.json", b"{}")
+    assert watch(tmp_path / "run", model[0], "gs://out/steps") == 0
+    names = list(gcs.objects["out"])
+    assert [name for name in names if name.startswith("steps/step-1/")] == ["steps/step-1/tokenizer.json"]
+    assert [name for name in names if name.startswith("steps/step-1-") and name.endswith("/run.json")]
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket", "hub"])
+def test_keep_removes_nothing_of_others(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, hub: FakeHub,
+    capsys: pytest.CaptureFixture[str], where: str,
+) -> None:  # fmt: skip
+    """A file that somebody put into a published step, and what somebody put in the place of one: both stay, and are
+    named.
+    """
+    output = {"folder": tmp_path / "pub", "bucket": "gs://out/pub", "hub": f"hf://{REPO}"}[where]
+    publish = publishing(model, tmp_path, output)
+
+    def put(name: str) -> None:
+        if where == "folder":
+            (tmp_path / "pub" / name).write_text("mine")
+        elif where == "bucket":
+            gcs.put("out", f"pub/{name}", b"mine")
+        else:
+            (tmp_path / "mine.txt").write_text("mine")
+            branch, _, file = name.partition("/")
+            hub.commit(REPO, tmp_path, [file], branch=branch)
+
+    assert publish(1) == 0
+    put("step-1/mine.txt")
+    capsys.readouterr()
+    assert publish(2) == 0
+    assert "holds what isn't of the step: mine.txt; move that away" in capsys.readouterr().err
+    if where == "folder":
+        shutil.rmtree(tmp_path / "pub" / "step-2")
+        (tmp_path / "pub" / "step-2").mkdir()
+        put("step-2/mine.txt")
+        assert publish(3) == 0
+        assert [path.name for path in (tmp_path / "pub" / "step-2").iterdir()] == ["mine.txt"]
+        (tmp_path / "pub" / "step-1" / "mine.txt").unlink()
+        assert publish(4) == 0
+        assert sorted(path.name for path in (tmp_path / "pub").iterdir()) == [".weightbeam", "step-2", "step-4"]
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_two_runs_that_begin_at_one_place_before_their_first_steps(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """Neither was refused when it began; the second to publish is, and takes nothing of the first away."""
+    place = str(tmp_path / "pub") if where == "folder" else f"hf://{REPO}"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        about = dict(
+            checkpoints=str(tmp_path / name / "run"), like=str(model[0]), targets=[dict(name="t", output=place)]
+        )
+        settings = dict(output=str(tmp_path / f"out_{name}"), runs=[about], verify=0)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        assert call("watch", "--config", tmp_path / f"{name}.yaml", "--once") == 0
+    with pytest.MonkeyPatch.context() as patched:  # both are at work since
+        patched.setattr(preflight, "_find_place_problems", lambda *_: [])
+        for name, step, status in (("a", 1, 0), ("b", 1, 1), ("b", 2, 1), ("a", 3, 0)):
+            write(tmp_path / name / "run", step, model=model)
+            assert call("watch", "--config", tmp_path / f"{name}.yaml", "--once") == status
+    assert "two runs can't be published into one place" in capsys.readouterr().err
+    if where == "folder":
+        names = sorted(path.name for path in Path(place).iterdir())
+        assert names == [".weightbeam", "step-1", "step-3"]
+    else:
+        repository = hub.repositories[REPO]
+        assert sorted(repository.branches) == ["main", "step-1", "step-3"]
+        said = [json.loads(bytes(branch.files["run.json"].data))["run"] for branch in repository.branches.values()]
+        assert len(set(said)) == 1
+
+
+def test_a_pull_request_isnt_a_branch_of_somebodys(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `create_pr` the record says where it is, and `keep` deletes no branch that is called as a step."""
+    run, file, theirs = tmp_path / "run", tmp_path / "watch.yaml", tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "precious.txt").write_text("mine")
+    hub.add(REPO, theirs).writers.add(TOKEN)
+    hub.commit(REPO, theirs, branch="step-1")
+    target = dict(name="t", output=f"hf://{REPO}", create_pr=True)
+    about = dict(checkpoints=str(run), like=str(model[0]), keep=dict(last=1), targets=[target])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+    for step in (1, 2):
+        write(run, step, model=model)
+        assert call("watch", "--config", file, "--once") == 0
+    assert set(hub.repositories[REPO].branches) == {"main", "step-1"}
+    assert len(hub.repositories[REPO].pulls) == 2
+    ends = [history[-1] for history in records(tmp_path / "out")]
+    assert [end["state"] for end in ends] == ["published", "published"]
+    assert all("step-" not in end["checkpoint"] for end in ends)
+    for end in ends:
+        assert json.loads(open_store(end["checkpoint"]).read("run.json"))["step"] in (1, 2)
+
+
+def test_what_others_commit_to_main_stays(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A licence, a tokenizer's config, an edited config: the step has its branch, `main` stays, and what is in the way
+    is named.
+    """
+    publish = publishing(model, tmp_path, f"hf://{REPO}")
+    assert publish(1) == 0
+    main = hub.repositories[REPO].head
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    config = json.loads(bytes(main.files["config.json"].data)) | {"rope_theta": 5.0}
+    (mine / "config.json").write_text(json.dumps(config))
+    (mine / "LICENSE").write_text("mine")
+    (mine / "notes.txt").write_text("mine")
+    hub.commit(REPO, mine)
+    before = hub.repositories[REPO].head.sha
+    capsys.readouterr()
+    assert publish(2) == 0
+    printed = capsys.readouterr()
+    assert "isn't made the newest" in printed.out + printed.err
+    assert "LICENSE, config.json" in printed.out + printed.err
+    assert hub.repositories[REPO].head.sha == before
+    assert json.loads(bytes(hub.repositories[REPO].branches["step-2"].files["run.json"].data))["step"] == 2
+    hub.commit(REPO, tmp_path, [], remove=["LICENSE"])
+    (mine / "config.json").write_bytes(bytes(main.files["config.json"].data))
+    hub.commit(REPO, mine, ["config.json"])
+    assert publish(3) == 0
+    head = hub.repositories[REPO].head
+    assert json.loads(bytes(head.files["run.json"].data))["step"] == 3
+    assert "notes.txt" in head.files
+
+
+def test_keep_after_the_output_was_changed(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """What has the name of an earlier step in the new output isn't that step."""
+    assert publishing(model, tmp_path, tmp_path / "pub")(1) == 0
+    (tmp_path / "pub2" / "step-1").mkdir(parents=True)
+    (tmp_path / "pub2" / "step-1" / "precious.txt").write_text("mine")
+    publish = publishing(model, tmp_path, tmp_path / "pub2")
+    assert publish(2) == 0
+    assert (tmp_path / "pub2" / "step-1" / "precious.txt").exists()
+    assert (tmp_path / "pub" / "step-1" / "model.safetensors").exists()
+    shutil.rmtree(tmp_path / "pub2" / "step-1")
+    assert publish(3) == 0
+    reasons = [history[-1].get("reason") for history in records(tmp_path / "out")]
+    assert f"it isn't at {tmp_path}/pub2/step-1 any more" in reasons
+    assert (tmp_path / "pub" / "step-1" / "model.safetensors").exists()
