@@ -293,6 +293,28 @@ def test_integers_that_would_be_weights(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "manifest.0000000000000001", "../release.zip", "../maxtext.yml"])
+def test_files_that_are_sparse_and_huge(
+    name: str, database: Path, release: Path, tmp_path: Path, measure: Measure
+) -> None:
+    """They take no disk, travel in a tar, and were read whole."""
+    step = Path(shutil.copytree(database, tmp_path / "0"))
+    with open(step / "items" / name, "ab") as file:
+        file.truncate(4 << 40)
+    told = measure(["reshard", step, tmp_path / "out"], tmp_path / "printed")
+    assert (told["status"], "has 4,398,046,511,104 bytes, more than" in told["message"]) == (2, True), told
+    assert told["megabytes"] <= MEGABYTES
+
+
+@pytest.mark.parametrize("stored", [("--use_zarr3", "false"), (), ("--compression", "zstd")], ids=str)
+def test_a_chunk_that_is_sparse_and_huge(
+    stored: tuple[str, ...], release: Path, tmp_path: Path, measure: Measure
+) -> None:
+    made = convert(release, tmp_path / "files", *MODEL, "--use_ocdbt", "false", *stored)
+    os.truncate(next(path for path in (made / "items" / KERNEL).rglob("*0") if path.is_file()), 4 << 40)
+    assert_refused(measure, made, release, "has 4,398,046,511,104 bytes, more than")
+
+
 def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:
     """Whose values have no files to look at."""
     values = np.zeros(4, np.float32)
