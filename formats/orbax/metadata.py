@@ -130,8 +130,8 @@ def record_of(items: Store) -> dict[str, Any]:
     """
     try:
         record = read_json(items.parent, RECORD)
-        if not isinstance(record, dict):
-            raise JsonError("should be an object")
+        if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
+            raise JsonError("should be an object, and so should its options")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, JsonError) as e:
