@@ -14,7 +14,7 @@ import numpy as np
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.staging import MARKER, PLAN
-from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage import File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import JsonError, read_json
 
 # the scalar that MaxText's TrainState keeps beside the parameters
@@ -24,6 +24,7 @@ METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 # of a step, beside its items: what its release and MaxText's configuration were, and all that says what it is
 BESIDE = ("release.zip", "maxtext.yml")
+MAX_BESIDE = 512 << 20  # bytes of one of these, which are read whole; a release's small files have half as many
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
 # the last is a virtual checkpoint's (`links.py`)
@@ -129,8 +130,8 @@ def record_of(items: Store) -> dict[str, Any]:
     """
     try:
         record = read_json(items.parent, RECORD)
-        if not isinstance(record, dict):
-            raise JsonError("should be an object")
+        if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
+            raise JsonError("should be an object, and so should its options")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, JsonError) as e:
@@ -145,11 +146,26 @@ def files_beside(step: Store) -> list[str]:
     """Which of the small files lie beside a checkpoint.
 
     Raises:
-      StorageError: what has the name of one is no file.
+      StorageError: what has the name of one is no file, or is larger than can be meant.
     """
     for name in BESIDE:
         step.check_regular(name)
-    return [name for name in BESIDE if step.exists(name)]
+    found = [file for name in BESIDE if (file := step.stat(name))]
+    for file in found:
+        check_length(step, file, MAX_BESIDE)
+    return [file.name for file in found]
+
+
+def check_length(folder: Store, file: File, most: int) -> None:
+    """Makes sure that a file, which is read whole, is no larger than can be meant: one that is sparse takes no disk.
+
+    Raises:
+      StorageError: it is.
+    """
+    if file.size > most:
+        raise StorageError(
+            f"{folder.path(file.name)}: has {file.size:,} bytes, more than {most:,}; that can't be meant"
+        )
 
 
 def hash_beside(step: Store) -> dict[str, str]:

@@ -16,7 +16,15 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt, zarr
-from weightbeam.formats.orbax.metadata import CHECKPOINT_METADATA, METADATA, STEP_FILES, leaves, read_tree, record_of
+from weightbeam.formats.orbax.metadata import (
+    CHECKPOINT_METADATA,
+    METADATA,
+    STEP_FILES,
+    check_length,
+    leaves,
+    read_tree,
+    record_of,
+)
 from weightbeam.formats.orbax.references import read_references
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
@@ -33,6 +41,9 @@ MAX_DESCRIPTION = 1 << 20  # bytes of what zarr says of an array
 MAX_CHUNK_BYTES = 64 << 30
 SMALL_CHUNK = 1 << 20  # elements; a chunk may have as many, however small its array is
 MAX_FEW = 100_000  # chunks of an array that have fewer than 256 elements each: what is read at once has as many
+# what a database's manifests begin with, also numbered ones, and bytes of one
+MANIFESTS, MAX_MANIFEST = "manifest.", 100_000_000
+CHUNK_BYTES = 64  # in a shard's file for each chunk: its entry in the index, and the frame of a codec
 MAX_INNER_CHUNKS = 1 << 20  # of a shard, whose index is read whole
 FOREIGN = (
     "a symbolic link that leads out of the checkpoint, which isn't followed; a copy of the file can take its place"
@@ -195,6 +206,7 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
       StorageError: one isn't there, or can't be meant; or the item holds what isn't its own.
     """
     check_files(items)
+    _check_lengths(items, MANIFESTS, MAX_MANIFEST)
     format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
     shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
@@ -209,6 +221,8 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
     stores = {key: future.result() for key, future in zip(keys, opened, strict=True)}
     for key, store in stores.items():
         _check_sizes(items, key, store)
+        if not format.use_ocdbt:
+            _check_lengths(items, f"{key}/", _most_bytes(store))
     return stores
 
 
@@ -285,6 +299,24 @@ def _check_sizes(items: Store, key: str, store: ts.TensorStore) -> None:
         what = f"its shards {shard} have more than {MAX_INNER_CHUNKS:,} chunks each, {chunk}"
     if what:
         raise StorageError(f"{items}: {key}: {what}; that can't be meant")
+
+
+def _most_bytes(store: ts.TensorStore) -> int:
+    """More than a file of an array has, whatever the codec."""
+    chunk, shard = grains(store)
+    return 2 * _nbytes(store, shard) + CHUNK_BYTES * (math.prod(shard) // max(1, math.prod(chunk))) + MAX_DESCRIPTION
+
+
+def _check_lengths(items: Store, prefix: str, most: int) -> None:
+    """Makes sure that no file, which TensorStore reads whole, is larger than can be meant. In a folder alone: in a bucket
+    nothing is sparse.
+
+    Raises:
+      StorageError: one is.
+    """
+    if isinstance(items, LocalFolder):
+        for file in items.list(prefix, recursive="/" in prefix):
+            check_length(items, file, most)
 
 
 def check_memory(items: Store | str, key: str, nbytes: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from weightbeam.formats.orbax.metadata import files_beside
 from weightbeam.formats.record.naming import ORIGIN, Naming
 from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import ITEMS
@@ -297,13 +298,8 @@ def packed_files(step: Store) -> SmallFiles | None:
     Raises:
       StorageError: the archive can't be read, or isn't one.
     """
-    step.check_regular(ARCHIVE)
-    if (file := step.stat(ARCHIVE)) is None:
+    if ARCHIVE not in files_beside(step):
         return None
-    if file.size > 2 * MAX_BYTES:
-        raise StorageError(
-            f"{step.path(ARCHIVE)}: has {file.size:,} bytes; no such archive has more than {2 * MAX_BYTES:,}"
-        )
     try:
         archive = zipfile.ZipFile(io.BytesIO(step.read(ARCHIVE)))
     except (zipfile.BadZipFile, ValueError) as e:

@@ -67,7 +67,10 @@ def open_store(where: str | Path | Store) -> Store:
     url = str(where)
     scheme, separator, _ = url.partition("://")
     if not separator:
-        path = Path(url).expanduser().absolute()
+        path = Path(os.path.expanduser(url))
+        if str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
+            raise StorageError(f"{url}: there is no user {path.parts[0][1:]}, in whose home folder that would be")
+        path = path.absolute()
         folder = LocalFolder(os.path.realpath(path) if ".." in path.parts else str(path))
         folder.given = url
         return folder

@@ -123,6 +123,7 @@ def load(
                 dequantize=dequantize,
             ),
         )
+        meeting.agree("devices", meeting.check_ended, lambda _: {})
         commits = meeting.decide("commits", lambda: find_commits(source, chosen, release))
         opened, chosen = meeting.agree(
             "source",

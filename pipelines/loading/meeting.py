@@ -29,6 +29,8 @@ LOOK = 1000  # milliseconds for which the coordinator is asked at a time, and be
 SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
 
 _CALLS = itertools.count(1)  # of this process
+# those that ended in one process alone: what they began may be on the devices for ever, and would meet what comes next
+_UNENDED: list[int] = []
 
 
 class _SilentError(Exception):
@@ -125,6 +127,7 @@ class Meeting:
         """
         if self.alone:
             return work()
+        _UNENDED.append(self.number)
         import jax
 
         wide = jax.dtypes.canonicalize_dtype("int64") == "int64"  # a context manager sets it for its thread alone
@@ -135,10 +138,44 @@ class Meeting:
 
         ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
         threading.Thread(target=ending, name="exchange", daemon=True).start()
+        outcome = self._first(ended)
+        try:
+            made = outcome()
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception:  # a vote ended the work of all
+            _UNENDED.remove(self.number)
+            raise
+        _UNENDED.remove(self.number)
+        return made
+
+    def _first(self, ended: queue.SimpleQueue[Callable[[], Made]]) -> Callable[[], Made]:
+        """How the work ended.
+
+        Raises:
+          FailedError: it didn't, and one isn't heard of, or left with an error.
+        """
         while True:
             with contextlib.suppress(queue.Empty):
-                return ended.get(timeout=LOOK / 1000)()
-            self._check()
+                return ended.get(timeout=LOOK / 1000)
+            try:
+                self._check()
+            except FailedError:  # if a vote ended the work of all, this one's ends at once, too
+                with contextlib.suppress(queue.Empty):
+                    return ended.get(timeout=2 * LOOK / 1000)
+                raise
+
+    def check_ended(self) -> None:
+        """What `agree` asks for before anything is exchanged.
+
+        Raises:
+          RefusedError: an earlier call of this process ended in it alone.
+        """
+        if _UNENDED:
+            raise RefusedError(
+                f"call {_UNENDED[0]} of load was broken off, and what it began may still be on the devices, where the "
+                "next one would wait for it, or be mixed with it: start the job anew"
+            )
 
     def go_on(self) -> None:
         """What the work of `until` calls before it begins an exchange.

@@ -10,7 +10,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from weightbeam.formats.release.files import CARD
 from weightbeam.formats.staging import JOB, FolderStaging, Staging, staging_at
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
@@ -221,7 +223,7 @@ def _difference(staging: Staging, wanted: Transfer) -> str:
         return _changed_source(staged, wanted) if wanted.was_touched(staged) else ""
     options, before = hashed(wanted.options), hashed(staged.options)
     changed = [
-        f"--{name} was {_shown(old)}, is {_shown(options[name])}"
+        f"--{name} was {_shown(name, old)}, is {_shown(name, options[name])}"
         for name, old in before.items()
         if options[name] != old
     ]
@@ -240,15 +242,22 @@ def _changed_files(staged: Transfer, wanted: Transfer) -> list[str]:
     """What of two plans with the same options isn't the same: files that are read, small files that are written."""
     of_sources = [[source.identity for source in each.sources] for each in (staged, wanted)]
     then, now = staged.small_hashes, wanted.small_hashes
+    others = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+    moved = [f"{was} is {place} now" for was, place in zip(staged.inputs, wanted.inputs, strict=False) if was != place]
     return [
         *([_changed_source(staged, wanted)] if of_sources[0] != of_sources[1] else []),
-        *(f"another {name}" for name in sorted({*now, *then}) if now.get(name) != then.get(name)),
+        *(
+            f"another {name}" + (f", which names its source: {', '.join(moved)}" if name == CARD and moved else "")
+            for name in others
+        ),
     ]
 
 
-def _shown(option: object) -> str:
+def _shown(name: str, option: Any) -> str:
     """An option's value as the user would write it."""
     values = option if isinstance(option, tuple) else (option,)
-    if values and isinstance(values[0], tuple):
+    if values and name == "lora":
+        values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in values]
+    elif values and isinstance(values[0], tuple):
         return f"a file of {len(values)} rules"
     return " and ".join("not given" if value is None else str(value) for value in values) or "not given"

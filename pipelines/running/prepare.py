@@ -157,7 +157,11 @@ def options_of_export(release: str) -> dict[str, Any]:
     if record.get("command") != "export" or not isinstance(made, dict):
         return {}
     said = {"maxtext_model": record.get("model"), **{name: made.get(name) for name in ("param_scan_axis", "family")}}
-    return {name: value for name, value in said.items() if value is not None}
+    said = {name: value for name, value in said.items() if value is not None}
+    for name, value in said.items():
+        if type(value) is not (int if name == "param_scan_axis" else str):
+            raise Refused(f"{release}/{RECORD}: says {value!r} for --{name}, which can't be meant")
+    return said
 
 
 def options_of(

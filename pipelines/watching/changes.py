@@ -39,7 +39,7 @@ def summarize(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any
                 "relative": difference.relative,
                 "largest": difference.largest,
                 "share": difference.share,
-                "not_finite": not math.isfinite(difference.right),
+                "not_finite": "b" in difference.not_finite,
             }
     return tensors
 

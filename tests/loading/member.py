@@ -96,6 +96,8 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(e)}
     except Failed as e:
         return {"failed": str(e)}
+    except KeyboardInterrupt:
+        return {"interrupted": True}
     finally:
         loading.Loading._read, loading._open = plain, opening
     read, compiled = read_so_far() - before, len(PROGRAMS)
@@ -134,6 +136,9 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
         elif kind == "replaces":
             if len(calls) == 3:
                 os.replace(f"{source}/other", f"{source}/model.safetensors")
+        elif kind == "is interrupted":
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
         elif len(calls) == 3:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)

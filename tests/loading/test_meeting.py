@@ -171,6 +171,25 @@ def on_one_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
 
 
+def test_one_is_interrupted_while_it_loads(tmp_path: Path) -> None:
+    """Its exchanges stay on the devices: what is loaded next is refused, where it would wait for them for ever."""
+    first, second = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
+    loads = {
+        "whole": dict(source=second, mesh=MESH, options=STEPS),
+        "interrupted": dict(source=first, mesh=MESH, options=STEPS, fault=[1, "is interrupted"]),
+        "next": dict(source=second, mesh=MESH, options=STEPS),
+    }
+    told, ended = run_job(2, loads, tmp_path, abruptly=True)
+    assert all(len(each) == 2 for each in told.values()), [each.stderr[-3000:] for each in ended]
+    for each in told["whole"]:
+        assert_holds(each, wanted(2))
+    first_told, second_told = told["interrupted"]
+    assert second_told == {"interrupted": True}
+    assert first_told["failed"] == "process 1 of 2 failed, so nothing was loaded: KeyboardInterrupt"
+    for each in told["next"]:
+        assert "call 2 of load was broken off" in each["refused"]
+
+
 @pytest.mark.parametrize("opening", [4, 5, 6, 8, 10])
 def test_a_release_that_is_replaced_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: int

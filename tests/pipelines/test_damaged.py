@@ -165,6 +165,16 @@ def test_verify_finds_faults_of_metadata(
     assert words in capsys.readouterr().err
 
 
+def test_options_that_are_none_are_the_records_fault(
+    source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever reads the record names it."""
+    mutating("0/conversion.json", "options", value=[])(checkpoint)
+    for command in (["verify", source, checkpoint], ["export", checkpoint, checkpoint.parent / "out"]):
+        assert call(*command) == 2
+        assert "conversion.json: should be an object, and so should its options" in capsys.readouterr().err
+
+
 def test_verify_finds_another_dtype_than_was_asked_for(
     source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

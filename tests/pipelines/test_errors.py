@@ -301,6 +301,12 @@ def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str)
     assert url.partition("://")[0] in refused(folder, "--output", url)
 
 
+def test_the_home_folder_of_nobody(refused: Refused, tmp_path: Path) -> None:
+    """Source and output: in words."""
+    assert "there is no user nosuchuser" in refused("~nosuchuser/x")  # type: ignore[arg-type]
+    assert "there is no user nosuchuser" in refused(make_release(tmp_path / "hf"), "--output", "~nosuchuser/x")
+
+
 def test_a_source_that_isnt_there(refused: Refused, tmp_path: Path) -> None:
     """A folder that doesn't exist, and a file where a folder should be."""
     assert "nowhere" in refused(tmp_path / "nowhere")

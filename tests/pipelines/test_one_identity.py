@@ -363,7 +363,8 @@ def test_another_option_after_a_stop(
     if finished:
         assert "exists" in why
     else:
-        assert ("another chat_template.jinja; another tokenizer.json" if after == "{B}" else "--lora was") in why
+        lora = f"--lora was {here}/lora, is {here}/lora,0.5)"
+        assert ("another chat_template.jinja; another tokenizer.json" if after == "{B}" else lora) in why
     if not finished:
         assert call(*other.arguments(here, here.parent / "out"), "--overwrite") == 0
         assert call(*quiet) == 0
@@ -381,4 +382,5 @@ def test_a_checkpoint_that_moves_between_a_stop_and_resume(
     moved = here.rename(here.parent / "moved")
     arguments, quiet = (command.arguments(moved, here.parent / place) for place in ("out", "quiet/out"))
     why = resume_and_compare(arguments, moved, quiet, capsys)
-    assert "(another README.md)" in why if name == "export" else not why
+    named = f"(another README.md, which names its source: {here}"
+    assert named in why if name == "export" else not why

@@ -32,6 +32,7 @@ from weightbeam.pipelines.commands.export import plan
 
 SECONDS, MEGABYTES = 30, 1536  # of the processor's time, which other work on a machine makes longer; of a process
 KEY = "params.params.decoder.decoder_norm.scale"
+KERNEL = "params.params.decoder.layers.mlp.wi_0.kernel"
 MODEL = ("--maxtext_model", "llama2-7b")
 
 
@@ -274,6 +275,44 @@ def test_what_cant_be_meant(bomb: str, files: Path, release: Path, tmp_path: Pat
     change, said = BOMBS[bomb]
     change(step)
     assert_refused(measure, step, release, said)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "int8", "bool", "int64", "int4"])
+def test_integers_that_would_be_weights(
+    dtype: str, files: Path, release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Codes whose scales nobody knows, or the bits of bfloat16: no weights, and none are made of them."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    (step / "conversion.json").unlink()  # which would tell
+    fill = False if dtype == "bool" else 0
+    rewritten(f"{KERNEL}/zarr.json", lambda about: about.update(data_type=dtype, fill_value=fill))(step)
+    assert call("export", step, tmp_path / "out", "--like", release) == 2
+    assert f"{KERNEL}: {dtype} in the checkpoint, but what is made of it are" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "manifest.0000000000000001", "../release.zip", "../maxtext.yml"])
+def test_files_that_are_sparse_and_huge(
+    name: str, database: Path, release: Path, tmp_path: Path, measure: Measure
+) -> None:
+    """They take no disk, travel in a tar, and were read whole."""
+    step = Path(shutil.copytree(database, tmp_path / "0"))
+    with open(step / "items" / name, "ab") as file:
+        file.truncate(4 << 40)
+    told = measure(["reshard", step, tmp_path / "out"], tmp_path / "printed")
+    assert (told["status"], "has 4,398,046,511,104 bytes, more than" in told["message"]) == (2, True), told
+    assert told["megabytes"] <= MEGABYTES
+
+
+@pytest.mark.parametrize("stored", [("--use_zarr3", "false"), (), ("--compression", "zstd")], ids=str)
+def test_a_chunk_that_is_sparse_and_huge(
+    stored: tuple[str, ...], release: Path, tmp_path: Path, measure: Measure
+) -> None:
+    made = convert(release, tmp_path / "files", *MODEL, "--use_ocdbt", "false", *stored)
+    os.truncate(next(path for path in (made / "items" / KERNEL).rglob("*0") if path.is_file()), 4 << 40)
+    assert_refused(measure, made, release, "has 4,398,046,511,104 bytes, more than")
 
 
 def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:

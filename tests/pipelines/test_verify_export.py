@@ -101,6 +101,18 @@ def test_a_record_that_is_none_is_said(
     assert "weightbeam.json is no record, so" in told.out + told.err
 
 
+@pytest.mark.parametrize("model", [[], 7])
+def test_a_model_that_is_no_text_is_the_records_fault(
+    model: object, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the checkpoint's, and no traceback."""
+    edited(RECORD, "model", value=model)(export)
+    for command in (["verify", "--source", export, "--checkpoint", made[0]], ["diff", export, made[0]]):
+        assert call(*command) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{RECORD}: says {model!r} for --maxtext_model, which can't be meant" in said
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(
     fault: str, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import BF16, F32, FP8
 
@@ -120,6 +120,36 @@ def test_integers_are_equal_or_changed() -> None:
     assert compare(a, a).status == "equal"
     assert compare(a, a + np.array([0, 1, 0])).status == "changed"
     assert compare(np.array([True]), np.array([False])).status == "changed"
+
+
+WIDE = st.one_of(
+    st.integers(-(2**63), 2**64 - 1),
+    st.builds(lambda power, sign, off: sign * (2**power + off), st.integers(52, 63), st.just(1), st.integers(-3, 3)),
+    st.builds(lambda power, off: -(2**power) + off, st.integers(52, 62), st.integers(-3, 3)),
+)
+
+
+@given(WIDE, st.one_of(st.integers(-3, 3), WIDE), st.booleans(), st.booleans())
+def test_integers_of_64_bits_are_compared_to_the_last_bit(value: int, off: int, adds: bool, is_real: bool) -> None:
+    """Signed and unsigned ones, and beside float64, which has every other one at the most above 2⁵³."""
+    other = value + off if adds else off
+    dtypes = [np.uint64 if each >= 2**63 else np.int64 for each in (value, other)]
+    assume(min(value, other) >= -(2**63) and max(value, other) < 2**64)
+    a, b = np.array([value], dtypes[0]), np.array([other], dtypes[1])
+    if is_real:
+        b, other = b.astype(np.float64), int(float(other))
+    for found in (compare(a, b), compare(b, a)):
+        assert (found.different, found.status == "equal") == (int(value != other), value == other)
+        assert found.largest == pytest.approx(abs(value - other), rel=1e-15)
+
+
+def test_a_sum_that_overflows_is_of_finite_elements() -> None:
+    """Squares of 1e200 are infinite in float64; the elements aren't."""
+    a, b = np.array([1e200, 5.0]), np.array([1e200, 6.0])
+    others = (a, b, np.array([np.inf, 5.0], np.float32))
+    assert [compare(a, other).not_finite for other in others] == ["", "", "b"]
+    assert (compare(a, a).relative, compare(a, a).cosine, compare(a, b).status) == (0.0, 1.0, "changed")
+    assert math.isnan(compare(a, b).relative)
 
 
 def test_sums_beyond_float32() -> None:

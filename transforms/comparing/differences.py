@@ -36,7 +36,8 @@ class Difference:
       elements, different: how many were compared, and how many of them aren't equal.
       beyond: whether one is further apart than one step between neighbouring numbers of the coarser dtype.
       largest, total: of the absolute differences.
-      squares, product, left, right: sums of (a - b)², a · b, a², b².
+      squares, product, left, right: sums of (a - b)², a · b, a², b²; the latter two are NaN where an element isn't
+        finite, infinite where only the sum is.
     """
 
     elements: int = 0
@@ -79,21 +80,21 @@ class Difference:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two; 1 where both are zeros or nothing differs, NaN where one isn't finite."""
+        """Of the angle between the two; 1 where both are zeros or nothing differs, NaN where one of the sums isn't finite."""
         if not self.different:
             return 1.0
         norm = math.sqrt(self.left) * math.sqrt(self.right)
-        if math.isnan(self.product) or not math.isfinite(norm):
+        if not math.isfinite(self.product) or not math.isfinite(norm):
             return math.nan
         return min(1.0, max(-1.0, self.product / norm)) if norm else 0.0
 
     @property
     def relative(self) -> float:
-        """The norm of the difference over that of the first; NaN where one isn't finite, infinite where the first is
-        zeros.
+        """The norm of the difference over that of the first; NaN where one of the sums isn't finite, infinite where the
+        first is zeros.
         """
         if not self.different:
-            return 0.0 if math.isfinite(self.right) else math.nan
+            return math.nan if self.not_finite else 0.0
         if not all(map(math.isfinite, (self.squares, self.left, self.right))):
             return math.nan
         return math.sqrt(self.squares / self.left) if self.left else math.inf
@@ -101,7 +102,7 @@ class Difference:
     @property
     def not_finite(self) -> str:
         """Which of the two has elements that are NaN or infinite: `a`, `b`, `a and b`, or neither."""
-        return " and ".join(name for name, held in (("a", self.left), ("b", self.right)) if not math.isfinite(held))
+        return " and ".join(name for name, held in (("a", self.left), ("b", self.right)) if math.isnan(held))
 
 
 def _larger(a: float, b: float) -> float:
@@ -154,7 +155,7 @@ class _Chunk:
         second = self._values
         if _is_same(first[:GLANCE], second[:GLANCE]) and _is_same(first, second):  # most of what is compared
             if self._wide is None or not FEWEST < (square := self._square) < math.inf:
-                square = float(np.dot(wide := second.astype(np.float64), wide))
+                square = _square(second.astype(np.float64))
             return Difference(second.size, product=square, left=square, right=square)
         step = None if is_beyond else coarser(first.dtype, second.dtype)
         found = None
@@ -227,18 +228,35 @@ _ROOM = _Room()
 def _compare_float64(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
     """In float64: any real dtypes, any values."""
     x, y = a.astype(np.float64), b.astype(np.float64)
-    wrong = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    off = np.where(x == y, 0.0, x - y) + (_lost(a, x) - _lost(b, y))  # infinity less infinity is NaN
+    wrong = (off != 0) & ~(np.isnan(x) & np.isnan(y))
     count = int(np.count_nonzero(wrong))
-    left, right = float(np.dot(x, x)), float(np.dot(y, y))
+    left, right = _square(x), _square(y)
     if not count:
         return Difference(x.size, product=left, left=left, right=right)
-    off = np.abs(x - y)[wrong]
+    off = np.abs(off[wrong])
     beyond = True
     if step is not None:
         steps = spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step)
         beyond = not bool(np.all(off <= steps))
     largest, total, squares = float(off.max()), float(off.sum()), float(np.dot(off, off))
     return Difference(x.size, count, beyond, largest, total, squares, float(np.dot(x, y)), left, right)
+
+
+def _square(wide: np.ndarray) -> float:
+    """The sum of squares; NaN where an element isn't finite."""
+    held = float(np.dot(wide, wide))
+    return held if math.isfinite(held) or np.isfinite(wide).all() else math.nan
+
+
+def _lost(values: np.ndarray, wide: np.ndarray) -> np.ndarray | float:
+    """What values, integers of 64 bits above all, have more than themselves in float64: exact, as their upper and their
+    lower 32 bits are, and as the few bits are that remain of them.
+    """
+    if values.dtype.kind not in "iu" or values.dtype.itemsize < 8:
+        return 0.0
+    low = np.fmod(values, 1 << 32)
+    return (values - low).astype(np.float64) - wide + low.astype(np.float64)
 
 
 def spacing(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Variable, rename
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, TensorSpec, expand, key_of
+from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, TensorSpec, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import read_back
@@ -173,6 +173,10 @@ def _fit(table: ExportTable, view: ExportView, layout: Layout) -> ExportFit:
         elif weights[key].shape != shape:
             message = f"{weights[key].shape} in the checkpoint, by config.json it is {shape}"
             problems.append(Problem("shape", key, message, is_array=True))
+            misfit.update(name for part in parts for name in part.tensors)
+        elif not is_float(weights[key].dtype) and not any(part.rule.integer for part in parts):
+            message = f"{weights[key].dtype.name} in the checkpoint, but what is made of it are floating-point weights"
+            problems.append(Problem("dtype", key, message, is_array=True))
             misfit.update(name for part in parts for name in part.tensors)
         else:
             fill = next((part.fill for part in parts if part.fill is not None), None)
