@@ -377,6 +377,38 @@ def test_an_author_who_cant_be_listed_holds_up_nobody_else(
     assert watch.once() == 0
 
 
+IN_THE_WAY: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", IN_THE_WAY)
+def test_what_lies_at_a_pointer_holds_up_no_other_model(
+    kind: str, watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays, is named, and once it is moved away the pointer is written."""
+    pointer = watch.output / REPO / "fsdp2.json"
+    pointer.parent.mkdir(parents=True)
+    IN_THE_WAY[kind](pointer)
+    folder = make_release(tmp_path / "hf", files=2)
+    for repo in (REPO, "last/tiny"):
+        hub.add(repo, folder)
+    watch.set(models=[REPO, "last/tiny"])
+    for _ in range(2):  # after its publication, and where it was published before
+        assert watch.once() == 1
+        said = capsys.readouterr()
+        assert f"{pointer}: " in said.err
+        assert "what is in the way isn't Weightbeam's, move it away" in said.err
+        assert "Traceback" not in said.err
+        assert watch.published(repo="last/tiny")["repo"] == "last/tiny"
+        assert not pointer.is_file()
+    os.rename(pointer, tmp_path / "mine")
+    assert watch.once() == 0
+    assert watch.published()["repo"] == REPO
+
+
 # --- what is stopped, moved or broken on the way ----------------------------------------------------------------------
 
 
