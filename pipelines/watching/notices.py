@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import requests
@@ -17,8 +19,9 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.terminal.errors import RefusedError
 from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
 
-TIMEOUT = 10.0  # seconds, for each attempt
 ATTEMPTS = 4
+TIMEOUT = 10.0  # seconds of silence in an attempt
+LONGEST = 30.0  # seconds that all of an attempt may take
 
 _log = logging.getLogger("weightbeam.watch")
 
@@ -70,9 +73,9 @@ class Notices:
         for number, url in enumerate(self._webhooks, 1):
             try:
                 _post(url, message)
-            except requests.RequestException as e:  # its text has the URL, which may be a secret
-                answer = f"answered {e.response.status_code}" if e.response is not None else type(e).__name__
-                warn(f"webhook {number} of notify wasn't told of {text_of(record)}: {answer}")
+            except Exception as e:  # of the URL, or of the connection; its text has the URL, which may be a secret
+                why = type(e).__name__ if (status := _status(e)) is None else f"answered {status}"
+                warn(f"webhook {number} of notify wasn't told of {text_of(record)}: {why}")
         for topic in self._topics:
             try:
                 attributes = {
@@ -98,10 +101,25 @@ def _publisher() -> Any:
         ) from e
 
 
+class _Session(requests.Session):
+    """Follows no redirect: it is nobody's word that the message has come. `allow_redirects=False` has requests read the
+    answer whole, to say where it would go.
+    """
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        return None
+
+
+def _status(error: BaseException) -> int | None:
+    """What the receiver answered; None where it didn't."""
+    answer = error.response if isinstance(error, requests.RequestException) else None
+    return None if answer is None else answer.status_code
+
+
 def _is_passing(error: BaseException) -> bool:
-    if not isinstance(error, requests.RequestException):
-        return False
-    return error.response is None or error.response.status_code in (408, 429) or error.response.status_code >= 500
+    if (status := _status(error)) is not None:
+        return status in (408, 429) or status >= 500
+    return isinstance(error, requests.RequestException | TimeoutError)
 
 
 @tenacity.retry(
@@ -111,4 +129,25 @@ def _is_passing(error: BaseException) -> bool:
     reraise=True,
 )
 def _post(url: str, message: Record) -> None:
-    requests.post(url, json=dict(message), timeout=TIMEOUT).raise_for_status()
+    """Delivers a message; of the answer only the head is read.
+
+    Raises:
+      requests.RequestException: it can't be delivered, or the answer is no success.
+      TimeoutError: there was no answer in `LONGEST`.
+    """
+    answer: Future[requests.Response] = Future()
+
+    def attempt() -> None:
+        try:
+            with _Session() as session:
+                found = session.post(url, json=dict(message), timeout=TIMEOUT, stream=True)
+                found.close()
+            answer.set_result(found)
+        except Exception as e:
+            answer.set_exception(e)
+
+    # on its own: an answer of a byte each second never falls silent
+    threading.Thread(target=attempt, name="webhook", daemon=True).start()
+    found = answer.result(LONGEST)
+    if not 200 <= found.status_code < 300:
+        raise requests.HTTPError(response=found)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from weightbeam.formats.staging.lease import HeldError
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage.local import IRREGULAR
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
@@ -39,8 +41,8 @@ from weightbeam.pipelines.watching.records import (
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
-# what the system says where a file lies in the place of a folder, or a folder in that of a file
-IN_THE_WAY = (FileExistsError, NotADirectoryError, IsADirectoryError)
+# what the system says where a file lies in the place of a folder, or a folder or a link to itself in that of a file
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,12 @@ class Watcher:
     def _look(self, feed: Feed, name: str) -> Iterator[Finding]:
         try:
             yield from self._look_through(feed, name)
-        except IN_THE_WAY as e:
-            why = f"{e.filename2 or e.filename}: {e.strerror}; what is in the way isn't Weightbeam's, move it away"
+        except StorageError:  # of the output as a whole
+            raise
+        except OSError as e:  # of a file of this one
+            why = ": ".join(filter(None, (e.filename2 or e.filename, reason(e))))
+            if e.errno in IN_THE_WAY or e.strerror == IRREGULAR:
+                why += "; what is in the way isn't Weightbeam's, move it away"
             warn(f"{name}: {why}")
             yield Finding(name, "", "", FAILED, why)
         finally:
@@ -117,10 +123,10 @@ class Watcher:
 
     def _look_through(self, feed: Feed, name: str) -> Iterator[Finding]:
         known = {history.key: history for history in feed.histories(name)}
-        if not self._dry_run:
-            feed.mend(name, known.values())
         there = False
         try:
+            if not self._dry_run:
+                feed.mend(name, known.values())
             for version in feed.versions(name):
                 there = True
                 yield from self._look_at(feed, version, known)

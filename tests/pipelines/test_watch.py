@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import socketserver
 import threading
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tenacity
 import warm
 import yaml
 from lazily import lazily
@@ -44,8 +46,9 @@ from support import (
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching import isolation, notices
 from weightbeam.pipelines.watching.config import TargetConfig, read_config
+from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
 from weightbeam.pipelines.watching.releases import find_release
 from weightbeam.pipelines.watching.watch import Findings
@@ -374,6 +377,38 @@ def test_an_author_who_cant_be_listed_holds_up_nobody_else(
     assert watch.once() == 0
 
 
+IN_THE_WAY: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", IN_THE_WAY)
+def test_what_lies_at_a_pointer_holds_up_no_other_model(
+    kind: str, watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays, is named, and once it is moved away the pointer is written."""
+    pointer = watch.output / REPO / "fsdp2.json"
+    pointer.parent.mkdir(parents=True)
+    IN_THE_WAY[kind](pointer)
+    folder = make_release(tmp_path / "hf", files=2)
+    for repo in (REPO, "last/tiny"):
+        hub.add(repo, folder)
+    watch.set(models=[REPO, "last/tiny"])
+    for _ in range(2):  # after its publication, and where it was published before
+        assert watch.once() == 1
+        said = capsys.readouterr()
+        assert f"{pointer}: " in said.err
+        assert "what is in the way isn't Weightbeam's, move it away" in said.err
+        assert "Traceback" not in said.err
+        assert watch.published(repo="last/tiny")["repo"] == "last/tiny"
+        assert not pointer.is_file()
+    os.rename(pointer, tmp_path / "mine")
+    assert watch.once() == 0
+    assert watch.published()["repo"] == REPO
+
+
 # --- what is stopped, moved or broken on the way ----------------------------------------------------------------------
 
 
@@ -639,6 +674,57 @@ def test_a_webhook_that_is_gone_stops_nothing(
     said = capsys.readouterr().err
     assert said.count("webhook 1 of notify wasn't told") == 2
     assert "secret" not in said
+
+
+ANSWERS: dict[str, tuple[bytes, bytes, str]] = {  # what is sent at once, what is sent on and on, and what is said
+    "a body without an end": (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536, ""),
+    "a body that trickles": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x", ""),
+    "a head that trickles": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x", "TimeoutError"),
+    "a redirect to no address": (b"HTTP/1.1 307 No\r\nLocation: http://[::1\r\nContent-Length: 0\r\n\r\n", b"", "answered 307"),
+    "a redirect without an end": (b"HTTP/1.1 307 No\r\nLocation: /there\r\n\r\n", b"x" * 65536, "answered 307"),
+    "a redirect elsewhere": (b"HTTP/1.1 308 No\r\nLocation: /there\r\nContent-Length: 0\r\n\r\n", b"", "answered 308"),
+    "no HTTP": (b"hello\r\n\r\n", b"", "ConnectionError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_webhook_that_answers_badly_stops_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No answer takes longer than an attempt may, or more memory than its head; none is a traceback."""
+    at_once, on_and_on, why = ANSWERS[kind]
+    asked: list[str] = []
+
+    class Receiver(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.rfile.readline().split()[1].decode())
+            while (line := self.rfile.readline()) != b"\r\n":
+                length = int(line.split()[1]) if line.lower().startswith(b"content-length") else 0
+            self.rfile.read(length)
+            with contextlib.suppress(OSError):
+                self.wfile.write(at_once)
+                while on_and_on:
+                    self.wfile.write(on_and_on)
+                    ended.wait(0.05)
+
+    ended = threading.Event()
+    monkeypatch.setattr(notices, "LONGEST", 1.0)
+    monkeypatch.setattr(notices._post.retry, "wait", tenacity.wait_none())  # type: ignore[attr-defined]
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Receiver) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = time.monotonic()
+        Notices([f"http://127.0.0.1:{server.server_address[1]}/secret"]).tell(
+            {"state": "planned", "repo": REPO, "commit": "0" * 40, "target": "t"}
+        )
+        took = time.monotonic() - start
+        server.shutdown()
+        ended.set()
+    assert took < 10
+    assert [line for line in caplog.messages if "wasn't told" in line] == [
+        f"webhook 1 of notify wasn't told of {REPO}@{'0' * 12} for t: planned: {why}" for _ in range(bool(why))
+    ]
+    assert asked == ["/secret"] * (notices.ATTEMPTS if why.endswith("Error") else 1)
 
 
 def test_states_are_sent_to_pubsub(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
