@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from weightbeam.formats.staging import FolderStaging, Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.stopping import stopping
@@ -25,6 +27,7 @@ from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.head_start import head_start
 
+LOG = logging.getLogger("weightbeam")
 DONE, FINISHED, RUNNING = "done", "nothing to do", "running"  # states
 
 
@@ -100,6 +103,8 @@ def write(
     """Writes a result to its place, which is this command's alone."""
     start, written = time.monotonic(), 0
     refuse(check_output(place, planned, how), planned.source)  # again: now nobody else changes it
+    if how.overwrite and place.is_taken():
+        LOG.info(_replaced(planned, place))
     if planned.units:
         from weightbeam.pipelines.running.graph import run_units  # only now: it imports Beam
 
@@ -112,6 +117,14 @@ def write(
     if planned.target.made_by(place.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {place.final} isn't its result")
     return told(planned, place, time.monotonic() - start, written)
+
+
+def _replaced(planned: Transfer, place: Staging) -> str:
+    """What lies in the place until the result does."""
+    source = None
+    with contextlib.suppress(StorageError):  # a record that can't be read
+        source = planned.target.record_of(place.final).get("source")
+    return f"replaces {place.final}" + (f", which was made of {printable(source)}" if isinstance(source, str) else "")
 
 
 def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:

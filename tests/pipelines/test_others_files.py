@@ -59,7 +59,9 @@ def test_what_others_put_into_a_release_is_named(
     for name in others:
         assert store.read(name) == b"mine"
         store.delete(name)
+    capfd.readouterr()
     assert call("export", checkpoint, place, "--overwrite") == 0
+    assert f"replaces {place}, which was made of " in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
