@@ -42,11 +42,10 @@ def carry_to_hub(
     named = planned.naming(output).name(planned.inputs[0])
     title = f"{planned.title} of {named} ({planned.hash[:12]})"
     listed = {**target.texts, **dict.fromkeys([RECORD, *(name for name, *_ in target.files)])}
-    asked = {"overwrite": how.overwrite, "create_pr": how.create_pr}
     place = _place_in_cache(planned)
     try:
         check_target(output)
-        made = look(output, title, listed, **asked)
+        made = look(output, title, listed, overwrite=how.overwrite, create_pr=how.create_pr)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
     if made:
@@ -59,15 +58,15 @@ def carry_to_hub(
     ready = get_ready(planned, place, True, beam) if is_left else contextlib.nullcontext()
     with ready, alone(place, look_for_job(place, beam)):
         written = _write_to_cache(planned, place, how, beam, progress)
-        made = _publish_cached(target, place, output, title, **asked)
+        made = _publish_cached(target, place, output, title, how)
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
 
-def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, title: str, **asked: bool) -> Published:
+def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, title: str, how: Delivery) -> Published:
     """Publishes the release that lies in the cache, whose place is this command's alone, and removes it there."""
     try:
         files = {**target.texts, **place.made(target.files)}
-        made = publish(output, title, files, **asked, is_wanted=place.is_held)
+        made = publish(output, title, files, overwrite=how.overwrite, create_pr=how.create_pr, is_wanted=place.is_held)
     except (OSError, IncompleteError) as e:
         why = reason(e) if isinstance(e, OSError) else e
         raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
