@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -212,4 +213,4 @@ def run_name(url: str) -> str:
 
 def local_path(url: str) -> str:
     """A folder as it is recorded: absolute."""
-    return url if "://" in url else str(Path(url).expanduser().absolute())
+    return url if "://" in url else str(Path(os.path.expanduser(url)).absolute())
