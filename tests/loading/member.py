@@ -122,13 +122,17 @@ def wait_for_file(path: Path) -> None:
 
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
-    """Has this process fail, die, sleep for ten seconds or be interrupted in the middle of its reading, or die while it
-    opens the source; or cuts a file short after the plan was made, or puts another in its
+    """Has this process fail, die, sleep or read for ten seconds or be interrupted in the middle of its reading, die while
+    it opens the source, or never come to its third vote; or cuts a file short after the plan was made, or puts another in its
     place while it is read.
     """
     plain, calls = loading.Loading._read, []
     if kind == "dies opening":
         loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return
+    if kind == "misses":
+        vote = loading.Agreement.vote
+        loading.Agreement.vote = lambda self: time.sleep(600) if calls.append(1) or len(calls) == 3 else vote(self)
         return
 
     def broken(self: Any, *arguments: Any) -> Any:
@@ -140,6 +144,9 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
             if len(calls) == 3:
                 os.replace(f"{source}/other", f"{source}/model.safetensors")
         elif len(calls) == 3:
+            if kind == "is slow":
+                time.sleep(10)
+                return plain(self, *arguments)
             if kind == "sleeps":
                 subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
             if kind not in SIGNALS:
