@@ -100,6 +100,15 @@ class BucketStaging(Staging):
         if self._claim:
             self.desk.delete(f"{self._claim}/{MARKER}")
 
+    def clean(self) -> None:
+        """Only what has no plan: that went first, and nobody takes the rest for his. Raises TakenOverError if the place
+        isn't this one's any more.
+        """
+        left = [name for name in self._left() if not (self.desk / name).exists(PLAN)]
+        self.check_claim()
+        for name in left:
+            self.desk.delete_folder(name)
+
     def leave(self) -> None:
         with contextlib.suppress(OSError):
             if self._claim and not self.exists():
