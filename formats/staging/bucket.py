@@ -244,6 +244,11 @@ class BucketStaging(Staging):
                 self.plan_folder.delete_folder()
             raise
 
+    def note_failure(self, text: str) -> str:
+        if not self.is_staged():  # nobody would remove the story, which has paths of this machine
+            raise self.taken_over()
+        return super().note_failure(text)
+
     def gather(self) -> None:
         files = self.aside.list()
         self.check_claim()

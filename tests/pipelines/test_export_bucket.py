@@ -16,7 +16,7 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert, make_release, peft_adapter
 
-from weightbeam.formats.staging.staging import PLAN
+from weightbeam.formats.staging.staging import FAILURE, PLAN, UNITS
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import composing
 from weightbeam.formats.storage.bucket import Bucket
@@ -230,6 +230,30 @@ def test_what_others_have_on_the_desk_stays(gcs: FakeGcs, place: str, source: Pa
         gcs.put("bucket", f"{place.removeprefix('gs://bucket/')}.weightbeam/{name}", b"{}")
     assert call(*command, "--resume") == 0
     assert sorted(beside(gcs, place)) == ["tuned.weightbeam/mine/left", "tuned.weightbeam/notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_told"), {"replace": False, "create": True}.items(), ids=["staging", "the first unit"]
+)
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_story_of_a_failure_goes_with_its_plan(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fails: str, is_told: bool
+) -> None:
+    """It names paths of this machine; where nothing could be staged, nobody would remove it."""
+    command = command_of(kind, source, place)
+    function = getattr(Bucket, fails)
+
+    def fail(self: Bucket, name: str, *more: object) -> object:
+        if name == PLAN or name.startswith(UNITS):
+            raise OSError(5, "the power is gone")
+        return function(self, name, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, fails, fail)
+        assert call(*command) == 1
+    assert [name.rpartition("/")[2] for name in beside(gcs, place) if FAILURE in name] == [FAILURE] * is_told
+    assert call(*command, "--resume") == 0
+    assert not beside(gcs, place)
 
 
 def test_a_component_that_changed_is_noticed(
