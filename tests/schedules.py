@@ -242,6 +242,8 @@ def act_as_convert(
     staging.output.make()
     with staging.hold():
         if why := problem():
+            if why == "finished":
+                staging.clean()
             return why
         if resume and plan_hash_of(staging.checkpoint) == plan:
             staging.publish(overwrite)

@@ -100,6 +100,15 @@ class BucketStaging(Staging):
         if self._claim:
             self.desk.delete(f"{self._claim}/{MARKER}")
 
+    def clean(self) -> None:
+        """Only what has no plan: that went first, and nobody takes the rest for his. Raises TakenOverError if the place
+        isn't this one's any more.
+        """
+        left = [name for name in self._left() if not (self.desk / name).exists(PLAN)]
+        self.check_claim()
+        for name in left:
+            self.desk.delete_folder(name)
+
     def leave(self) -> None:
         with contextlib.suppress(OSError):
             if self._claim and not self.exists():
@@ -234,6 +243,11 @@ class BucketStaging(Staging):
             if not self.is_staged():  # else whoever goes on with it has it
                 self.plan_folder.delete_folder()
             raise
+
+    def note_failure(self, text: str) -> str:
+        if not self.is_staged():  # nobody would remove the story, which has paths of this machine
+            raise self.taken_over()
+        return super().note_failure(text)
 
     def gather(self) -> None:
         files = self.aside.list()

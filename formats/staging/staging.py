@@ -189,6 +189,9 @@ class Staging(abc.ABC):
     def tidy(self) -> None:  # noqa: B027
         """Removes what is left of earlier ones, and brings back what was on its way out when its successor died."""
 
+    def clean(self) -> None:  # noqa: B027
+        """Removes what is left beside a published result of a command that was ended while it cleaned up."""
+
     def leave(self) -> None:  # noqa: B027
         """Removes the signs of a claim on nothing."""
 

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from weightbeam.formats.record.naming import HUB
+from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.running.output import alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, told, write
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.planning.options import Delivery
@@ -55,9 +56,19 @@ def carry(
     refuse([*planned.plan.problems, *check_output(place, planned, how)], planned.source)
     refuse(planned.unreadable(), planned.source)
     if how.resume and is_finished(place, planned):
-        with alone(place):  # and takes away what a killed process left
-            return told(planned, place, state=FINISHED)
+        return _say_finished(planned, place)
     for warning in planned.warnings if warnings is None else warnings:
         LOG.warning(worded(warning))
     with get_ready(planned, place, how.resume, beam), alone(place, look_for_job(place, beam)):
         return write(planned, place, output, how, beam, progress)
+
+
+def _say_finished(planned: Transfer, place: Staging) -> Written:
+    """What is to be said of a result that was there already; what a killed command left beside it is taken away."""
+    with alone(place):
+        try:
+            if is_finished(place, planned):  # still, now that nobody else changes it
+                place.clean()
+            return told(planned, place, state=FINISHED)
+        except OSError as e:
+            raise Failed(f"  {e}") from e

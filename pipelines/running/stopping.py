@@ -24,6 +24,7 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
             staging.stop()
             if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
                 staging.tidy()
+                staging.clean()
                 said = f"but {staging.final} was published already"
                 raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
         raise

@@ -16,6 +16,7 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert, make_release, peft_adapter
 
+from weightbeam.formats.staging.staging import FAILURE, PLAN, UNITS
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import composing
 from weightbeam.formats.storage.bucket import Bucket
@@ -180,6 +181,79 @@ def test_stopped_anywhere_and_resumed(
     if stage != "units":
         assert not [entry for entry in gcs.log.of("write") if "/units/" in entry.name]
     assert call(*command, "--resume") == 0
+
+
+COMMANDS = {
+    "export": ["export", "ckpt", "--unit_bytes", "12000"],
+    "convert": ["convert", "hf", "--maxtext_model", "llama2-7b"],
+}
+
+
+def command_of(kind: str, source: Path, place: str) -> list[str]:
+    command, name, *options = COMMANDS[kind]
+    return [command, str(source / name), place, *options]
+
+
+def beside(gcs: FakeGcs, place: str) -> list[str]:
+    """What lies on the desk of commands."""
+    return [name for name in objects_in(gcs, place) if ".weightbeam/" in name]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_ended_while_it_cleans_up(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It is published, and its plan, by which a command knows what is its own, is gone already."""
+    command = command_of(kind, source, place)
+    delete, gone = Bucket.delete, []
+
+    def fails(self: Bucket, name: str, *more: object) -> None:
+        if self.url.endswith(".weightbeam"):
+            if gone:
+                raise OSError(5, "the power is gone")
+            gone.extend([name] * name.endswith(f"/{PLAN}") * (not name.startswith("claim.")))
+        delete(self, name, *more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete", fails)
+        assert call(*command) == 1
+    assert beside(gcs, place)
+    assert call(*command, "--resume") == 0
+    assert not beside(gcs, place)
+
+
+def test_what_others_have_on_the_desk_stays(gcs: FakeGcs, place: str, source: Path) -> None:
+    """A finished command removes what commands leave there."""
+    command = command_of("export", source, place)
+    assert call(*command) == 0
+    for name in (f"{'0' * 16}/aside/left", "deleting.claim.0/names.json", "mine/left", "notes.txt"):
+        gcs.put("bucket", f"{place.removeprefix('gs://bucket/')}.weightbeam/{name}", b"{}")
+    assert call(*command, "--resume") == 0
+    assert sorted(beside(gcs, place)) == ["tuned.weightbeam/mine/left", "tuned.weightbeam/notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_told"), {"replace": False, "create": True}.items(), ids=["staging", "the first unit"]
+)
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_story_of_a_failure_goes_with_its_plan(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fails: str, is_told: bool
+) -> None:
+    """It names paths of this machine; where nothing could be staged, nobody would remove it."""
+    command = command_of(kind, source, place)
+    function = getattr(Bucket, fails)
+
+    def fail(self: Bucket, name: str, *more: object) -> object:
+        if name == PLAN or name.startswith(UNITS):
+            raise OSError(5, "the power is gone")
+        return function(self, name, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, fails, fail)
+        assert call(*command) == 1
+    assert [name.rpartition("/")[2] for name in beside(gcs, place) if FAILURE in name] == [FAILURE] * is_told
+    assert call(*command, "--resume") == 0
+    assert not beside(gcs, place)
 
 
 def test_a_component_that_changed_is_noticed(

@@ -24,7 +24,9 @@ from support import LLAMA, QWEN3_MOE, assert_same_bits, convert, make_release, r
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import FolderStaging, TakenOverError, staging_at
+from weightbeam.formats.staging.staging import PLAN
 from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets import made_by
 from weightbeam.pipelines.cli import main
 from weightbeam.pipelines.running.output import alone
@@ -279,3 +281,23 @@ def test_an_interrupt_after_the_publication_says_so(
     interrupt_when(published.is_set)
     with pytest.raises(KeyboardInterrupt, match="was published already"):
         command(source, checkpoint, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("command", [by_convert, by_export])
+def test_an_interrupt_while_it_cleans_up_in_a_bucket_leaves_nothing_beside(
+    command: Callable[..., str], source: Path, checkpoint: Path, bucket: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is gone already, by which a later command would know that the rest is its own."""
+    delete, published = Bucket.delete, threading.Event()
+
+    def linger(self: Bucket, name: str, *more: Any) -> None:
+        delete(self, name, *more)
+        if name.endswith(f"/{PLAN}") and not name.startswith("claim."):
+            published.set()
+            time.sleep(2)
+
+    monkeypatch.setattr(Bucket, "delete", linger)
+    interrupt_when(published.is_set)
+    with pytest.raises(KeyboardInterrupt, match="was published already"):
+        command(source, checkpoint, "gs://bucket/out")
+    assert not [name for name in bucket.objects["bucket"] if ".weightbeam" in name]
