@@ -13,7 +13,6 @@ from weightbeam.formats.storage import Store
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
-NOTE = "note"  # of what a publication says: the reason of its record
 
 
 @dataclasses.dataclass(frozen=True)

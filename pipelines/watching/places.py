@@ -52,8 +52,7 @@ from weightbeam.formats.targets.hub import (
 from weightbeam.formats.targets.published import names_in, others_in, whole_files
 from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
-from weightbeam.pipelines.watching.feed import NOTE
-from weightbeam.pipelines.watching.records import DamagedRecordError
+from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from

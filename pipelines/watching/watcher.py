@@ -15,10 +15,11 @@ from weightbeam.formats.storage.local import IRREGULAR
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import NOTE, Feed, FeedTask, Waiting
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
+    NOTE,
     CONVERTING,
     DISCOVERED,
     FAILED,
