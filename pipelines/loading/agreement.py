@@ -39,6 +39,13 @@ def _largest(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, Callable[[
     )
 
 
+class AgreedError(Exception):
+    """An error that all processes have heard of at the same exchange: none has begun one that others never begin."""
+
+    def __init__(self, error: Exception):
+        self.error = error  # what this process raises
+
+
 class Agreement:
     """The votes of a load. With one process there is nothing to agree on: errors are raised at once.
 
@@ -73,8 +80,8 @@ class Agreement:
         """Says how a step went, and looks at an earlier one.
 
         Raises:
-          FailedError: it failed in a process; the message says in which, and why.
-          Exception: the error itself, in that process.
+          AgreedError: it failed in a process: there with the error itself, in all others with a FailedError that says in
+            which, and why.
         """
         if self.alone:
             return
@@ -96,7 +103,7 @@ class Agreement:
     def _look(self) -> None:
         vote = self._votes.popleft()
         if int(np.asarray(vote.addressable_data(0))):
-            raise self._told()
+            raise AgreedError(self._told())
 
     def _told(self) -> Exception:
         """The error, told by the process that has it to all others."""

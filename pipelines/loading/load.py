@@ -98,7 +98,8 @@ def load(
 
     Raises:
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:
-        all of them; in this process or in another one, or the processes don't mean the same.
+        all of them; in this process or in another one, or the processes don't mean the same. Or an earlier load broke off
+        in the middle of an exchange.
       FailedError: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
 
     Example:
@@ -123,7 +124,6 @@ def load(
                 dequantize=dequantize,
             ),
         )
-        meeting.agree("devices", meeting.check_ended, lambda _: {})
         commits = meeting.decide("commits", lambda: find_commits(source, chosen, release))
         opened, chosen = meeting.agree(
             "source",

@@ -4,7 +4,11 @@ are about to load the same.
 What they say goes through JAX's coordinator, which needs no devices: one that refuses doesn't begin them, and the others
 would wait for it. Process 0 hears all of them and tells the outcome. Each call has keys of its own, so that no process
 meets the others at a call that they have left. A process that is there says so again and again, however long it opens
-files; who is silent has died, or never came.
+or reads files; who is silent has died, or never came.
+
+Once they exchange, they end together: all have what they load, or all have heard of an error by a vote
+(`agreement.py`). Where one of them ends otherwise, devices may wait for ever for an exchange that it never began, and
+the first one of any later call would meet that one: the process remembers it, and refuses each later call.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
+from weightbeam.pipelines.loading.agreement import AgreedError
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 
 Made = TypeVar("Made")
@@ -29,8 +34,7 @@ LOOK = 1000  # milliseconds for which the coordinator is asked at a time, and be
 SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
 
 _CALLS = itertools.count(1)  # of this process
-# those that ended in one process alone: what they began may be on the devices for ever, and would meet what comes next
-_UNENDED: list[int] = []
+_BROKEN_OFF: list[str] = []  # how calls of this process ended amid exchanges
 
 
 class _SilentError(Exception):
@@ -58,6 +62,7 @@ class Meeting:
         self._beating = threading.Thread(target=self._beat, name="meeting", daemon=True)
         self._heard: dict[int, tuple[str | None, float]] = {}  # the last sign of each process, and when it was new
         self._looked = time.monotonic()  # for signs
+        self._amid = self._agreed = False  # in the exchanges; all have heard there of the error of this call
         self.number = 0 if self.alone else next(_CALLS)
 
     def __enter__(self) -> Self:
@@ -68,12 +73,12 @@ class Meeting:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self._left.set()
+        if self._amid and error is not None:
+            _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")
         if not self.alone:
             self._beating.join()
             with contextlib.suppress(FailedError):  # the coordinator is gone
-                self._say(
-                    f"signs/{self.process}", {"left": "" if error is None else str(error) or type(error).__name__}
-                )
+                self._say(f"signs/{self.process}", {"left": "" if error is None or self._agreed else _words(error)})
                 if self.process == 0 and isinstance(error, Exception):
                     self._leave_last()
 
@@ -127,7 +132,17 @@ class Meeting:
         """
         if self.alone:
             return work()
-        _UNENDED.append(self.number)
+        self._amid = True
+        try:
+            made = self._watched(work)
+        except AgreedError as e:
+            self._amid, self._agreed = False, True
+            raise e.error from None
+        self._amid = False
+        return made
+
+    def _watched(self, work: Callable[[], Made]) -> Made:
+        """What work returns or raises; or what `_check` does meanwhile."""
         import jax
 
         wide = jax.dtypes.canonicalize_dtype("int64") == "int64"  # a context manager sets it for its thread alone
@@ -138,50 +153,16 @@ class Meeting:
 
         ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
         threading.Thread(target=ending, name="exchange", daemon=True).start()
-        outcome = self._first(ended)
-        try:
-            made = outcome()
-        except jax.errors.JaxRuntimeError:
-            raise
-        except Exception:  # a vote ended the work of all
-            _UNENDED.remove(self.number)
-            raise
-        _UNENDED.remove(self.number)
-        return made
-
-    def _first(self, ended: queue.SimpleQueue[Callable[[], Made]]) -> Callable[[], Made]:
-        """How the work ended.
-
-        Raises:
-          FailedError: it didn't, and one isn't heard of, or left with an error.
-        """
         while True:
             with contextlib.suppress(queue.Empty):
-                return ended.get(timeout=LOOK / 1000)
-            try:
-                self._check()
-            except FailedError:  # if a vote ended the work of all, this one's ends at once, too
-                with contextlib.suppress(queue.Empty):
-                    return ended.get(timeout=2 * LOOK / 1000)
-                raise
-
-    def check_ended(self) -> None:
-        """What `agree` asks for before anything is exchanged.
-
-        Raises:
-          RefusedError: an earlier call of this process ended in it alone.
-        """
-        if _UNENDED:
-            raise RefusedError(
-                f"call {_UNENDED[0]} of load was broken off, and what it began may still be on the devices, where the "
-                "next one would wait for it, or be mixed with it: start the job anew"
-            )
+                return ended.get(timeout=LOOK / 1000)()
+            self._check()
 
     def go_on(self) -> None:
         """What the work of `until` calls before it begins an exchange.
 
         Raises:
-          FailedError: this process has left the call, and may be at the next one.
+          FailedError: this process has left the call.
         """
         if self._left.is_set():
             raise FailedError(f"call {self.number} of load was left")
@@ -216,11 +197,17 @@ class Meeting:
             raise FailedError("; ".join(silent))
 
     def _made(self, what: str, make: Callable[[], Made]) -> Made:
-        """What this process makes; its error is told to the others first."""
+        """What this process makes; its error is told to the others first.
+
+        Raises:
+          RefusedError: it can't exchange any more.
+        """
         try:
+            if not self.alone and _BROKEN_OFF:
+                raise RefusedError(f"{_BROKEN_OFF[0]}, for which devices may still wait; start all processes anew")
             return make()
         except BaseException as e:
-            self._say(f"{what}/{self.process}", {"no": str(e) or type(e).__name__})
+            self._say(f"{what}/{self.process}", {"no": _words(e)})
             raise
 
     def _gather(self, what: str) -> dict[str, str]:
@@ -302,7 +289,7 @@ class Meeting:
         """Gives signs of this process, and looks for those of the others, until it leaves."""
         with contextlib.suppress(FailedError):  # the coordinator is gone: who waits for it says so
             for number in itertools.count():
-                self._say(f"signs/{self.process}", number)
+                self._say(f"signs/{self.process}", {"sign": number})
                 self._look()
                 if self._left.wait(min(BEAT, self.timeout / 5)):
                     return
@@ -357,10 +344,20 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _said(sign: str | None) -> dict[str, Any]:
+    """What a sign says; nothing if there is none."""
+    return {} if sign is None else json.loads(sign)
+
+
 def _left(sign: str | None) -> str | None:
-    """With what error a process has left, by its last sign; empty if without one, None if it hasn't left."""
-    said = json.loads(sign) if sign is not None else 0
-    return said["left"] if isinstance(said, dict) else None
+    """With what error a process has left, by its last sign; None if it hasn't left. Empty if without one, or with one
+    that all have heard of.
+    """
+    return _said(sign).get("left")
 
 
 def differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ A list of sources, or of options, has one for each process. `waits` has a proces
 it is done with a load, a process makes the file `done-LOAD-PROCESS` beside the request.
 
 Writes JSON into the file of answers, a line for each load, of what this process holds of each array, `{"shards": {key:
-[[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values`
+[[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`, `{"interrupted": true}`; with `values`
 the bytes of a shard in place of its digest. Not to its standard output, where Gloo's threads write words of their own.
 A process of its own, since the number of devices is settled when JAX starts.
 """
@@ -20,6 +20,7 @@ import base64
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from processes import read_so_far
 # programs are compiled in a third of the time
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PROGRAMS: list[str] = []  # that were compiled
+SIGNALS = {"dies": signal.SIGKILL, "sleeps": signal.SIGSTOP, "is interrupted": signal.SIGINT}
 
 
 def values(array: np.ndarray) -> list:
@@ -120,8 +122,9 @@ def wait_for_file(path: Path) -> None:
 
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
-    """Has this process fail, or die, in the middle of its reading, or die while it opens the source; or cuts a file
-    short after the plan was made, or puts another in its place while it is read.
+    """Has this process fail, die, sleep for ten seconds or be interrupted in the middle of its reading, or die while it
+    opens the source; or cuts a file short after the plan was made, or puts another in its
+    place while it is read.
     """
     plain, calls = loading.Loading._read, []
     if kind == "dies opening":
@@ -136,13 +139,13 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
         elif kind == "replaces":
             if len(calls) == 3:
                 os.replace(f"{source}/other", f"{source}/model.safetensors")
-        elif kind == "is interrupted":
-            if len(calls) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
         elif len(calls) == 3:
-            if kind == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError("the disk is on fire")
+            if kind == "sleeps":
+                subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
+            if kind not in SIGNALS:
+                raise OSError("the disk is on fire")
+            os.kill(os.getpid(), SIGNALS[kind])
+            time.sleep(2)  # so that it isn't done before it hears of an interrupt
         return plain(self, *arguments)
 
     loading.Loading._read = broken

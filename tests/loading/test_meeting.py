@@ -145,8 +145,8 @@ def test_one_is_killed_at_its_first_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
-    """Its devices are waited for by then: all others name it within the time-out, and at the next load, too; none ends
-    by JAX's hand, or in JAX's words.
+    """Its devices are waited for by then: all others name it within the time-out, and refuse the next load; none ends by
+    JAX's hand, or in JAX's words.
     """
     first, second = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
     mesh = f"fsdp={8 // processes * processes}"
@@ -163,31 +163,41 @@ def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
     for each in told["dies"]:
         assert each["failed"].startswith(f"process 1 of {processes} has stopped: it wasn't heard of for 4 s")
     for each in told["next"]:
-        assert each["failed"].startswith(f"process 1 of {processes} didn't come to call 3 of load for 4 s")
+        assert each["refused"].startswith("call 2 of load broke off amid an exchange (process 1 of ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "second"),
+    [
+        ([1, "sleeps"], "process 1 of 2 has stopped: it wasn't heard of for 4 s", "process 1 of 2 has stopped: "),
+        ([0, "is interrupted"], None, "process 0 of 2 failed, so nothing was loaded: KeyboardInterrupt"),
+        ([1, "is interrupted"], "process 1 of 2 failed, so nothing was loaded: KeyboardInterrupt", None),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_one_leaves_amid_an_exchange(fault: list[Any], first: str | None, second: str | None, tmp_path: Path) -> None:
+    """Its exchanges, or the other's, stay on the devices, where the next load would wait behind them: all say so."""
+    releases = [save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2)]
+    loads = {
+        "whole": dict(source=releases[1], mesh=MESH, options=STEPS),
+        "left": dict(source=releases[0], mesh=MESH, options=STEPS | SOON, fault=fault),
+        "next": dict(source=releases[1], mesh=MESH, options=STEPS | SOON),
+        "last": dict(source=releases[1], mesh=MESH, options=STEPS | SOON),
+    }
+    told, ended = run_job(2, loads, tmp_path, heartbeat=25, abruptly=True)
+    assert all(len(each) == 2 for each in told.values()), [each.stderr[-3000:] for each in ended]
+    for each in told["whole"]:
+        assert_holds(each, wanted(2))
+    for each, words in zip(told["left"], (first, second), strict=True):
+        assert each == {"interrupted": True} if words is None else words in each["failed"]
+    for each in [*told["next"], *told["last"]]:
+        assert "call 2 of load broke off amid an exchange" in each["refused"]
+        assert each["refused"].endswith("start all processes anew")
 
 
 def on_one_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     here = SingleDeviceSharding(jax.devices()[0])
     return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
-
-
-def test_one_is_interrupted_while_it_loads(tmp_path: Path) -> None:
-    """Its exchanges stay on the devices: what is loaded next is refused, where it would wait for them for ever."""
-    first, second = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
-    loads = {
-        "whole": dict(source=second, mesh=MESH, options=STEPS),
-        "interrupted": dict(source=first, mesh=MESH, options=STEPS, fault=[1, "is interrupted"]),
-        "next": dict(source=second, mesh=MESH, options=STEPS),
-    }
-    told, ended = run_job(2, loads, tmp_path, abruptly=True)
-    assert all(len(each) == 2 for each in told.values()), [each.stderr[-3000:] for each in ended]
-    for each in told["whole"]:
-        assert_holds(each, wanted(2))
-    first_told, second_told = told["interrupted"]
-    assert second_told == {"interrupted": True}
-    assert first_told["failed"] == "process 1 of 2 failed, so nothing was loaded: KeyboardInterrupt"
-    for each in told["next"]:
-        assert "call 2 of load was broken off" in each["refused"]
 
 
 @pytest.mark.parametrize("opening", [4, 5, 6, 8, 10])
