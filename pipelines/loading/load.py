@@ -87,7 +87,8 @@ def load(
         `config.json` tells its logical axes to `mesh`; the weights alone are loaded.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
-      timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names it.
+      timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names
+        it; and for which exchanges among processes that are there may stand still, while none reads.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
         A checkpoint of FP8 codes is loaded as codes and scales; as values where `like` has no place for scales, or where
@@ -357,7 +358,8 @@ class Loading:
                     waiting.append((step, scratch, pool.submit(self._read, step, scratch)))
                 step, scratch, future = waiting.popleft()
                 try:
-                    shares = future.result()
+                    with meeting.reading():
+                        shares = future.result()
                 except Exception as e:  # whatever it is, the others must learn of it
                     agreement.fail(_in_words(e))
                     shares = self._nothing(step)
@@ -371,7 +373,7 @@ class Loading:
                     jax.block_until_ready([arrays[block.key] for block in step.blocks])
                     scratch.reset()
                     free.append(scratch)
-            self._conclude(agreement)
+            self._conclude(agreement, meeting)
             jax.block_until_ready(list(arrays.values()))
         finally:
             for *_, future in waiting:
@@ -380,11 +382,12 @@ class Loading:
             compilers.shutdown(cancel_futures=True)
         return arrays
 
-    def _conclude(self, agreement: Agreement) -> None:
+    def _conclude(self, agreement: Agreement, meeting: Meeting) -> None:
         """Looks at the files once more, and at what was read of them; all learn whether it is right."""
         try:
-            self.source.check()
-            self._compare()
+            with meeting.reading():
+                self.source.check()
+                self._compare()
         except Exception as e:  # whatever it is, the others must learn of it
             agreement.fail(_in_words(e))
         agreement.vote()

@@ -20,7 +20,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 from weightbeam.pipelines.loading.agreement import AgreedError
@@ -61,6 +61,8 @@ class Meeting:
         self._left = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="meeting", daemon=True)
         self._heard: dict[int, tuple[str | None, float]] = {}  # the last sign of each process, and when it was new
+        self._begun, self._reads = 0, False  # exchanges of this process, and whether they wait for what it reads
+        self._moved = time.monotonic()  # when any process last came further with its exchanges, or read
         self._looked = time.monotonic()  # for signs
         self._amid = self._agreed = False  # in the exchanges; all have heard there of the error of this call
         self.number = 0 if self.alone else next(_CALLS)
@@ -127,7 +129,7 @@ class Meeting:
         with Gloo for each of its groups of devices.
 
         Raises:
-          FailedError: one isn't heard of, or left with an error; with its number.
+          FailedError: one isn't heard of, or left with an error; with its number. Or all are there, and none comes further.
           Exception: of the work.
         """
         if self.alone:
@@ -152,11 +154,13 @@ class Meeting:
                 ended.put(_outcome(work))
 
         ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
+        self._moved = time.monotonic()
         threading.Thread(target=ending, name="exchange", daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
                 return ended.get(timeout=LOOK / 1000)()
             self._check()
+            self._check_progress()
 
     def go_on(self) -> None:
         """What the work of `until` calls before it begins an exchange.
@@ -166,6 +170,16 @@ class Meeting:
         """
         if self._left.is_set():
             raise FailedError(f"call {self.number} of load was left")
+        self._begun += 1
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager of the work of `until`: it reads, and the others wait for that, however long it takes."""
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads = False
 
     def find_lost(self) -> None:
         """Looks for who has stopped or left, where an exchange broke off: which one it was is known a little later.
@@ -195,6 +209,22 @@ class Meeting:
                 silent.append(self._silence(_SilentError(process, came=True)))
         if silent:
             raise FailedError("; ".join(silent))
+
+    def _check_progress(self) -> None:
+        """Looks whether the exchanges come further, now that all processes are there.
+
+        Raises:
+          FailedError: they stand still, and not because one reads.
+        """
+        if time.monotonic() - self._moved > self.timeout + BEAT:  # a silent one is found before
+            there = [(process, sign) for process, (sign, _) in self._heard.items() if _left(sign) is None]
+            begun = [(_said(sign).get("begun", 0), process) for process, sign in there]
+            (fewest, last), (most, first) = min(begun), max(begun)
+            raise FailedError(
+                f"the exchanges of call {self.number} of load stood still for {self.timeout:,.0f} s, though all "
+                f"{self.processes} processes are there, so nothing was loaded (process {last} has begun {fewest:,} of "
+                f"them, process {first} {most:,}); with timeout=… they wait longer"
+            )
 
     def _made(self, what: str, make: Callable[[], Made]) -> Made:
         """What this process makes; its error is told to the others first.
@@ -277,19 +307,24 @@ class Meeting:
         """Looks for signs of all processes. Who hasn't looked for long, since it slept itself, knows of no silence."""
         with self._coordinator():
             signs = self._client.key_value_dir_get(self._key("signs/"))
-        if time.monotonic() - self._looked > self.timeout / 2:
+        now = time.monotonic()
+        if now - self._looked > self.timeout / 2:
             self._listen()
-        self._looked = time.monotonic()
+            self._moved = now
+        self._looked = now
         for key, sign in signs:
             process = int(key.rpartition("/")[2])
-            if self._heard[process][0] != sign:
-                self._heard[process] = sign, time.monotonic()
+            before = self._heard[process][0]
+            if before != sign:
+                self._heard[process] = sign, now
+                if _said(sign).get("reads") or _said(sign).get("begun") != _said(before).get("begun"):
+                    self._moved = now
 
     def _beat(self) -> None:
         """Gives signs of this process, and looks for those of the others, until it leaves."""
         with contextlib.suppress(FailedError):  # the coordinator is gone: who waits for it says so
             for number in itertools.count():
-                self._say(f"signs/{self.process}", {"sign": number})
+                self._say(f"signs/{self.process}", {"sign": number, "begun": self._begun, "reads": self._reads})
                 self._look()
                 if self._left.wait(min(BEAT, self.timeout / 5)):
                     return

@@ -122,13 +122,24 @@ def wait_for_file(path: Path) -> None:
 
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
-    """Has this process fail, die, sleep for ten seconds or be interrupted in the middle of its reading, or die while it
-    opens the source; or cuts a file short after the plan was made, or puts another in its
-    place while it is read.
+    """Has this process fail, die, sleep or read for ten seconds or be interrupted in the middle of its reading, die while
+    it opens the source, never come to its third vote, or fail there alone; or cuts a file short after the plan was made,
+    or puts another in its place while it is read.
     """
     plain, calls = loading.Loading._read, []
     if kind == "dies opening":
         loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return
+    if kind in ("misses", "breaks off"):
+        vote = loading.Agreement.vote
+
+        def third(self: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3 and kind == "breaks off":
+                raise ValueError("no room")
+            time.sleep(600) if len(calls) == 3 else vote(self)
+
+        loading.Agreement.vote = third
         return
 
     def broken(self: Any, *arguments: Any) -> Any:
@@ -140,6 +151,9 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
             if len(calls) == 3:
                 os.replace(f"{source}/other", f"{source}/model.safetensors")
         elif len(calls) == 3:
+            if kind == "is slow":
+                time.sleep(10)
+                return plain(self, *arguments)
             if kind == "sleeps":
                 subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
             if kind not in SIGNALS:

@@ -65,6 +65,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "replaced": dict(source=[first, replaced], mesh=MESH, options=STEPS, fault=[1, "replaces"]),
         "late": dict(source=first, mesh=MESH, options=SOON, waits=[1, folder / "done-9-0", "to call"]),
         "after both": dict(source=first, mesh=MESH),
+        "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
         "dies": dict(source=first, mesh=MESH, options=SOON, fault=[1, "dies opening"]),
     }
     with FakeHub() as hub:
@@ -84,11 +85,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
-    """In words, before JAX's devices are there; and what each loads next isn't completed by the other's last load."""
+    """In words, before JAX's devices are there; and what each loads next isn't completed by the other's last load, nor
+    given up where one of them reads for longer than the time-out.
+    """
     first, second = job["one refuses"]
     assert "model.safetensors" in second["refused"]
     assert first["refused"] == f"process 1 of 2 refused, so nothing was loaded: {second['refused']}"
-    for name, seed in {"after it": 2, "copies": 1, "after both": 1}.items():
+    for name, seed in {"after it": 2, "copies": 1, "after both": 1, "slow": 1}.items():
         for told in job[name]:
             assert_holds(told, wanted(seed))
 
@@ -172,6 +175,8 @@ def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
         ([1, "sleeps"], "process 1 of 2 has stopped: it wasn't heard of for 4 s", "process 1 of 2 has stopped: "),
         ([0, "is interrupted"], None, "process 0 of 2 failed, so nothing was loaded: KeyboardInterrupt"),
         ([1, "is interrupted"], "process 1 of 2 failed, so nothing was loaded: KeyboardInterrupt", None),
+        ([1, "breaks off"], "process 1 of 2 failed, so nothing was loaded: ", "no room"),
+        ([1, "misses"], *["the exchanges of call 2 of load stood still for 4 s"] * 2),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",
 )
