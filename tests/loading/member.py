@@ -123,16 +123,23 @@ def wait_for_file(path: Path) -> None:
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
     """Has this process fail, die, sleep or read for ten seconds or be interrupted in the middle of its reading, die while
-    it opens the source, or never come to its third vote; or cuts a file short after the plan was made, or puts another in its
-    place while it is read.
+    it opens the source, never come to its third vote, or fail there alone; or cuts a file short after the plan was made,
+    or puts another in its place while it is read.
     """
     plain, calls = loading.Loading._read, []
     if kind == "dies opening":
         loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         return
-    if kind == "misses":
+    if kind in ("misses", "breaks off"):
         vote = loading.Agreement.vote
-        loading.Agreement.vote = lambda self: time.sleep(600) if calls.append(1) or len(calls) == 3 else vote(self)
+
+        def third(self: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3 and kind == "breaks off":
+                raise ValueError("no room")
+            time.sleep(600) if len(calls) == 3 else vote(self)
+
+        loading.Agreement.vote = third
         return
 
     def broken(self: Any, *arguments: Any) -> Any:

@@ -175,6 +175,7 @@ def test_one_is_killed_while_it_loads(processes: int, tmp_path: Path) -> None:
         ([1, "sleeps"], "process 1 of 2 has stopped: it wasn't heard of for 4 s", "process 1 of 2 has stopped: "),
         ([0, "is interrupted"], None, "process 0 of 2 failed, so nothing was loaded: KeyboardInterrupt"),
         ([1, "is interrupted"], "process 1 of 2 failed, so nothing was loaded: KeyboardInterrupt", None),
+        ([1, "breaks off"], "process 1 of 2 failed, so nothing was loaded: ", "no room"),
         ([1, "misses"], *["the exchanges of call 2 of load stood still for 4 s"] * 2),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",
