@@ -28,7 +28,7 @@ from weightbeam.formats.orbax import ocdbt, plan_hash_of
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
-from weightbeam.formats.targets import orbax
+from weightbeam.formats.targets import orbax_units
 from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
 
 UNITS, PARTS = 2, 2  # of a conversion; files of a unit's database
@@ -289,7 +289,7 @@ class World:
         self.stack = contextlib.ExitStack()
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
-            orbax: dict(_write=_write, digest=lambda *_: 0),
+            orbax_units: dict(_write=_write, digest=lambda *_: 0, _written_files=lambda *_: {}),
             ocdbt: dict(merge=_merge),
         }
         if kind == "folder in two":

@@ -14,7 +14,6 @@ from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
 
-
 @dataclasses.dataclass(frozen=True)
 class FeedTask:
     """One thing that is done for a version, in a process of its own.

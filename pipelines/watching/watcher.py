@@ -19,12 +19,12 @@ from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
-    NOTE,
     CONVERTING,
     DISCOVERED,
     FAILED,
     GONE,
     HELD,
+    NOTE,
     PLANNED,
     PUBLISHED,
     REFUSED,
