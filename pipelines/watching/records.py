@@ -27,6 +27,7 @@ from weightbeam.pipelines.watching.tables import former, tables
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
 GONE, REMOVED, HELD = "gone", "removed", "held"
+NOTE = "note"  # of what a publication says: the reason of its record
 STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
 SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
