@@ -272,8 +272,8 @@ def _audit(
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
         zeros, spare = source.drop_zero_biases(problem.subject for problem in found if problem.kind == "unused")
         dropped, problems = dropped | zeros, [*problems, *spare]
-        explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
-        problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
+        explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost | zeros.keys()
+        problems += [problem for problem in found if problem.subject not in explained]
     return dropped, problems
 
 
