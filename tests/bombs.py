@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -135,6 +136,15 @@ def _gpt_oss(folder: Path) -> None:
     write_release(folder, c, {name: ("BF16", shape) for name, shape in made.items()})
 
 
+def _cut_off(folder: Path, files: int, whole: int) -> None:
+    """A release most of whose files end in their headers, so that tensors of every layer are missing."""
+    config = LLAMA | dict(model_type="mixtral", num_local_experts=256, num_experts_per_tok=2, num_hidden_layers=64)
+    names = [f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}.weight" for layer in range(64) for expert in range(256) for w in ("w1", "w2", "w3")]  # fmt: skip
+    write_release(folder, config, *(dict.fromkeys(names[file::files], ("BF16", (8, 8))) for file in range(files)))
+    for file in range(whole, files):
+        os.truncate(folder / f"model-{file}.safetensors", 100)
+
+
 LARGE = LLAMA | dict(hidden_size=1 << 16, intermediate_size=1 << 21, num_attention_heads=1 << 13)
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
@@ -163,6 +173,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     ),
     "1.7 TiB": lambda f: write_release(f, LARGE, bf16(LARGE)),
     "more than can be meant": lambda f: write_release(f, LARGE | dict(num_hidden_layers=8), bf16(LARGE)),
+    "36 of 40 files cut off, of 64 layers of 256 experts": lambda f: _cut_off(f, files=40, whole=4),
     "450,000 empty tensors": lambda f: write_release(f, LLAMA, empty(f"t{i}" for i in range(450_000))),
     "an index of a million entries": lambda f: (
         write_release(f, LLAMA, bf16(LLAMA)),

@@ -146,8 +146,8 @@ class Place(abc.ABC):
         """The URL of a step that was recorded as `url` where the place was then."""
         return url
 
-    def is_taken(self, url: str) -> bool:
-        """Whether something that nobody knows lies where a step would be published."""
+    def is_taken(self, url: str, key: str) -> bool:
+        """Whether something else than the step of this key lies where that would be published."""
         return False
 
 
@@ -212,8 +212,8 @@ class StorePlace(Place):
         found = others_in_checkpoint(step) if is_checkpoint(step) else others_in(step)
         return [name for name in found if name not in BESIDE]
 
-    def is_taken(self, url: str) -> bool:
-        return not self.report(url) and bool(names_in(open_store(url)))
+    def is_taken(self, url: str, key: str) -> bool:
+        return self.report(url).get("key") != key and bool(names_in(open_store(url)))
 
     def remove(self, url: str) -> None:
         assert url.startswith(f"{self.url}/")
@@ -255,8 +255,8 @@ class FolderPlace(StorePlace):
             sync_folder(Path(self.url))
         return {}
 
-    def is_taken(self, url: str) -> bool:
-        return os.path.lexists(url) and not self.report(url)
+    def is_taken(self, url: str, key: str) -> bool:
+        return os.path.lexists(url) and self.report(url).get("key") != key
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         if os.path.islink(url):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import re
 import socket
 import sys
 import threading
@@ -137,7 +138,7 @@ def _handler(secret: str, changed: Receive) -> type[BaseHTTPRequestHandler]:
                 self._answer(HTTPStatus.UNAUTHORIZED, f"{HEADER} is wrong")
                 return
             length = self.headers.get("Content-Length", "")
-            if not length.isascii() or not length.isdigit() or int(length) > MAX_BODY:
+            if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
                 self._answer(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY} bytes, and their number is needed"
                 )

@@ -384,8 +384,7 @@ class RunFeed(Feed):
             for other in self._published(history.first["target"], state)
             if other.step == history.first["step"]
         } - {history.key}
-        taken |= {place.report(url).get("key"), history.key} - {None, history.key}
-        is_free = not taken and not place.is_taken(url)
+        is_free = not taken and not place.is_taken(url, history.key)
         return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
 
     def _work(self, history: History) -> Store:
@@ -581,7 +580,7 @@ class RunFeed(Feed):
         except StorageError as e:  # says where
             raise FailedError(str(e)) from e
         except OSError as e:
-            raise FailedError(f"{url}: {reason(e)}") from e
+            raise FailedError(f"{e.filename2 or e.filename or url}: {reason(e)}") from e
         return {"checkpoint": url, **said}
 
     def _title(self, history: History) -> str:
