@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import importlib
 import math
@@ -22,7 +23,7 @@ from weightbeam.pipelines.running.without_beam import is_local, leave_out_servic
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
-from weightbeam.pipelines.terminal.shell import messages
+from weightbeam.pipelines.terminal.shell import check_written, messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = args.command
             if args.quiet and hasattr(args, "progress"):
                 args.progress = "none"
+            check_written(args)
             with messages(args):
                 interrupts.at_once = True
                 # only now: commands import numpy, TensorStore and Beam
@@ -132,8 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if interrupts.came is None and not isinstance(e, KeyboardInterrupt):
                 if not isinstance(e, OSError):
                     raise
-                told("failed", OSError(f"  {e}"))  # of a disk or a store, where nothing could be made of it
-                return 1
+                # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
+                refused = e.errno == errno.ENAMETOOLONG
+                told("refused" if refused else "failed", OSError(f"  {e}"))
+                return 2 if refused else 1
             # Some libraries make something else of a KeyboardInterrupt.
             said = str(e) if isinstance(e, KeyboardInterrupt) else ""
             print(f"\n{named()}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -139,7 +140,8 @@ def _gpt_oss(folder: Path) -> None:
 def _cut_off(folder: Path, files: int, whole: int) -> None:
     """A release most of whose files end in their headers, so that tensors of every layer are missing."""
     config = LLAMA | dict(model_type="mixtral", num_local_experts=256, num_experts_per_tok=2, num_hidden_layers=64)
-    names = [f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}.weight" for layer in range(64) for expert in range(256) for w in ("w1", "w2", "w3")]  # fmt: skip
+    experts = itertools.product(range(64), range(256), ("w1", "w2", "w3"))
+    names = [f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}.weight" for layer, expert, w in experts]
     write_release(folder, config, *(dict.fromkeys(names[file::files], ("BF16", (8, 8))) for file in range(files)))
     for file in range(whole, files):
         os.truncate(folder / f"model-{file}.safetensors", 100)

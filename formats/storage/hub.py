@@ -19,8 +19,8 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -52,6 +52,9 @@ BACKOFF = 0.5  # seconds; doubled before each attempt
 MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a row
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
+MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -364,7 +367,15 @@ def _look_at(answer: httpx2.Response) -> None:
 
 
 def _bound(request: httpx2.Request) -> None:
-    """Gives a request of huggingface_hub a time-out that has none."""
+    """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end.
+
+    Raises:
+      ValueError: a list has too many pages.
+    """
+    if request.method == "GET" and (left := getattr(_PAGES, "left", None)) is not None:
+        _PAGES.left = left - 1
+        if not left:
+            raise ValueError(f"a list of more than {MAX_PAGES:,} pages")
     if (request.extensions.get("timeout") or {}).get("read") is None:
         request.extensions = {
             **request.extensions,
@@ -418,7 +429,20 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
     )
 
 
-retried = _retrying().wraps  # decorates a function that asks the hub
+_PAGES = threading.local()  # `left`: how many a question of this thread to the hub may still ask for
+
+
+def retried(ask: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that asks the hub: it is called again where that may help."""
+
+    def asked(*arguments: P.args, **keywords: P.kwargs) -> T:
+        before, _PAGES.left = getattr(_PAGES, "left", None), MAX_PAGES
+        try:
+            return ask(*arguments, **keywords)
+        finally:
+            _PAGES.left = before
+
+    return _retrying().wraps(functools.wraps(ask)(asked))
 
 
 # what the hub's client raises of an answer that has no JSON, lacks something, or has something else in its place, such as

@@ -30,9 +30,9 @@ def is_offline() -> bool:
 def root() -> Path:
     """The folder of the cache: what `HF_HUB_CACHE` names, else `hub` in `HF_HOME`."""
     if named := os.environ.get("HF_HUB_CACHE"):
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     home = os.environ.get("HF_HOME")
-    return Path(home).expanduser() / "hub" if home else Path(constants.HF_HUB_CACHE)
+    return Path(os.path.expanduser(home)) / "hub" if home else Path(constants.HF_HUB_CACHE)
 
 
 def commit_of(repo: str, revision: str) -> str | None:

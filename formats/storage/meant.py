@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def hint(where: str) -> str:
     """What was meant by a folder that isn't there, as the end of a message; empty where nothing suggests itself."""
     if page := _PAGE.fullmatch(where):
         return f"; did you mean hf://{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
-    path, repository = Path(where).expanduser(), where
+    path, repository = Path(os.path.expanduser(where)), where
     if where.startswith("hf:"):
         repository = where.removeprefix("hf:").strip("/")
     if path.is_file():

@@ -135,6 +135,10 @@ class OrbaxTarget(Target[Staging]):
     def find_unfit(self, place: Staging) -> tuple[str, str] | None:
         if is_unpublished(place.output.name):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
+        if any(place.output.exists(name) for name in (METADATA, CHECKPOINT_METADATA)):
+            return str(
+                place.output
+            ), "is a checkpoint itself, whose readers would find another one in it; choose another"
         if isinstance(place, FolderStaging):
             if place.output.folder.exists() and not place.output.folder.is_dir():
                 return str(place.output), "is a file"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -72,6 +74,25 @@ def _formatter(args: argparse.Namespace) -> logging.Formatter:
         args.progress == "json" or (args.progress in ("auto", "none") and not sys.stderr.isatty())
     )
     return JsonMessages() if in_json else _Lines()
+
+
+def check_written(args: argparse.Namespace) -> None:
+    """Makes sure that no file which an option writes is one of those that the command reads, or makes.
+
+    Raises:
+      Refused: one is.
+    """
+    written = {"json", "log_file", "save_logits"} | ({"maxtext_config"} if args.command == "plan" else set())
+    others = [
+        value if isinstance(value, list) else [value] for name, value in vars(args).items() if name not in written
+    ]
+    places = [place for place in itertools.chain(*others) if isinstance(place, str) and place]
+    for option in sorted(written):
+        file = getattr(args, option, None)
+        if file and os.path.isfile(file):
+            path = Path(os.path.realpath(file))
+            if there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None):
+                raise Refused(f"--{option}={file}: is a file of {there}, and would be changed; name another")
 
 
 @contextlib.contextmanager

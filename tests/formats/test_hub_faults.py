@@ -15,7 +15,7 @@ from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
 from servers.clients import at_quick_hub
 from servers.hub import FakeHub
-from servers.server import Reply
+from servers.server import Call, Reply, json_reply
 from support import files_of, make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
@@ -255,6 +255,29 @@ def test_a_redirect_to_no_address(
     monkeypatch.setattr(hub, "answer", lambda call: elsewhere if "/resolve/" in call.path else answer(call))
     with pytest.raises(StorageError, match="no answer of the hub's"):
         open_store(URL).read("config.json")
+
+
+@pytest.mark.parametrize("of", ["/commits/", "/discussions"])
+def test_a_list_without_an_end(
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """A page whose next one is itself, and a number of pull requests that no page comes up to."""
+    assert attempt(files)
+    monkeypatch.setattr(store, "MAX_PAGES", 20)
+    answer, asked = hub.answer, list[str]()
+
+    def endless(call: Call) -> Reply:
+        if of not in call.path:
+            return answer(call)
+        asked.append(call.path)
+        if of == "/commits/":
+            return Reply(200, b"[]", {"Link": f'<{hub.url}{call.path}>; rel="next"'})
+        return json_reply(200, dict(discussions=[], count=10**9, start=0))
+
+    monkeypatch.setattr(hub, "answer", endless)
+    with pytest.raises(StorageError, match="a list of more than 20 pages"):
+        publish(URL, "another", files, overwrite=True, create_pr=True)
+    assert len(asked) == 20
 
 
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:

@@ -313,6 +313,7 @@ def test_a_source_that_isnt_there(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "file" in refused(tmp_path / "file")
     assert "File name too long" in refused(tmp_path / ("x" * 300))
+    assert call("export", tmp_path / ("x" * 300), tmp_path / "out") == 2
 
 
 def test_a_link_beside_the_weights_that_leads_to_itself(tmp_path: Path) -> None:

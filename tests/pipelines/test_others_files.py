@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -461,3 +462,44 @@ def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.Captur
     assert sorted(path.name for path in place.iterdir()) == sorted(
         ["0", beside.name, lock.name, "2.weightbeam-lease", "3.weightbeam-lease"]
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *itertools.product(("inspect", "plan", "plan --source", "verify"), ("json", "log_file")),
+        ("plan", "maxtext_config"),
+    ],
+)
+def test_no_option_writes_over_a_source(
+    source: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Neither what is named nor a link to it; what an earlier run wrote elsewhere is replaced."""
+    monkeypatch.chdir(tmp_path)
+    Path("linked").symlink_to(source)
+    words = {
+        "inspect": ("inspect", checkpoint),
+        "plan": ("plan", "linked", *MODEL),
+        "plan --source": ("plan", "--source=linked", *MODEL),
+        "verify": ("verify", source, checkpoint),
+    }[command]
+    taken = checkpoint / "0/items/_METADATA" if command == "inspect" else source / "config.json"
+    before = taken.read_bytes()
+    assert call(*words, f"--{option}", taken) == 2
+    assert f"--{option}={taken}: is a file of " in capfd.readouterr().err
+    assert taken.read_bytes() == before
+    for _ in range(2):
+        assert call(*words, "-q", f"--{option}", "told") == 0
+    assert Path("told").is_file()
+
+
+def test_no_checkpoint_is_written_into_another(
+    source: Path, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(checkpoint.rglob("*"))
+    for output in (checkpoint / "0", checkpoint / "0" / "items"):
+        for words in (("convert", source, output, *MODEL), ("reshard", checkpoint, output)):
+            assert call(*words) == 2
+            assert f"{output}: is a checkpoint itself" in capfd.readouterr().err
+    assert sorted(checkpoint.rglob("*")) == before
