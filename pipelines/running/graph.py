@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from weightbeam.transforms.stages.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.stages.staged import remember
 
 DELIVERY = Delivery()
+OUR_KIND = re.compile(r"\bweightbeam(\.\w+)+: ")  # before the message of an error of ours, as workers tell it
 
 
 def build(
@@ -172,7 +174,7 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
     content = isinstance(error, ContentError) or any(
         f"{kind.__name__}: " in last for kind in ContentError.__subclasses__()
     )
-    lines = [f"  {last}"]
+    lines = [f"  {OUR_KIND.sub('', last)}"]
     with contextlib.suppress(OSError):
         story = staging.note_failure("\n".join([noise, *traceback.format_exception(error)]))
         lines.append(f"The whole story is in {story}.")

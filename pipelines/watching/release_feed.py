@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam import __version__
+from weightbeam.formats.storage import reason
+from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
@@ -169,7 +171,13 @@ class ReleaseFeed(Feed):
             "verified": facts.get("verified"),
         }
         report["history"] = history.outline
-        self.output.create(self._report_of(checkpoint), json.dumps(history.naming().told(report), indent=1).encode())
+        told = json.dumps(history.naming().told(report), indent=1).encode()
+        try:
+            is_there = self.output.create(self._report_of(checkpoint), told) or self._report(checkpoint)
+        except OSError as e:
+            raise FailedError(f"{checkpoint}/{REPORT}: {reason(e)}") from e
+        if not is_there:
+            raise FailedError(f"{checkpoint}/{REPORT} exists, and isn't of this release; move it away")
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
@@ -182,11 +190,7 @@ class ReleaseFeed(Feed):
         """
         output, pointer = self.output, f"{repo}/{target}.json"
         while True:
-            reports = (
-                self._read(self._report_of(checkpoint))
-                for checkpoint in self._published(histories(output, repo), target)
-            )
-            # a checkpoint that its owner has deleted has none
+            reports = map(self._report, self._published(histories(output, repo), target))
             newest = next((report for report in reports if report), None)
             if newest is None or self._read(pointer) == newest:
                 return
@@ -201,6 +205,17 @@ class ReleaseFeed(Feed):
     def _report_of(self, checkpoint: str) -> str:
         """The name of its report in the output."""
         return f"{checkpoint.removeprefix(f'{self.output.url}/')}/{REPORT}"
+
+    def _report(self, checkpoint: str) -> bytes | None:
+        """The report of a checkpoint; None where there is none, as where its owner has deleted the checkpoint, or where
+        somebody's file has its name.
+        """
+        report = self._read(self._report_of(checkpoint))
+        try:
+            plan = json.loads(report or b"{}")["plan"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return report if isinstance(plan, str) and checkpoint.endswith(f"-{plan[:8]}") else None
 
     def _read(self, name: str) -> bytes | None:
         try:

@@ -339,7 +339,7 @@ def test_a_job_that_fails(servers: Cloud, source: str) -> None:
     done = servers.convert(source, f"gs://{OUTPUT}/failing", "--maxtext_model", given()[CASE]["maxtext_model"])
     assert done.returncode == 1
     assert (
-        "  weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7"
+        "  gs://models/x/model.safetensors: ends at byte 7"
         in done.stderr
     )
     assert "--resume" in done.stderr

@@ -92,14 +92,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 @contextlib.contextmanager
 def damaged(step: Path) -> Iterator[None]:
-    """Context manager: the largest file of a step holds zeros, and nothing else tells."""
-    held = max((path for path in step.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data, found = held.read_bytes(), held.stat()
-    for content in (bytes(len(data)), data):
-        held.write_bytes(content)
-        os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
-        if content is not data:
-            yield
+    """Context manager: each file of data of a step holds zeros, and nothing else tells."""
+    held = {path: (path.read_bytes(), path.stat()) for path in step.rglob("d/*") if path.is_file()}
+
+    def write(zeros: bool) -> None:
+        for path, (data, found) in held.items():
+            path.write_bytes(bytes(len(data)) if zeros else data)
+            os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+    write(zeros=True)
+    yield
+    write(zeros=False)
 
 
 def exported(step: Path, like: Path, folder: Path, **options: Any) -> dict[str, np.ndarray]:

@@ -409,6 +409,32 @@ def test_what_lies_at_a_pointer_holds_up_no_other_model(
     assert watch.published()["repo"] == REPO
 
 
+@pytest.mark.parametrize("stray", ["an object", "no JSON", "a folder"])
+def test_a_stray_report(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], stray: str
+) -> None:
+    """What lies under its name isn't replaced, and never becomes the pointer; moved away, the release is published."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    assert watch.once() == 0
+    report, pointer = Path(watch.published()["checkpoint"]) / "release.json", watch.output / REPO / "fsdp2.json"
+    for gone in (report, pointer, *watch.output.glob(f".weightbeam/*/{REPO}/*")):
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    if stray == "a folder":
+        report.mkdir()
+    else:
+        report.write_text('{"plan": "of another"}' if stray == "an object" else "mine")
+    assert watch.once() == 1
+    why = ": isn't a regular file" if stray == "a folder" else " exists, and isn't of this release; move it away"
+    assert watch.last()["state"] == "failed"
+    assert f"{report}{why}" in watch.last()["reason"]
+    assert "Traceback" not in capsys.readouterr().err
+    assert not pointer.exists()
+    os.rename(report, tmp_path / "mine")
+    assert watch.once("--retry", REPO) == 0
+    assert watch.once() == 0
+    assert watch.published()["repo"] == REPO
+
+
 # --- what is stopped, moved or broken on the way ----------------------------------------------------------------------
 
 
