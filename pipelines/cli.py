@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from weightbeam.formats.storage.uninterrupted import IMPATIENCE
+from weightbeam.formats.storage.uninterrupted import DONE, IMPATIENCE
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
@@ -46,7 +46,7 @@ def run() -> NoReturn:
     atexit.register(end)  # the first that is registered is the last that is called: what Beam registers comes before
     if is_local(sys.argv) and "watch" not in sys.argv:  # a watcher's runners stand in its file
         leave_out_services()
-    status.append(main())
+    status.append(main(at_end=True))
     sys.exit(status[0])
 
 
@@ -56,14 +56,17 @@ class Interrupts:
     Attributes:
       came: the signal, once there was one.
       at_once: whether to end at once, in one line: while a command is imported.
+      over: whether there is nothing left to stop.
     """
 
     def __init__(self) -> None:
         self.came: int | None = None
-        self.at_once = False
+        self.at_once = self.over = False
         self._last = -math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.over:
+            return
         self.came = number
         if self.at_once:
             stop_at_once(self.status)
@@ -77,8 +80,10 @@ class Interrupts:
         return 1 if self.came == signal.SIGTERM else 128 + signal.SIGINT
 
     @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Context manager: signals come here, but for one that whoever started us has put aside."""
+    def caught(self, for_good: bool = False) -> Iterator[None]:
+        """Context manager: signals come here, but for one that whoever started us has put aside; `for_good`: once the
+        command is over, too.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -89,12 +94,15 @@ class Interrupts:
         try:
             yield
         finally:
-            for number, handler in found.items():
+            for number, handler in found.items() if not (self.over and for_good) else ():
                 signal.signal(number, handler)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status."""
+def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
+    """Runs a command; returns its exit status. `at_end`: the process ends with it, so that no signal stops anything any
+    more.
+    """
+    DONE.clear()
     prepare_streams()
     interrupts = Interrupts()
     command = ""
@@ -105,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def told(ending: str, error: BaseException) -> None:
         print(f"{named()}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
 
-    with at_the_shell(), interrupts.caught():
+    with at_the_shell(), interrupts.caught(for_good=at_end):
         try:
             args, rest = parse(sys.argv[1:] if arguments is None else arguments)
             command = args.command
@@ -118,9 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 module = importlib.import_module(COMMANDS[command].home)
                 interrupts.at_once = False
                 try:
-                    return module.run(args, rest)
+                    status = module.run(args, rest)
                 finally:
                     print(end="", flush=True)  # now, where a reader that is gone is looked after
+                interrupts.over = True
+                return status
         except RefusedError as e:
             told("refused", e)
             return 2
@@ -139,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told("refused" if refused else "failed", OSError(f"  {e}"))
                 return 2 if refused else 1
             # Some libraries make something else of a KeyboardInterrupt.
-            said = str(e) if isinstance(e, KeyboardInterrupt) else ""
+            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or "; ".join(DONE)
             print(f"\n{named()}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
             # the pipeline's threads are still at work, and their end isn't worth waiting for
             os._exit(interrupts.status)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 PLACE = re.compile("[0-9a-f]{16}")  # the id of a conversion's folder on the desk
+CLAIM = re.compile(rf"claim\.{PLACE.pattern}/")
 # what a conversion writes where it will be read; Orbax, which saves there at this moment, has databases of other names
 OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
 REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{SOURCE}/manifest\.ocdbt$")
@@ -89,7 +90,8 @@ class BucketStaging(Staging):
     def claim(self) -> None:
         # first that by which an owner sees that he is one; then what he has written until then
         for marker in (f"/{MARKER}", ""):
-            self.desk.delete_all([file for file in self.desk.list("claim.") if file.name.endswith(marker)])
+            claims = [file for file in self.desk.list("claim.") if CLAIM.match(file.name)]
+            self.desk.delete_all([file for file in claims if file.name.endswith(marker)])
         self._claim = f"claim.{uuid.uuid4().hex[:16]}"
         self.desk.write(f"{self._claim}/{MARKER}", MARK)
         self._id = next(iter(self._staged()), "")
@@ -162,7 +164,12 @@ class BucketStaging(Staging):
 
     def _left(self) -> list[str]:
         """What conversions have on the desk, but for claims; others' folders stay there."""
-        return [name for name in self.desk.folders() if PLACE.fullmatch(name) or name.startswith(f"{DELETING}claim.")]
+        return [
+            name
+            for name in self.desk.folders()
+            if PLACE.fullmatch(name)
+            or (name.startswith(DELETING) and CLAIM.fullmatch(f"{name.removeprefix(DELETING)}/"))
+        ]
 
     def create(self, plan: bytes) -> None:
         if not self._claim:

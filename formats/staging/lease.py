@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store
 from weightbeam.formats.storage.local import open_file
+from weightbeam.formats.storage.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
@@ -70,10 +71,15 @@ def hold(store: Store, name: str) -> Iterator[Lease]:
     try:
         yield lease
     finally:
-        stop.set()
-        thread.join()
-        with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
-            lease.release()
+        uninterrupted(lambda: _let_go(lease, thread, stop), lambda _: "", "")
+
+
+def _let_go(lease: Lease, thread: threading.Thread, stop: threading.Event) -> None:
+    """Has nobody renew a lease any more, and removes it."""
+    stop.set()
+    thread.join()
+    with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
+        lease.release()
 
 
 def check_free(store: Store, name: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
+DONE: list[str] = []  # what the command has published by now, for what a stop says that comes later
 IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
 
 Answer = TypeVar("Answer")
@@ -20,7 +21,7 @@ def uninterrupted(request: Callable[[], Answer], done: Callable[[Answer], str], 
     main one, where no signal arrives, it only makes the request.
 
     Args:
-      done: what to say where it went through.
+      done: what to say where it went through, also of a stop that comes later; empty where that is nothing.
       unknown: what to say where it failed, or isn't waited for: whether it went through isn't known.
 
     Raises:
@@ -33,7 +34,8 @@ def uninterrupted(request: Callable[[], Answer], done: Callable[[Answer], str], 
     try:
         with _deferred(came):
             made = request()
-            said = done(made)
+            if said := done(made):
+                DONE.append(said)
     finally:
         try:
             for number in came:

@@ -99,14 +99,14 @@ class _Head:
       files: the hash of each file, by name.
       made: the commit that published this very result, where one did.
       before: the hashes of the files in that one, or in the last that published an earlier one.
-      is_bare: it has no commit of its own yet, only those of `main`, which keeps them.
+      is_first: its last commit is the repository's first.
     """
 
     commit: str
     files: Mapping[str, str]
     made: str | None
     before: Mapping[str, str]
-    is_bare: bool
+    is_first: bool
 
 
 def check_target(url: str) -> HubAddress:
@@ -157,9 +157,10 @@ def check_free(url: str) -> None:
             _refuse_others(target, head, *_changes(head, {}, {}, False))
 
 
-def changed_since(url: str, title: str) -> list[str]:
-    """The files of a branch that others have put there or changed since the commit of that title; all of them where
-    there is none.
+def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
+    """The files that would be lost with a branch, and that its commits of this title, or an `earlier` one, haven't made:
+    what others have committed there, and isn't in the history of `main`; all of the branch where it has no commit of
+    that title.
 
     Raises:
       StorageError: the hub can't be asked.
@@ -168,8 +169,17 @@ def changed_since(url: str, title: str) -> list[str]:
     with told(target):
         if (found := _find(hub, target)) is None:
             return []
-        head = _look(hub, target, title, found)
-    return sorted(name for name, there in head.files.items() if head.before.get(name) != there)
+        there, in_main = _hashes(found), {each.commit_id for each in retried(hub.list_repo_commits)(target.repo)}
+        history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
+        own = [each for each in history if each.commit_id not in in_main]
+        if not any(_is_titled(each.title, title) for each in own):
+            return sorted(there)
+        others: set[str] = set()
+        for each, parent in itertools.zip_longest(own, history[1 : len(own) + 1]):
+            if not (_is_titled(each.title, title) or earlier.fullmatch(each.title)):
+                made, before = (_tree(hub, target, commit.commit_id) if commit else {} for commit in (each, parent))
+                others |= {name for name, _ in (made.items() - before.items()) & there.items()}
+    return sorted(others)
 
 
 def publish(
@@ -213,14 +223,16 @@ def publish(
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
     with told(target), _without_bars():
-        head = _look(hub, target, title, _find(hub, target) or _create(hub, target, private), earlier)
+        found = _find(hub, target)
+        head = _look(hub, target, title, found or _create(hub, target, private), earlier)
+        is_new = found is None and head.is_first
         if made := _made(hub, target, title, head, files, create_pr):
             return made
         # the large files are hashed here
         adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
         hashes = {name: add.upload_info.sha256.hex() for name, add in adds.items()}
         removed, replaced, kept = _changes(head, files, hashes, replace_card)
-        if not (overwrite or create_pr):
+        if not (overwrite or create_pr or is_new):
             _refuse_others(target, head, removed, replaced, kept)
         additions = [add for name, add in adds.items() if name not in kept]
         retried(hub.preupload_lfs_files)(
@@ -245,10 +257,13 @@ def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
 
 
 def _create(hub: HfApi, target: HubAddress, private: bool) -> ModelInfo:
-    """Makes the repository and the branch."""
+    """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
+    that is stopped here leaves nothing which the next one would have to replace.
+    """
     retried(hub.create_repo)(target.repo, private=private, exist_ok=True)
     if target.branch != "main":
-        retried(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
+        start = retried(hub.list_repo_commits)(target.repo)[-1].commit_id
+        retried(hub.create_branch)(target.repo, branch=target.branch, revision=start, exist_ok=True)
     return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True, timeout=STALL_SECONDS)
 
 
@@ -259,15 +274,13 @@ def _look(
     history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
     made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
     ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
-    before = (
-        _hashes(retried(hub.model_info)(target.repo, revision=ours, files_metadata=True, timeout=STALL_SECONDS))
-        if ours
-        else {}
-    )
-    is_bare = target.branch != "main" and found.sha in {
-        each.commit_id for each in retried(hub.list_repo_commits)(target.repo)
-    }
-    return _Head(found.sha or "", _hashes(found), made, before, is_bare)
+    before = _tree(hub, target, ours) if ours else {}
+    return _Head(found.sha or "", _hashes(found), made, before, is_first=len(history) == 1)
+
+
+def _tree(hub: HfApi, target: HubAddress, commit: str) -> dict[str, str]:
+    """The hash of each file at a commit."""
+    return _hashes(retried(hub.model_info)(target.repo, revision=commit, files_metadata=True, timeout=STALL_SECONDS))
 
 
 def _is_titled(found: str, title: str) -> bool:
@@ -289,13 +302,16 @@ def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files,
 
 
 def _pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
-    """The first pull request of that title that is open; what became of one that was merged, the branch says."""
+    """The first pull request of that title that is open and of him whose token it is: anyone may open one, of any title.
+    What became of one that was merged, the branch says.
+    """
 
     def listed() -> list[Discussion]:
         return list(hub.get_repo_discussions(target.repo, discussion_type="pull_request"))
 
     found = [each for each in retried(listed)() if each.title == title and each.status in ("open", "draft")]
-    return min(found, key=lambda each: each.num, default=None)
+    author = retried(hub.whoami)()["name"] if found else ""
+    return min((each for each in found if each.author == author), key=lambda each: each.num, default=None)
 
 
 def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
@@ -340,7 +356,7 @@ def _refuse_others(
         for name in sorted([*removed, *replaced])
         if not head.files[name] or head.files[name] != head.before.get(name)
     ]
-    if others and not head.is_bare:
+    if others:
         raise OthersError(
             f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "
             "replaced (--overwrite), or a pull request opened (--create_pr)"

@@ -21,6 +21,7 @@ from weightbeam.formats.record.provenance import versions
 from weightbeam.formats.release.files import CARD, model_card
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.storage import LocalFolder, StorageError, reason
+from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets.published import RECORD, plan_hash_of, whole_files
 from weightbeam.formats.targets.release import ReleaseTarget, release_staging
 from weightbeam.formats.targets.release_place import ReleaseFolder, ReleasePlace
@@ -28,6 +29,7 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.commands.releases import asked_paths, card_address, repo_of, said_of
 from weightbeam.pipelines.running.output import alone
 from weightbeam.pipelines.running.prepare import describe
+from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import count, human
@@ -142,7 +144,10 @@ def _to_hub(
         return dataclasses.replace(told, state="nothing to do", page=found.page)
     with tempfile.TemporaryDirectory(prefix="weightbeam-") as parent:
         folder = Path(parent, "adapter")
-        written = export_adapter(planned, str(folder), full_paths=full_paths, published=output)
+        try:
+            written = export_adapter(planned, str(folder), full_paths=full_paths, published=output)
+        finally:
+            DONE.clear()  # nothing is published, on the hub
         try:
             files = whole_files(LocalFolder(str(folder)))
             made = publish(output, title, files, overwrite=overwrite, create_pr=create_pr)
@@ -228,7 +233,7 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str, naming: 
         "versions": versions(),
     }
     place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
-    with _discarded(place):
+    with _discarded(place), stopping(place, plan_hash):
         config = planned.peft_config(list(made), _base_of(planned, naming)[0])
         target = ReleaseTarget(files, {CONFIG: config, CARD: _card(planned, naming, output)})
         target.prepare(place)

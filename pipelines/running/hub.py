@@ -15,6 +15,7 @@ from typing import cast
 
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets.hub import Published, check_target, look, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
@@ -57,7 +58,10 @@ def carry_to_hub(
     is_left = not is_finished(place, planned)
     ready = get_ready(planned, place, True, beam) if is_left else contextlib.nullcontext()
     with ready, alone(place, look_for_job(place, beam)):
-        written = _write_to_cache(planned, place, how, beam, progress)
+        try:
+            written = _write_to_cache(planned, place, how, beam, progress)
+        finally:
+            DONE.clear()  # nothing is, on the hub
         made = _publish_cached(target, place, output, title, how)
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
@@ -71,7 +75,12 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
         why = reason(e) if isinstance(e, OSError) else e
         raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
     except KeyboardInterrupt as e:
-        raise KeyboardInterrupt(f"the release is in {place.final}; the same command publishes it") from e
+        if not DONE:
+            left = f"the release is in {place.final}; the same command publishes it"
+            raise KeyboardInterrupt(f"{e}; {left}" if str(e) else left) from e
+        with contextlib.suppress(OSError, HeldError):
+            _remove(place)
+        raise
     if made is None:
         raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
     with contextlib.suppress(HeldError):  # somebody else's by now

@@ -6,25 +6,27 @@ import contextlib
 from collections.abc import Iterator
 
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets import made_by
 
 
 @contextlib.contextmanager
 def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
     """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
-    work still.
+    work still. What isn't is published, and a stop that comes later says so.
 
     Raises:
       KeyboardInterrupt: it was; the message says so where the plan with this hash was published before.
     """
+    said = f"but {staging.final} was published already"
     try:
         yield
+        DONE.append(said)
     except KeyboardInterrupt as e:
         with contextlib.suppress(OSError):
             staging.stop()
             if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
                 staging.tidy()
                 staging.clean()
-                said = f"but {staging.final} was published already"
                 raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
         raise

@@ -37,6 +37,7 @@ from weightbeam.formats.storage import (
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
 from weightbeam.formats.storage.strict_json import JsonError, read_json
+from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.targets.hub import (
     CARD,
     Files,
@@ -57,7 +58,8 @@ from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
 RELEASE = "release"  # the folder that grows, below the work of one step
-TITLE = re.compile(r"Step \d+ of .+ \(\S+\)")  # of a commit that publishes a step
+# of a commit that publishes a step: the run's name and the step's key, and the hub's number of a pull request
+TITLE = re.compile(r"Step \d+ of .+ \(\S+-[0-9a-f]{12}\)( \(#\d+\))?")
 LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
 BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
 
@@ -100,6 +102,14 @@ class Place(abc.ABC):
         Raises:
           OSError: it can't be published.
         """
+
+    def is_whole(self, url: str, key: str, is_newest: Callable[[], bool]) -> bool:
+        """Whether all is published that `publish` would have of the step of this key.
+
+        Raises:
+          OSError: it can't be told.
+        """
+        return self.report(url).get("key") == key
 
     @abc.abstractmethod
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
@@ -251,7 +261,7 @@ class FolderPlace(StorePlace):
                 raise StorageError(f"{url} exists, and isn't of this step; move it away")
         else:
             sync_folder(Path(release.url))
-            os.rename(release.url, url)
+            uninterrupted(lambda: os.rename(release.url, url), lambda _: f"but {url} is published", "")
             sync_folder(Path(self.url))
         return {}
 
@@ -282,8 +292,8 @@ class BucketPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
-        if others := sorted({*names_in(place)} - {file.name for file in files}):
-            raise StorageError(f"{url} holds what isn't of this step: {listed(others)}; move it away")
+        if strays := sorted({*names_in(place)} - {file.name for file in files}):
+            raise StorageError(f"{url} holds what isn't of this step: {listed(strays)}; move it away")
         late = [
             file
             for name in LAST
@@ -295,8 +305,11 @@ class BucketPlace(StorePlace):
             place.copy_all(release, first)
         else:
             late = [*first, *late]
-        for file in late:
+        *others, report = late
+        for file in others:
             place.copy(release, file)
+        unknown = f"{url} was being published; it is if {REPORT} is there"
+        uninterrupted(lambda: place.copy(release, report), lambda _: f"but {url} is published", unknown)
         return {}
 
     def remove(self, url: str) -> None:
@@ -340,6 +353,11 @@ class HubPlace(Place):
                 said = {NOTE: f"isn't made the newest: {e}; what should be in each step belongs into `like`"}
         return {"pages": [made.page for made in pages if made], **said}
 
+    def is_whole(self, url: str, key: str, is_newest: Callable[[], bool]) -> bool:
+        """Also on `main`, where that is the newest step."""
+        is_there = super().is_whole(url, key, is_newest)
+        return is_there and (self._create_pr or not is_newest() or super().is_whole(self.url, key, is_newest))
+
     def _commit(
         self, files: Files, url: str, title: str, run: str | None, is_wanted: Callable[[], bool]
     ) -> Published | None:
@@ -368,7 +386,7 @@ class HubPlace(Place):
             return None
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
-        return changed_since(url, title)
+        return changed_since(url, title, TITLE)
 
     def remove(self, url: str) -> None:
         target = HubAddress.parse(url)

@@ -398,9 +398,14 @@ class RunFeed(Feed):
             self._place(history).workplace(history.key, here).delete_folder()
 
     def is_made(self, history: History) -> bool:
-        return history.state == VERIFIED and (
-            self._is_published(history) or (self._work(history) / RELEASE).exists(REPORT)
-        )
+        if history.state != VERIFIED:
+            return False
+        if (self._work(history) / RELEASE).exists(REPORT):
+            return True
+        place, url = self._place(history), self._checkpoint(history)
+        # what is needed to go on with may lie on another machine; without its checkpoint nothing is made anew
+        is_whole = place.is_whole(url, history.key, lambda: self._is_newest_by_now(history))
+        return is_whole or (self._is_published(history) and self.is_gone(history) is not None)
 
     def _is_published(self, history: History) -> bool:
         return self._place(history).report(self._checkpoint(history)).get("key") == history.key

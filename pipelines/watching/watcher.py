@@ -12,6 +12,7 @@ from typing import Any
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import IRREGULAR
+from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
@@ -295,6 +296,7 @@ class Watcher:
             return
         note = said.pop(NOTE, None) or feed.notice(history, target)
         self._notices.tell(history.add(PUBLISHED, note, **said))
+        DONE.clear()  # it is told
         for record in feed.announce(history, target):
             self._notices.tell(record)
 

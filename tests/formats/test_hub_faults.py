@@ -342,7 +342,7 @@ def test_what_others_committed_since(hub: FakeHub, files: dict[str, bytes | Path
     assert hub.held(REPO) == content(files) | {"notes.txt": b"x"}
 
 
-def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
+def test_a_new_branch_holds_nothing_of_main(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """What stopped between making the branch and the commit goes on; `main` keeps what it has."""
     publish(URL, "another", {"model.safetensors": files["model-00001-of-00002.safetensors"], "tokenizer.json": b"x"})
     hub.fail("status", status=401, matching="POST .*/preupload/")
@@ -352,9 +352,41 @@ def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, files: dic
     hub.faults = []
     made = publish(f"{URL}@side", TITLE, files)
     assert made
-    assert made.removed == ("model.safetensors", "tokenizer.json")
+    assert made.removed == ()
     assert hub.held(REPO, "side") == content(files)
     assert hub.held(REPO).keys() == {"model.safetensors", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("at", ["the head", "an earlier commit"])
+def test_a_branch_at_a_commit_of_main_is_its_owners(
+    hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path, at: str
+) -> None:
+    """Who pins a release by a branch has no commit of his own there."""
+    other = {"model.safetensors": files["model-00001-of-00002.safetensors"], "tokenizer.json": b"x"}
+    publish(URL, "another", other)
+    repository = hub.repositories[REPO]
+    repository.branches["stable"] = repository.head
+    if at == "an earlier commit":
+        (tmp_path / "notes.txt").write_text("x")
+        hub.commit(REPO, tmp_path, ["notes.txt"])
+    for attempted in (look, publish):
+        with pytest.raises(StorageError, match=r"isn't of this release: model\.safetensors, tokenizer\.json"):
+            attempted(f"{URL}@stable", TITLE, files)
+    assert hub.held(REPO, "stable").keys() == other.keys()
+
+
+def test_a_strangers_pull_request_isnt_ours(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
+    """Anyone may open one, of any title and with any weights: it is neither taken for ours, nor is ours closed for it."""
+    publish(URL, "another", {**files, "config.json": b"{}"})
+    publish(URL, TITLE, {**files, "config.json": b"[]"}, create_pr=True)
+    repository = hub.repositories[REPO]
+    repository.authors[1] = "stranger"
+    assert look(URL, TITLE, files, create_pr=True) is None
+    for _ in range(2):
+        made = publish(URL, TITLE, files, create_pr=True)
+        assert made
+        assert made.page.endswith("/discussions/2")
+    assert [repository.statuses.get(number, "open") for number in (1, 2)] == ["open", "open"]
 
 
 def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, files: dict[str, bytes | Path]) -> None:

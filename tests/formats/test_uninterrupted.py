@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
+from processes import wait_until
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import files_of, make_release
+from support import convert, files_of, make_release
 
 from weightbeam.formats.storage.uninterrupted import IMPATIENCE
 from weightbeam.formats.targets.hub import publish
@@ -106,3 +108,27 @@ def test_another_thread_only_makes_the_request(hub: FakeHub, files: dict[str, by
     thread.start()
     thread.join()
     assert published(hub) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--create_pr",)], ids=["commit", "pull request"])
+def test_a_stopped_export_says_that_it_is_published(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """And leaves nothing in the cache; where it was stopped before, it says that the same command publishes it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = make_release(tmp_path / "hf")
+    checkpoint = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    words = ("export", checkpoint, URL, "--like", source, *options)
+    for matching, said in (
+        ("POST .*/preupload/", "; the same command publishes it"),
+        ("POST .*/commit/", f"stopped; but {URL}@"),
+    ):
+        fault = hub.fail("slow", seconds=2, times=1, matching=matching)
+        with warm.start(*words) as process:
+            wait_until(lambda fault=fault: fault.hits > 0, process=process)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(60)
+        assert process.returncode == 130
+        assert said in told
+        assert "Traceback" not in told
+    assert [*tmp_path.glob("cache/weightbeam/*")] == []

@@ -338,10 +338,7 @@ def test_a_job_that_fails(servers: Cloud, source: str) -> None:
     servers.dataflow.states, servers.dataflow.message = ["JOB_STATE_FAILED"], FAILURE
     done = servers.convert(source, f"gs://{OUTPUT}/failing", "--maxtext_model", given()[CASE]["maxtext_model"])
     assert done.returncode == 1
-    assert (
-        "  gs://models/x/model.safetensors: ends at byte 7"
-        in done.stderr
-    )
+    assert "  gs://models/x/model.safetensors: ends at byte 7" in done.stderr
     assert "--resume" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (story,) = (

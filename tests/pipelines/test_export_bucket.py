@@ -226,10 +226,18 @@ def test_what_others_have_on_the_desk_stays(gcs: FakeGcs, place: str, source: Pa
     """A finished command removes what commands leave there."""
     command = command_of("export", source, place)
     assert call(*command) == 0
-    for name in (f"{'0' * 16}/aside/left", "deleting.claim.0/names.json", "mine/left", "notes.txt"):
+    for name in (
+        f"{'0' * 16}/aside/left",
+        f"deleting.claim.{'0' * 16}/names.json",
+        "claim.mine/left",
+        "mine/left",
+        "notes.txt",
+    ):
         gcs.put("bucket", f"{place.removeprefix('gs://bucket/')}.weightbeam/{name}", b"{}")
     assert call(*command, "--resume") == 0
-    assert sorted(beside(gcs, place)) == ["tuned.weightbeam/mine/left", "tuned.weightbeam/notes.txt"]
+    assert sorted(beside(gcs, place)) == [
+        f"tuned.weightbeam/{name}" for name in ("claim.mine/left", "mine/left", "notes.txt")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1490,6 +1490,45 @@ def publishing(model: tuple[Path, dict[str, Any]], tmp_path: Path, output: str |
     return publish
 
 
+def test_a_watcher_killed_between_a_branch_and_main(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub
+) -> None:
+    """Another machine, which has nothing of what was made, goes on with its records: the step becomes the newest."""
+    run, printed = tmp_path / "run", tmp_path / "printed"
+    write(run, 1, model=model)
+    follow = ["--run", str(run), "--like", str(model[0]), "--output", f"hf://{REPO}", "--once"]
+    fault = hub.fail("slow", seconds=30, times=1, matching="POST .*/preupload/main")
+    with start([*WATCH, *follow], printed, XDG_CACHE_HOME=str(tmp_path / "one")) as watcher:
+        wait_until(lambda: fault.hits > 0, printed.read_text, PATIENCE)
+        watcher.kill()
+    branches = hub.repositories[REPO].branches
+    assert branches["step-1"].title.startswith("Step 1 of ")
+    assert branches["main"].title == "initial commit"
+    with start([*WATCH, *follow], printed, XDG_CACHE_HOME=str(tmp_path / "two")) as watcher:
+        assert watcher.wait(PATIENCE) == 0
+    assert branches["main"].title == branches["step-1"].title
+    assert len(branches["step-1"].history()) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_a_bucket_publishes_a_step(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, number: signal.Signals
+) -> None:
+    """The answer is waited for, and it is said that the step is published; nothing is after that was said."""
+    run, printed = tmp_path / "run", tmp_path / "printed"
+    write(run, 1, model=model)
+    file = tmp_path / "watch.yaml"
+    about = dict(checkpoints=str(run), like=str(model[0]), targets=[dict(name="t", output="gs://out/pub")])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+    fault = gcs.fail("slow", seconds=2, times=1, matching=r"POST .*run\.json/(rewriteTo|copyTo)")
+    with start([*WATCH, "--config", str(file), "--once"], printed) as watcher:
+        wait_until(lambda: fault.hits > 0, printed.read_text, PATIENCE)
+        watcher.send_signal(number)
+        assert watcher.wait(PATIENCE) == (130 if number == signal.SIGINT else 1)
+    assert "stopped; but gs://out/pub/step-1 is published" in printed.read_text()
+    assert "pub/step-1/run.json" in gcs.objects["out"]
+
+
 @pytest.mark.parametrize("what", ["an empty folder", "notes", "a link"])
 def test_what_lies_where_a_step_is_to_be_published(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, what: str

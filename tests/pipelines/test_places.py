@@ -33,7 +33,7 @@ from weightbeam.pipelines.watching.run_feed import MARKS, OPEN, RunFeed
 from weightbeam.pipelines.watching.watcher import WAITING, Watcher
 
 TOKEN, REPO, URL = "hf_of_a_test", "me/tuned", "hf://me/tuned"
-TITLE = "Step 1 of run (hf-1)"
+TITLE = "Step 1 of run (hf-0123456789ab)"
 FIRST = {
     "state": "discovered", "time": "2026-11-23T12:00:00+00:00", "attempt": 0, "commit": "step-3", "target": "hf",
     "weights": "w", "updated": "2026-11-23T11:00:00+00:00", "step": 3, "seen": "s", "source": "/run/3",
@@ -61,7 +61,7 @@ def made(tmp_path: Path) -> Path:
     (made / "weightbeam.json").write_text(json.dumps(record))
     (made / "README.md").write_text("Written by [Weightbeam], and what changed")
     for name in ("run.json", "changes.json"):
-        (made / name).write_text('{"run": "/run", "key": "hf-1"}')
+        (made / name).write_text('{"run": "/run", "key": "hf-0123456789ab"}')
     (made / ".stray.weightbeam-tmp").write_text("x")
     return made
 
@@ -214,6 +214,49 @@ def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, made: Path, tmp_path: Pa
     hub.faults = []
     publish_to(place, made)
     assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
+
+
+def test_what_would_go_with_a_branch(hub: FakeHub, made: Path, tmp_path: Path) -> None:
+    """What others have committed to a step's branch, before the step, between two of its commits or after them; not what
+    `main` has too, nor what a later commit of the step has replaced.
+    """
+    place, repository = HubPlace(URL, tmp_path), hub.add(REPO)
+    repository.writers.add(TOKEN)
+    commit(hub, tmp_path / "main", eval__csv="x")
+    url, theirs = place.of("step-1"), tmp_path / "theirs"
+
+    def others() -> list[str]:
+        return list(place.others(url, "hf-0123456789ab", TITLE))
+
+    def commit_there(name: str) -> None:
+        theirs.mkdir(exist_ok=True)
+        (theirs / name).write_text("mine")
+        hub.commit(REPO, theirs, [name], branch="step-1", title="theirs")
+
+    commit_there("notes.txt")
+    publish_to(place, made)
+    assert others() == ["notes.txt"]
+    commit_there("eval.md")
+    (made / "run.json").write_text('{"run": "/run", "key": "hf-0123456789cd"}')
+    place.publish(LocalFolder(str(made)), url, TITLE.replace("ab)", "cd)"), lambda: False)
+    assert list(place.others(url, "hf-0123456789cd", TITLE.replace("ab)", "cd)"))) == ["eval.md", "notes.txt"]
+    commit_there("run.json")
+    assert "run.json" in others()
+    del repository.branches["step-1"]
+    assert others() == []
+    publish_to(place, made)
+    assert others() == []
+
+
+@pytest.mark.parametrize("title", ["Step 1 of the clean-up: our tokenizer (#7)", "Step 2 of run (hf-1)"])
+def test_a_commit_that_has_nearly_a_steps_title(hub: FakeHub, made: Path, tmp_path: Path, title: str) -> None:
+    """It is somebody's, and what it changed stays on `main`."""
+    place = HubPlace(URL, tmp_path)
+    publish_to(place, made)
+    commit(hub, tmp_path / "theirs", title, tokenizer__json='{"theirs": 1}')
+    said = place.publish(LocalFolder(str(made)), place.of("step-2"), "Step 2 of run (hf-0123456789cd)", lambda: True)
+    assert "tokenizer.json" in said["note"]
+    assert bytes(hub.repositories[REPO].head.files["tokenizer.json"].data) == b'{"theirs": 1}'
 
 
 def test_a_commit_without_a_title_isnt_ours(hub: FakeHub, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from processes import ROOT, free_port, listening, running, wait_until
 from servers.clients import asking
 from servers.gcs import FakeGcs
@@ -99,6 +100,35 @@ def test_a_service_that_goes_on_with_a_stopped_job(
     assert main([*words, "--resume"]) == 0
     assert_same_bits(restore(output / "0"), restore(checkpoint))
     assert [path.name for path in output.iterdir()] == ["0"]
+
+
+# --- after the publication -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_stop_after_the_publication_says_so(
+    source: Path, checkpoint: Path, tmp_path: Path, command: str, number: signal.Signals
+) -> None:
+    """While the result is told, which takes as long as who reads it likes. Nothing but the result is left."""
+    output, pipe = tmp_path / "out", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = {
+        "convert": (source, output, "--maxtext_model", MODEL_NAME),
+        "export": (checkpoint, output, "--like", source),
+    }
+    made = output / "0" if command == "convert" else output
+    process = warm.start(command, *words[command], "--json", pipe)
+    wait_until(made.exists, process=process)
+    wait_until(
+        lambda: not [*tmp_path.glob("*.weightbeam-lease*"), *output.glob("*.weightbeam-lease*")], process=process
+    )
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else 1)
+    assert f"weightbeam {command}: stopped; but {made} was published already" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "pipe"]
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

@@ -504,7 +504,8 @@ class FakeHub(Server):
         repository = self._may_write(token, name)
         if branch in repository.branches:
             raise DeniedError(409, "", "Reference already exists")
-        repository.branches[branch] = repository.head
+        start = json.loads(call.body or b"{}").get("startingPoint", "main")
+        repository.branches[branch] = self._commit(repository, start)
         return json_reply(200, {})
 
     def _unbranch(self, call: Call, token: str | None, name: str, branch: str) -> Reply:
@@ -516,9 +517,10 @@ class FakeHub(Server):
     def _discussions(self, call: Call, token: str | None, name: str) -> Reply:
         """A page of them, the newest first; the number of the page is counted from 0."""
         repository = self._repository(token, name)
-        about = dict(isPullRequest=True, author=dict(name="tester"), repo=dict(name=name, type="model"))
+        about = dict(isPullRequest=True, repo=dict(name=name, type="model"))
         found = [
             about
+            | dict(author=dict(name=repository.authors.get(number, "tester")))
             | dict(title=made.title, num=number, createdAt=isotime(made.date))
             | dict(status=repository.statuses.get(number, "open"))
             for number, made in enumerate(repository.pulls, 1)

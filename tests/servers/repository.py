@@ -75,7 +75,8 @@ class Repository:
       gated: whether, and how, access is given.
       readers: the tokens that may read it if it is gated or private.
       writers: the tokens that may commit.
-      pulls: pull requests, the commit of each; and their `statuses`, where one isn't open.
+      pulls: pull requests, the commit of each; and their `statuses`, where one isn't open, and `authors`, where it isn't
+        he whose token it is.
       branches, tags: the commit of each.
     """
 
@@ -89,6 +90,7 @@ class Repository:
     writers: set[str] = dataclasses.field(default_factory=set)
     pulls: list[Commit] = dataclasses.field(default_factory=list)
     statuses: dict[int, str] = dataclasses.field(default_factory=dict)
+    authors: dict[int, str] = dataclasses.field(default_factory=dict)
     branches: dict[str, Commit] = dataclasses.field(default_factory=dict)
     tags: dict[str, Commit] = dataclasses.field(default_factory=dict)
     commits: dict[str, Commit] = dataclasses.field(default_factory=dict)
