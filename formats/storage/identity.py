@@ -5,8 +5,9 @@ In the plan's hash are name, size, version (time of change, generation, the hub'
 files, a hash of some bytes. That is the same wherever the files lie: they may be moved, and workers may see them
 elsewhere. What is made may name the place, though: a release whose model card does is of another plan then.
 
-Staged beside it are inode and time of any change, which no tool sets back. They are compared of a file that has the
-same path: when a plan is resumed, and before anything is published.
+Staged beside it are inode and time of any change, which no tool sets back, of the files and, in an Orbax checkpoint, of
+the folders that they lie in. They are compared when a plan is resumed, and before anything is published. A source that
+is moved keeps them; a copy doesn't, and isn't gone on with: it may differ where no block is hashed.
 """
 
 from __future__ import annotations
@@ -149,10 +150,11 @@ def this_machine() -> str:
 
 
 def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool = False) -> bool:
-    """Whether files, by their paths, were replaced or touched since; those at other paths may have moved. A further name
-    of a file may hide a change, and counts as one unless it is our own (`linked`).
+    """Whether files, by their paths, were replaced or touched since; they may have moved. A further name of a file may
+    hide a change, and counts as one unless it is our own (`linked`).
     """
-    pairs = [(then[path], file) for path, file in now.items() if path in then]
+    before = {file.name: file for file in then.values()}
+    pairs = [(before[file.name], file) for file in now.values() if file.name in before]
     return any(
         old.inode != new.inode or (was_touched(old, new) if linked else old.changed != new.changed)
         for old, new in pairs
@@ -164,29 +166,27 @@ def describe_changes(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: 
     hash tells.
 
     Args:
-      then, now: its files; at other paths they may have moved.
+      then, now: its files; they may have moved.
       linked: we may have made links to them since.
     """
     before = {file.name: (path, file) for path, file in then.items()}
     names, found = {file.name for file in now.values()}, []
     for path, file in now.items():
         place, old = before.get(file.name, ("", None))
-        if how := "is new" if old is None else _difference(old, file, place == path, linked):
-            found.append(f"{path} {how}")
+        if how := "is new" if old is None else _difference(old, file, linked):
+            found.append(f"{path} {how}" + (f"; it was {place}" if place and place != path else ""))
     return found + [f"{path} is gone" for name, (path, _) in before.items() if name not in names]
 
 
-def _difference(then: Seen, now: Seen, is_here: bool, linked: bool) -> str:
-    """How a file isn't what it was, in words; empty where that can't be seen. What a system says of a file is compared at
-    one place only.
-    """
+def _difference(then: Seen, now: Seen, linked: bool) -> str:
+    """How a file isn't what it was, in words; empty where that can't be seen."""
     if now.size != then.size:
         return f"has another size, {now.size:,} instead of {then.size:,} bytes"
-    if is_here and now.inode != then.inode:
+    if now.inode != then.inode:
         return f"is another file of that name, with the inode {now.inode} instead of {then.inode}"
     if now.version != then.version:
         return "was written since" if now.inode else "is another version"
-    if not is_here or now.changed == then.changed:
+    if now.changed == then.changed:
         return ""
     if now.links == then.links:
         return "was written, renamed or touched since, though its size and time are as before"
@@ -276,8 +276,8 @@ class Files:
         return hashlib.sha256(json.dumps([listed, self.blocks]).encode()).hexdigest()
 
     def was_touched(self, since: Files, linked: bool = False) -> bool:
-        """Whether one was replaced since files with the same hash were seen in the same folder."""
-        return self.root == since.root and were_replaced(since._by_name, self._by_name, linked)
+        """Whether one was replaced since files with the same hash were seen."""
+        return were_replaced(since._by_name, self._by_name, linked)
 
     @property
     def seen(self) -> dict[str, Seen]:
