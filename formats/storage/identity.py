@@ -253,21 +253,24 @@ class Files:
       root: URL of the folder.
       files: sorted by name.
       blocks: a hash of some bytes of each local file.
+      folders: of a local folder and all below it: the name, the inode and the time of any change, a renaming among them,
+        after which its files look as before.
     """
 
     root: str
     files: tuple[File, ...]
     blocks: str = ""
+    folders: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
-    def of(cls, store: Store) -> Self:
-        """Those that a folder holds now.
+    def of(cls, store: Store, hashed: bool = True) -> Self:
+        """Those that a folder holds now; `hashed` reads their blocks.
 
         Raises:
           StorageError: it can't be listed, or one can't be read.
         """
         files = store.list()
-        return cls(store.url, tuple(files), hash_files(store, files))
+        return cls(store.url, tuple(files), hash_files(store, files) if hashed else "", _folders(store))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -276,8 +279,9 @@ class Files:
         return hashlib.sha256(json.dumps([listed, self.blocks]).encode()).hexdigest()
 
     def was_touched(self, since: Files, linked: bool = False) -> bool:
-        """Whether one was replaced since files with the same hash were seen."""
-        return were_replaced(since._by_name, self._by_name, linked)
+        """Whether one was replaced since files with the same hash were seen, or the folder that it lies in."""
+        below = [[each for each in files.folders if each[0]] for files in (since, self)]  # the folder itself may move
+        return below[0] != below[1] or were_replaced(since._by_name, self._by_name, linked)
 
     @property
     def seen(self) -> dict[str, Seen]:
@@ -299,20 +303,31 @@ class Files:
         linked = check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
             raise changed_error(f"{store.path(added[0])} came there")
+        if moved := sorted({*self.folders} - {*_folders(store)}) if self.folders else ():
+            raise changed_error(f"{store.path(moved[0][0])} was changed or renamed")
         if linked and self.blocks and hash_files(store, self.files) != self.blocks:
             raise touched(store.path(linked[0]))
 
     def to_json(self) -> list[Any]:
         """As JSON."""
         files = [[f.name, f.size, f.version, f.inode, f.changed, f.links] for f in self.files]
-        return [self.root, files, self.blocks]
+        return [self.root, files, self.blocks, self.folders]
 
     @classmethod
     def from_json(cls, said: Sequence[Any]) -> Self:
         """What `to_json` wrote."""
-        root, files, blocks = said
+        root, files, blocks, folders = said
         names = ("name", "size", "version", "inode", "changed", "links")
-        return cls(root, tuple(File(**dict(zip(names, file, strict=True))) for file in files), blocks)
+        held = tuple(File(**dict(zip(names, file, strict=True))) for file in files)
+        return cls(root, held, blocks, tuple((name, inode, changed) for name, inode, changed in folders))
+
+
+def _folders(store: Store) -> tuple[tuple[str, int, int], ...]:
+    """A local folder and all below it; see `Files.folders`."""
+    if not isinstance(store, LocalFolder):
+        return ()
+    found = [(path.removeprefix(store.url).strip("/"), os.stat(path)) for path, *_ in os.walk(store.url)]
+    return tuple(sorted((name, stat.st_ino, stat.st_ctime_ns) for name, stat in found))
 
 
 def hash_files(store: Store, files: Sequence[File]) -> str:

@@ -58,7 +58,7 @@ class Orbax:
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
         self._place = items.url, inode(items)
-        self._items, self._files = items, Files(items.url, tuple(items.list()))
+        self._items, self._files = items, Files.of(items, hashed=False)
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}

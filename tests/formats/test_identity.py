@@ -44,6 +44,19 @@ def test_it_moves_with_the_files_and_to_workers(folder: Path, tmp_path: Path) ->
     assert not moved.was_touched(seen)
 
 
+@pytest.mark.parametrize("which", ["c", ""], ids=["a folder in it", "itself"])
+def test_a_folder_that_is_renamed_away_and_back(folder: Path, tmp_path: Path, which: str) -> None:
+    """Its files look as before, whatever lay there meanwhile."""
+    seen, renamed = Files.of(open_store(folder)), folder / which
+    renamed.rename(tmp_path / "away")
+    (tmp_path / "away").rename(renamed)
+    now = Files.of(open_store(folder))
+    assert now.seen == seen.seen
+    with pytest.raises(ChangedError, match="was changed or renamed"):
+        seen.check()
+    assert now.was_touched(seen) == bool(which)  # the whole may be moved between a stop and --resume
+
+
 def test_a_copy_isnt_the_same(folder: Path, tmp_path: Path) -> None:
     """It may differ where no block is hashed, and have the same sizes and times, as of a reproducible archive."""
     seen = Files.of(open_store(folder))
