@@ -137,7 +137,7 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "1 problem:" in ran.stderr
     assert ran.stdout.rstrip().splitlines()[-1].startswith(f"{folder}: model_type llama, ")
-    code = "import atexit\nfrom pipelines import cli\ncli.main = lambda: atexit.register(print, 'done at the end') and 3\ncli.run()"
+    code = "import atexit\nfrom pipelines import cli\ncli.main = lambda at_end: atexit.register(print, 'done at the end') and 3\ncli.run()"
     ran = run(sys.executable, "-c", code, cwd=Path(__file__).parents[2])
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done at the end\n", "")
 
