@@ -79,7 +79,7 @@ Beam pipeline: Beam's options pass through.
 What isn't given is taken from the checkpoint: its source, its layout, its vocabulary, and whether it has MTP layers
 or towers.
 
-Exit status: 0 all of it is right, 1 something differs, 2 it can't be compared.
+Exit status: 0 all of it is right, 1 something differs, or it failed on the way; 2 it can't be compared.
 """
 
 
@@ -108,8 +108,8 @@ beside an Orbax checkpoint is compared as it would be converted into it.
   weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2
   weightbeam diff qwen3-8b-tuned qwen3-8b-fp8 --fail_over 0.05
 
-Exit status: 0 the same within the tolerance, or no tensor changed by more than --fail_over; 1 not, 2 they can't be
-compared.
+Exit status: 0 the same within the tolerance, or no tensor changed by more than --fail_over; 1 not, or it failed on the
+way; 2 they can't be compared.
 """
 
 LOGITS = """\
@@ -124,7 +124,8 @@ MaxText itself: the release is converted, and run there with the maxtext.yml tha
 
 Needs torch and transformers (the extra `models`). Layers are counted from 0.
 
-Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, 2 it can't be done.
+Exit status: 0 done, and no layer parts by more than --tolerance; 1 one does, or it failed on the way; 2 it
+can't be done.
 """
 
 RESHARD = """\
