@@ -96,8 +96,11 @@ class FolderStaging(Staging):
             folder = self.output / name
             return not Path(folder / self.units).exists(), not folder.exists(PLAN)
 
+        # what is published goes from the one name to the other, and back where that fails: looked for in this order, it
+        # isn't missed
+        growing = self._entries(self._staged_name)
         whole = [name for name in self._replaced() if (self.output / name).exists(PLAN)]
-        return sorted([*whole, *self._entries(self._staged_name)], key=rank)
+        return sorted(dict.fromkeys([*whole, *growing, *self._entries(self._staged_name)]), key=rank)
 
     @property
     def _staged_name(self) -> str:
@@ -111,7 +114,12 @@ class FolderStaging(Staging):
         return f"{self.name}.{new_id()}{self.growing}"
 
     def claim(self) -> None:
-        claimed = [mine for name in self._staged() if (mine := self._take(name))]
+        claimed: list[str] = []
+        while found := self._staged():
+            taken = {name: self._take(name) for name in found if name not in claimed}
+            claimed += filter(None, taken.values())
+            if None not in taken.values():  # else it may have another name by now
+                break
         self._folder = claimed[0] if claimed else self._new_name()
         for name in claimed[1:]:  # of one that woke and began after it had lost the lease
             _remove(self.output / name)

@@ -287,6 +287,12 @@ def test_a_stop_before_who_took_over_has_claimed() -> None:
     assert list(schedules("folder", [3270])) == [3270]
 
 
+@swapping
+def test_a_stop_between_two_looks() -> None:
+    """What is published has another name by the second look, and had none of the two that are looked for at the first."""
+    assert list(schedules("folder", [6683])) == [6683]
+
+
 @pytest.mark.parametrize("publishing", [False, True])
 def test_who_has_lost_the_lease_gives_up_his_own_place_alone(
     publishing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
