@@ -23,7 +23,7 @@ from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
 from weightbeam.pipelines.checking.subject import Subject, compare_trees
-from weightbeam.pipelines.checking.virtual import check_files, open_own_source
+from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
@@ -108,19 +108,28 @@ def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, An
       Failed: the files that a virtual checkpoint refers to have changed.
     """
     items = find_items(checkpoint)
-    if virtual := check_files(items):
-        LOG.info(virtual)
+    own, said = (None, check_files(items)) if source or not is_virtual(items) else open_own_source(items)
+    if said:
+        LOG.info(said)
     stores, files, weights = open_arrays(items), Files.of(items), weights_of(items)
     if not given.get("lora"):
         _refuse_merged(items)
-    if not source and not virtual:
-        source = source_of(items)
-        if is_name(source):
-            raise Refused(only_named(str(items), source, checkpoint))
-        LOG.info(f"compared with {source}, which it was made of")
     made = record_of(items).get("options", {})
-    opened = open_source(source, bool(made.get("allow_links")), Cut.of(made)) if source else open_own_source(items)
-    return _Checkpoint(items, stores, weights, files, opened, not source)
+    opened = own or open_source(source or _named_source(items, checkpoint), bool(made.get("allow_links")), Cut.of(made))
+    return _Checkpoint(items, stores, weights, files, opened, own is not None)
+
+
+def _named_source(items: Store, checkpoint: str) -> str:
+    """The release that a checkpoint says it was made of.
+
+    Raises:
+      Refused: it doesn't say it, or has a name for it alone.
+    """
+    source = source_of(items)
+    if is_name(source):
+        raise Refused(only_named(str(items), source, checkpoint))
+    LOG.info(f"compared with {source}, which it was made of")
+    return source
 
 
 def _refuse_merged(items: Store) -> None:

@@ -87,6 +87,11 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
 
 
+def is_virtual(items: Store) -> bool:
+    """Whether a checkpoint says that it refers to files of its source."""
+    return bool(identities(record_of(items)))
+
+
 def check_files(items: Store) -> str:
     """Makes sure that the files which a checkpoint refers to are those that it was made of; says what they are, nothing
     if it isn't virtual.
@@ -104,12 +109,29 @@ def check_files(items: Store) -> str:
     return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made, by size, times and some bytes{copies}"
 
 
-def open_own_source(items: Store) -> HfCheckpoint:
-    """The source of a virtual checkpoint whose files `check_files` found right, or what was taken of it: its own folder,
-    or where its links lead.
+def open_own_source(items: Store) -> tuple[HfCheckpoint, str]:
+    """The source of a virtual checkpoint, or what was taken of it: its own folder, or where its links lead; and what
+    `check_files` says. Opened first, and then compared: a file that comes to lie there later is another one than was
+    opened, which is noticed before anything is published.
 
     Raises:
       Refused: the folder that the links lead to isn't what it was.
+      Failed: see `check_files`.
+      StorageError: its source can't be opened.
+    """
+    try:
+        opened = _open(items)
+    except (Refused, StorageError):
+        check_files(items)  # which knows what has become of them
+        raise
+    return opened, check_files(items)
+
+
+def _open(items: Store) -> HfCheckpoint:
+    """The source of a virtual checkpoint, whose files may have changed.
+
+    Raises:
+      Refused, StorageError: see `open_own_source`.
     """
     record = record_of(items)
     files = {file.name: file for file in identities(record)}

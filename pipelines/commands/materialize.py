@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.model_mappings.versions import UNSAID
-from weightbeam.pipelines.checking.virtual import check_files, open_own_source, with_hashes
+from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.running.output import bring_back
 from weightbeam.pipelines.running.prepare import describe, plan_with, reading
@@ -74,12 +74,13 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
     try:
         with reading(checkpoint):
             items = find_items(checkpoint)
-            if not (found := check_files(items)):
+            if not is_virtual(items):
                 raise Refused(
                     f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
                 )
             record = record_of(items)
-            source = with_hashes(open_own_source(items), record)
+            opened, found = open_own_source(items)
+            source = with_hashes(opened, record)
             made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,10 @@ from support import (
 )
 
 from weightbeam.formats.orbax import find_items, ocdbt
+from weightbeam.formats.staging import links
 from weightbeam.formats.staging.links import SOURCE
+from weightbeam.formats.storage import Store
+from weightbeam.pipelines.checking import virtual
 
 ocp = lazily("orbax.checkpoint")
 
@@ -537,3 +541,25 @@ def test_values_of_a_wider_dtype_stay_as_they_are(tmp_path: Path) -> None:
     restored = restore(step)
     assert {values.dtype.name for values in restored.values()} == {"float32"} != {BF16.name}
     np.testing.assert_array_equal(restored["decoder.logits_dense.kernel"], tensors["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("command", ["materialize", "verify"])
+def test_a_file_that_is_replaced_after_it_was_compared(
+    command: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another one of the same size and times: what is read is the file that was compared, or nothing is made."""
+    step = convert(source, tmp_path / "virtual", "--virtual", "--link", "copy")
+    file = step / "items" / SOURCE / weights(source).name
+
+    def find(items: Store, files: Sequence[links.FileIdentity]) -> list[str]:
+        found = links.find_changes(items, files)
+        known, other = file.stat(), tmp_path / "other.safetensors"
+        shutil.copy(file, other)
+        change_last_bytes(tmp_path)
+        os.utime(other, ns=(known.st_atime_ns, known.st_mtime_ns))
+        os.replace(other, file)
+        return found
+
+    monkeypatch.setattr(virtual, "find_changes", find)
+    assert call(command, step, *([tmp_path / "made"] if command == "materialize" else [])) == 1
+    assert not (tmp_path / "made" / "0").exists()
