@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -26,7 +26,11 @@ from weightbeam.transforms.comparing.array_sums import (
     find_damage,
     find_lost,
     known_digests,
+    shard_count,
+    total,
 )
+
+DIGEST_WORDS = 4  # of 32 bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Orbax:
         self._digested = {
             names.get(key, key): _Array.of(key, opened[key]) for key in known_digests(self._record) if key in opened
         }
-        self._noted: list[Shares] | None = None
+        self._noted: list[tuple[bool, Shares]] | None = None
         axes = self._record.get("axes", {})
         self.stored: Mapping[str, Described] = {
             key: self._described(store, axes.get(key)) for key, store in self._stores.items()
@@ -116,6 +120,11 @@ class Orbax:
         """The arrays that the record knows and that aren't there."""
         return find_lost(self._record, self._keys)
 
+    @property
+    def has_digests(self) -> bool:
+        """Whether anything can be compared."""
+        return bool(self._digested)
+
     def sum_up(self) -> None:
         """From now on notes what is read, each box once, for `compare`."""
         self._noted = []
@@ -124,23 +133,48 @@ class Orbax:
         """Notes the shares of the shards that were read whole."""
         if self._noted is None:
             return
-        shares = Shares()
         for want, read in zip(wanted, values, strict=True):
             if array := self._digested.get(want.key):
-                add_shares(shares, array, want.box, read)
-        self._noted.append(shares)
+                add_shares(shares := Shares(), array, want.box, read)
+                self._noted.append((want.is_first, shares))
 
-    def compare(self, names: Iterable[str]) -> Compared:
+    def summed(self, names: Sequence[str]) -> np.ndarray:
+        """The shares of what this process was the first to read since `sum_up`: of each array how many shards, and their
+        sum in words, the lowest first.
+
+        Returns:
+          A row for each name, `(array, word)` of uint32, which processes can exchange.
+        """
+        first = total(shares for is_first, shares in self._noted or () if is_first)
+        rows = np.zeros((len(names), 1 + DIGEST_WORDS), np.uint32)
+        for row, name in zip(rows, names, strict=True):
+            if (array := self._digested.get(name)) and array.key in first:
+                count, share = first[array.key]
+                row[:] = [count, *(int(share, 16) >> 32 * word & 0xFFFFFFFF for word in range(DIGEST_WORDS))]
+        return rows
+
+    def compare(self, names: Sequence[str], sums: np.ndarray, more: Sequence[str] = ()) -> Compared:
         """Compares the arrays that were read since `sum_up` with the digests of the checkpoint's record, as far as it was
-        by whole shards.
+        by whole shards: what this process read of an array by itself, else what all processes did together.
+
+        Args:
+          names: of the arrays.
+          sums: what `summed` returned in each process, `(process, array, word)`.
+          more: names of arrays that each process has read for itself alone.
 
         Raises:
           StorageError: some aren't what was written.
         """
-        read = list(names)
-        arrays = [self._digested[name] for name in read if name in self._digested]
-        found, damaged = find_damage(self._record, arrays, self._noted or ())
-        compared = Compared.of(self._record, found.arrays, len(read) - found.arrays)
+        together = Shares()
+        for name, rows in zip(names, sums.swapaxes(0, 1).tolist(), strict=True):
+            if array := self._digested.get(name):
+                share = sum(word << 32 * place for _, *words in rows for place, word in enumerate(words))
+                together[array.key] = sum(count for count, *_ in rows), f"{share % (1 << 128):032x}"
+        arrays = [self._digested[name] for name in (*names, *more) if name in self._digested]
+        own = total(shares for _, shares in self._noted or ())
+        whole = {array.key: own[array.key] for array in arrays if own.get(array.key, (0,))[0] == shard_count(array)}
+        found, damaged = find_damage(self._record, arrays, [{**together, **whole}])
+        compared = Compared.of(self._record, found.arrays, len(names) + len(more) - found.arrays)
         if damaged:
             raise StorageError(damage(self.url, damaged, compared.arrays))
         return compared

@@ -384,24 +384,33 @@ class Loading:
 
     def _conclude(self, agreement: Agreement, meeting: Meeting) -> None:
         """Looks at the files once more, and at what was read of them; all learn whether it is right."""
-        try:
-            with meeting.reading():
-                self.source.check()
-                self._compare()
-        except Exception as e:  # whatever it is, the others must learn of it
-            agreement.fail(_in_words(e))
-        agreement.vote()
-        agreement.settle()
+        for look in (self.source.check, lambda: self._compare(meeting)):
+            try:
+                with meeting.reading():
+                    look()
+            except Exception as e:  # whatever it is, the others must learn of it
+                agreement.fail(_in_words(e))
+            agreement.vote()
+            agreement.settle()
 
-    def _compare(self) -> None:
+    def _compare(self, meeting: Meeting) -> None:
         """Compares a checkpoint that was read with its record's digests.
 
         Raises:
           StorageError: it isn't what was written.
         """
-        if isinstance(self.source, Orbax):
-            for line in self.source.compare(self.targets).lines():
-                LOG.info("%s: %s", self.source.url, line)
+        import jax
+        from jax.experimental import multihost_utils
+
+        if not isinstance(self.source, Orbax):
+            return
+        names = sorted(self.targets)  # in every process the same
+        sums = self.source.summed(names)
+        if jax.process_count() > 1:
+            meeting.go_on()
+            sums = np.asarray(multihost_utils.process_allgather(sums))
+        for line in self.source.compare(names, sums.reshape(-1, *sums.shape[-2:])).lines():
+            LOG.log(logging.WARNING if self.source.has_digests else logging.INFO, "%s: %s", self.source.url, line)
 
     def _read(self, step: ReadStep, scratch: Scratch) -> Shares:
         """Reads what this process needs for a step, everything in one go."""
@@ -410,7 +419,7 @@ class Loading:
             dtype = self.targets[block.key].dtype
             kept = block.is_whole_direct  # a CPU device keeps such an array where it is
             for share in block.shares(self.process):
-                wanted += [Wanted(block.key, box, dtype, share.is_one_box) for _, box in share.parts]
+                wanted += [Wanted(block.key, box, dtype, share.is_one_box, share.is_first) for _, box in share.parts]
                 makers += [aligned_empty if kept else scratch.empty] * len(share.parts)
         made, _ = self.source.make(wanted, scratch.empty, makers)
         rest = iter(made)

@@ -168,7 +168,7 @@ class Tensors:
         stored, nbytes = read_boxes([read for group in reads for read in group], empty)
         rest = iter(stored)
         made = []
-        for (key, box, dtype, _), group, result in zip(wanted, reads, results or [empty] * len(wanted), strict=True):
+        for (key, box, dtype, *_), group, result in zip(wanted, reads, results or [empty] * len(wanted), strict=True):
             encoding = self._encodings[key]
             values = encoding.decode([next(rest) for _ in group], box, self.arrays[key].dtype, empty)
             made.append(cast(values, dtype, key, result))

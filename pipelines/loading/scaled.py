@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,10 +89,9 @@ class DecodedOrbax(Orbax):
                 made[number] = self._decode(want, made[number], makers[number])
         return made, nbytes
 
-    def compare(self, names: Iterable[str]) -> Compared:
-        """See `Orbax.compare`; scales were read with their codes."""
-        read = list(names)
-        return super().compare([*read, *(key + ARRAY_SUFFIX for key in read if key in self._coded)])
+    def compare(self, names: Sequence[str], sums: np.ndarray, more: Sequence[str] = ()) -> Compared:
+        """See `Orbax.compare`; scales were read with their codes, by each process all that it needs."""
+        return super().compare(names, sums, [*more, *(key + ARRAY_SUFFIX for key in names if key in self._coded)])
 
     def _decode(self, want: Wanted, codes: np.ndarray, maker: Allocate) -> np.ndarray:
         """The values of a box of codes."""
@@ -110,6 +109,6 @@ class DecodedOrbax(Orbax):
         with self._reading:
             if key not in self._scales:
                 stored = self.stored[name]
-                (read,), _ = super().make([Wanted(name, whole(stored.shape), stored.dtype)])
+                (read,), _ = super().make([Wanted(name, whole(stored.shape), stored.dtype, is_first=False)])
                 self._scales[key] = finite(read, _Named(name, self.url))
             return self._scales[key]

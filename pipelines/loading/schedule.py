@@ -84,11 +84,13 @@ class HostShare:
       devices: numbers of the devices that get it.
       shape: of what they get; what no part covers is padding.
       parts: `(box within the share, box of the array)`.
+      is_first: whether no process with a lower number reads the same.
     """
 
     devices: tuple[int, ...]
     shape: tuple[int, ...]
     parts: tuple[tuple[Box, Box], ...]
+    is_first: bool = True
 
     @property
     def is_one_box(self) -> bool:
@@ -156,20 +158,21 @@ class ReadBlock:
             if owner == process:
                 numbers.setdefault(device // together, []).append(device)
         for number, devices in numbers.items():
+            is_first = process == min(self.layout.processes[number * together : (number + 1) * together])
             if self.ways is None:
                 index = np.unravel_index(number, self.layout.counts) if self.layout.counts else ()
                 corner = [
                     int(i) * size + start for i, size, start in zip(index, self.layout.shard, self.start, strict=True)
                 ]
                 box = tuple((at, at + n) for at, n in zip(corner, self.extent, strict=True))
-                yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),))
+                yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),), is_first)
             else:
                 index = np.unravel_index(number, self.ways) if self.ways else ()
                 spans = [
                     (int(i) * n, min((int(i) + 1) * n, size))
                     for i, n, size in zip(index, self.slice_shape, self.shape, strict=True)
                 ]
-                yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)))
+                yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)), is_first)
 
     def _parts(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, Box]]:
         """A box of the block, whose shares lie side by side there, as boxes of the array, where they lie apart."""

@@ -18,13 +18,14 @@ from weightbeam.transforms.execution.stack import copy
 
 class Wanted(NamedTuple):
     """A box of an array, to be made in a dtype; `alone` if nothing is joined to it, so that it may be what a device
-    decodes.
+    decodes; `is_first` unless another process, with a lower number, reads the same.
     """
 
     key: str
     box: Box
     dtype: np.dtype
     alone: bool = False
+    is_first: bool = True
 
 
 class Cost(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from loading.jobs import run_job
 from support import LLAMA, convert, make_release
 
 import weightbeam as wb
@@ -24,17 +25,41 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(make_release(folder / "hf", MODEL), folder / "ckpt")
 
 
-def test_a_damaged_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    step = Path(shutil.copytree(checkpoint, tmp_path / "0"))
+def damaged(checkpoint: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint of which a bit is another one, and the file that holds it."""
+    step = Path(shutil.copytree(checkpoint, tmp_path / "damaged" / "0"))
     file = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+    return step, file
+
+
+def test_a_damaged_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    step, file = damaged(checkpoint, tmp_path)
     with pytest.raises(
         wb.Failed, match=r"1 of 12 arrays that were compared aren't what conversion.json says"
     ) as raised:
         wb.load(str(step), mesh="fsdp=1")
     assert str(file) in str(raised.value)
+
+
+def test_what_several_processes_read_is_compared(tmp_path: Path) -> None:
+    """Each reads some shards of an array, and no process has all; small arrays are read by every process."""
+    release = make_release(tmp_path / "hf", MODEL | dict(hidden_size=256, intermediate_size=1024))
+    step = convert(release, tmp_path / "cut", "--mesh", "fsdp=8")
+    sources = {"whole": step, "damaged": damaged(step, tmp_path)[0]}
+    meshes = "fsdp=8", "data=8", "fsdp=4,data=2"
+    loads = {f"{name} on {mesh}": dict(source=source, mesh=mesh) for name, source in sources.items() for mesh in meshes}
+    told, ended = run_job(2, loads, tmp_path)
+    for name, processes in told.items():
+        assert len(processes) == 2, (name, [each.stderr[-3000:] for each in ended])
+        for said in processes:
+            if name.startswith("damaged"):
+                assert "aren't what conversion.json says" in said.get("failed", ""), (name, said)
+            else:
+                assert "shards" in said, (name, said)
+    assert not any("not compared" in each.stderr for each in ended)
 
 
 def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,6 +124,14 @@ def add_shares(shares: Shares, array: Sharded, box: Box, values: np.ndarray) -> 
         shares[array.key] = _sum(shares.get(array.key), (1, share))
 
 
+def total(noted: Iterable[Mapping[str, Sequence[Any]]]) -> Shares:
+    """All that was noted as one."""
+    sums = Shares()
+    for key, more in itertools.chain(*(shares.items() for shares in noted)):
+        sums[key] = _sum(sums.get(key), more)
+    return sums
+
+
 def _sum(so_far: Sequence[Any] | None, more: Sequence[Any]) -> tuple[int, str]:
     """Two entries of `Shares` as one."""
     count, share = so_far or (0, "0")
@@ -165,9 +173,7 @@ def find_damage(
     Returns:
       How many were compared, and the keys of those that aren't what was written.
     """
-    known, everything, sums = known_digests(record), {array.key: array for array in arrays}, Shares()
-    for key, more in itertools.chain(*(shares.items() for shares in noted)):
-        sums[key] = _sum(sums.get(key), more)
+    known, everything, sums = known_digests(record), {array.key: array for array in arrays}, total(noted)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
     found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
     compared = Compared.of(record, len(found), len(everything.keys() - found.keys()))
