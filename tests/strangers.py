@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
+import zstandard
 
-from weightbeam.formats.orbax import ocdbt
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.orbax import ocdbt, references
+from weightbeam.formats.orbax.unfolding import NODE_MAGIC
+from weightbeam.formats.storage import LocalFolder, open_store
 
 NAMES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -117,3 +119,51 @@ def bare(folder: Path, about: Mapping[str, Any], key: str = "params.params.w") -
     (folder / key / NAMES["zarr3" if is_zarr3 else "zarr"]).write_text(json.dumps(about))
     (folder / "_METADATA").write_text(json.dumps(tree([key], use_zarr3=is_zarr3)))
     return folder
+
+
+def database_of(items: Path, *nodes: bytes, height: int = 0) -> Path:
+    """An item's database of one file, whose nodes hold these bytes; the last is its root. Decompressed, a node has a
+    height, a table of files, and keys (google/tensorstore, tensorstore/kvstore/ocdbt/index.rst).
+    """
+    place, ends = LocalFolder(str(items)), [0]
+    stored = []
+    for node in nodes:
+        packed = zstandard.compress(node)
+        head = NODE_MAGIC.to_bytes(4, "big") + (len(packed) + 18).to_bytes(8, "little") + b"\0\1"
+        stored.append(references._with_checksum(head + packed))
+        ends.append(ends[-1] + len(stored[-1]))
+    place.write("d/nodes", b"".join(stored))
+    root = {
+        "location": f"btreenode::d/nodes:{ends[-2]}:{len(stored[-1])}",
+        "statistics": {"num_indirect_value_bytes": 1, "num_keys": 1, "num_tree_bytes": len(stored[-1])},
+    }
+    version = {"commit_time": 1, "generation_number": 1, "root_height": height, "root": root}
+    config = ocdbt.CONFIG | {"uuid": "0" * 32, "compression": {"id": "zstd"}, "version_tree_arity_log2": 4}
+    del config["manifest_kind"]
+    told = {"config": config, "version_tree_nodes": [], "versions": [version]}
+    place.write("manifest.ocdbt", ts.ocdbt.undump_manifest(told))
+    return items
+
+
+def node_of(keys: int, length: int, files: int = 0, height: int = 0, below: tuple[int, int] = (0, 0)) -> bytes:
+    """A node of so many keys, or children, of so many letters, the last six of which differ; its table names so many
+    files of as long names. Values are empty; all children are the node at one place, its offset and length in the file.
+    """
+
+    def texts(count: int, more: bytes = b"") -> bytes:
+        shared = [0, *[length - 6] * max(count - 2, 0)][: max(count - 1, 0)]
+        own = [b"!", b"a" * (length - 6) + b"%06d" % 1, *(b"%06d" % number for number in range(2, count))][:count]
+        return references._varints(shared) + references._varints(map(len, own)) + more + b"".join(own)
+
+    file = b"" if files else b"d/nodes"
+    table = references._varints([files or 1]) + (texts(files, bytes(files)) if files else b"\7\0" + file)
+    entries = references._varints([keys]) + texts(
+        keys, references._varints([1, *[length] * (keys - 1)]) if height else b""
+    )
+    if height:
+        offset, size = below
+        numbers = [[0] * keys, [offset] * keys, [size] * keys, [1] * keys, [1] * keys, [0] * keys]
+        values = b"".join(map(references._varints, numbers))
+    else:
+        values = bytes(keys) + bytes(keys)
+    return bytes([height]) + table + entries + values

@@ -26,6 +26,7 @@ from weightbeam.formats.orbax.metadata import (
     record_of,
 )
 from weightbeam.formats.orbax.references import read_references
+from weightbeam.formats.orbax.unfolding import check_unfolding
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
@@ -41,8 +42,6 @@ MAX_DESCRIPTION = 1 << 20  # bytes of what zarr says of an array
 MAX_CHUNK_BYTES = 64 << 30
 SMALL_CHUNK = 1 << 20  # elements; a chunk may have as many, however small its array is
 MAX_FEW = 100_000  # chunks of an array that have fewer than 256 elements each: what is read at once has as many
-# what a database's manifests begin with, also numbered ones, and bytes of one
-MANIFESTS, MAX_MANIFEST = "manifest.", 100_000_000
 CHUNK_BYTES = 64  # in a shard's file for each chunk: its entry in the index, and the frame of a codec
 MAX_INNER_CHUNKS = 1 << 20  # of a shard, whose index is read whole
 FOREIGN = (
@@ -206,8 +205,9 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
       StorageError: one isn't there, or can't be meant; or the item holds what isn't its own.
     """
     check_files(items)
-    _check_lengths(items, MANIFESTS, MAX_MANIFEST)
     format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
+    if format.use_ocdbt:
+        check_unfolding(items)
     shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
     read_descriptions(items, {key: f"{key}/{format.metadata_name}" for key in keys}, format.use_ocdbt)
@@ -368,11 +368,12 @@ def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) ->
         gone = [key for key in wanted if key not in sizes]
         return f"{len(gone)} of {len(wanted)} files are gone, e.g. {items.path(gone[0])}" if gone else ""
     try:
+        check_unfolding(items)
         ocdbt.check(items, len(wanted), ((spec.key, zarr.keys(spec, format)) for spec in everything))
         for reference in read_references(items):
             if reference.offset + reference.length > sizes.get(reference.path, -1):
                 what = "ends too early" if reference.path in sizes else "is gone"
                 return f"{items.path(reference.path)} {what}"
-    except ValueError as e:  # TensorStore's errors too
+    except (ValueError, StorageError) as e:  # TensorStore's errors too
         return f"its index can't be read: {str(e).splitlines()[0]}"
     return ""

@@ -23,10 +23,10 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt
+from weightbeam.formats.orbax.unfolding import NODE_MAGIC
 from weightbeam.formats.storage import Store
 
 NODES, NODE = "d", "d/references"
-BTREE_MAGIC = 0x0CDB20DE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def encode_leaf(references: Sequence[Reference]) -> Leaf:
         ]
     )
     # format version 0, not compressed
-    head = BTREE_MAGIC.to_bytes(4, "big") + (len(body) + 18).to_bytes(8, "little") + b"\0\0"
+    head = NODE_MAGIC.to_bytes(4, "big") + (len(body) + 18).to_bytes(8, "little") + b"\0\0"
     return Leaf(_with_checksum(head + body), len(references), sum(reference.length for reference in references))
 
 
