@@ -19,6 +19,7 @@ import json
 import os
 import re
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -212,9 +213,15 @@ class _FileLease(Lease):
         """Context manager: nobody else takes or releases the lease. Where the file system has no locks it does nothing."""
         path, deadline = self.path.with_name(f"{self.path.name}.lock"), time.monotonic() + PATIENCE
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                if os.fstat(fd).st_size:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except OSError as e:
+                if e.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
+                    raise
+                raise ForeignError(path) from e
+            try:
+                found = os.fstat(fd)
+                if found.st_size or not stat.S_ISREG(found.st_mode):
                     raise ForeignError(path)
                 if _lock(fd) and _is_at(path, fd):  # else its last owner has removed it
                     try:

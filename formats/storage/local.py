@@ -252,8 +252,10 @@ class LocalFolder(Store):
                         raise StorageError(f"{self.path(name)}: {IRREGULAR}")
         return found
 
-    def make(self) -> None:
+    def make(self) -> bool:
+        is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
+        return is_new
 
     def check_writable(self) -> None:
         """What a checkpoint needs of a file system is tried here: folders that are renamed with what they hold.

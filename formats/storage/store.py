@@ -296,8 +296,9 @@ class Store(abc.ABC):
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
             yield from pool.map(self.read, names)
 
-    def make(self) -> None:  # noqa: B027
-        """Makes the folder, if the store has folders."""
+    def make(self) -> bool:
+        """Makes the folder, if the store has folders; returns whether it wasn't there."""
+        return False
 
     def unmake(self) -> None:  # noqa: B027
         """Removes the folder if it is empty."""

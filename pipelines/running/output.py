@@ -43,8 +43,8 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
     """
     with contextlib.ExitStack() as stack:
         try:
-            staging.output.make()
-            stack.callback(staging.output.unmake)
+            if staging.output.make():
+                stack.callback(staging.output.unmake)
             staging.output.check_writable()
             stack.enter_context(staging.hold(look))
         except HeldError as e:

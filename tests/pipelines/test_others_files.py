@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import itertools
 import json
@@ -17,6 +18,7 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert
 
+import weightbeam as wb
 from weightbeam.formats.staging import ASIDE, BucketStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
@@ -454,14 +456,33 @@ def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.Captur
     (tmp_path / "file").write_text("mine")
     (place / "2.weightbeam-lease").symlink_to(tmp_path / "file")
     (place / "3.weightbeam-lease").mkdir()
+    (place / "4.weightbeam-lease.lock").symlink_to(tmp_path / "nothing")
+    os.mkfifo(place / "5.weightbeam-lease.lock")
+    mine = sorted(path.name for path in place.iterdir() if path.name != "0")
     capfd.readouterr()
-    for step, name in ((1, lock.name), (2, "2.weightbeam-lease"), (3, "3.weightbeam-lease")):
+    for step, name in enumerate(mine[1:], 1):
         assert call("convert", source, place, *MODEL, "--step", str(step)) == 2
         assert f"{place / name} isn't what its name says" in capfd.readouterr().err
     assert lock.read_text() == (place / "2.weightbeam-lease").read_text() == "mine"
-    assert sorted(path.name for path in place.iterdir()) == sorted(
-        ["0", beside.name, lock.name, "2.weightbeam-lease", "3.weightbeam-lease"]
-    )
+    assert sorted(path.name for path in place.iterdir()) == ["0", *mine]
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("problem", ["the disk is full", "a stop"])
+def test_an_empty_output_that_was_there(
+    problem: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner has made it, and given it its mode; a folder that the command made goes again."""
+    (tmp_path / "mine").mkdir(mode=0o2770)
+
+    def check(_: object) -> None:
+        raise KeyboardInterrupt if problem == "a stop" else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalFolder, "check_writable", check)
+    for place in ("mine", "made"):
+        with pytest.raises((wb.Refused, KeyboardInterrupt)):
+            wb.convert(str(source), str(tmp_path / place), maxtext_model="llama2-7b", progress=False)
+        assert (tmp_path / place).exists() is (place == "mine")
 
 
 @pytest.mark.parametrize(
