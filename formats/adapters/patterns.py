@@ -20,8 +20,10 @@ from typing import Any
 
 MAX_PATTERN, MAX_TOTAL, MAX_NAME = 1_000, 1_000_000, 10_000  # characters of one, of all, and of a module's name
 MAX_DEPTH = 20  # groups and repetitions within each other
-# parts of expressions that are followed for one configuration: seconds; and for each module that is looked up besides
-MAX_STEPS, MODULE_STEPS = 2_000_000, 20_000
+# parts of expressions that are followed for one configuration, and for each module that is looked up besides; in all
+# they take some seconds
+MAX_STEPS, MODULE_STEPS, MOST_STEPS = 2_000_000, 20_000, 6_000_000
+LOOKS = 8  # expressions whose texts are looked for in a name in the time of a step
 
 ANY = "\n"  # which no name has
 
@@ -58,8 +60,8 @@ class Patterns:
         self._names: dict[tuple[bool, int], dict[tuple[int, ...], dict[str, int]]] = defaultdict(
             lambda: defaultdict(dict)
         )
-        self._others: list[tuple[int, list[Part], list[str]]] = []  # with what a module's name must have for them
-        self._left = MAX_STEPS
+        self._others: list[tuple[int, list[Part], str]] = []  # with what a module's name must have for them
+        self._left, self._most = MAX_STEPS, MOST_STEPS
         self._found: dict[str, int] = {}
         for number, text in enumerate(values):
             parts = parse(text)
@@ -69,7 +71,7 @@ class Patterns:
                 any_at = tuple(at for at, letter in enumerate(name) if letter == ANY)
                 self._names[is_whole, len(name)][any_at].setdefault(name, number)
             else:
-                self._others.append((number, parts, _literals(own)))
+                self._others.append((number, parts, max(_literals(own), key=len, default="")))
 
     def find(self, module: str, default: Any) -> Any:
         """The value of the first expression that fits a module; `default` where none does.
@@ -95,18 +97,19 @@ class Patterns:
                 for at in any_at:
                     end[at] = ANY
                 first = min(first, names.get("".join(end), first))
+        self._count(len(self._others) // LOOKS)
         all_starts = sum(1 << start for start in starts)
-        for number, parts, literals in self._others:
-            # but for alternatives to it, an expression begins with PEFT's prefix, which leads to all starts
-            begins, rest = (1, parts) if parts[0][0] is of.BRANCH else (all_starts, parts[1:])
-            fits = number < first and all(literal in module for literal in literals)
-            if fits and self._ends(rest, module, begins):
-                first = number
+        for number, parts, literal in self._others:
+            if literal in module and number < first:
+                # but for alternatives to it, an expression begins with PEFT's prefix, which leads to all starts
+                begins, rest = (1, parts) if parts[0][0] is of.BRANCH else (all_starts, parts[1:])
+                if self._ends(rest, module, begins):
+                    first = number
         return first
 
     def _count(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
+        self._left, self._most = self._left - steps, self._most - steps
+        if min(self._left, self._most) < 0:
             raise PatternError("the patterns of ranks and alphas take too long to match with the modules' names")
 
     def _ends(self, parts: Iterable[Part], text: str, starts: int) -> int:

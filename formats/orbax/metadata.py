@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
@@ -15,7 +16,9 @@ from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.staging import MARKER, PLAN
 from weightbeam.formats.storage import File, StorageError, Store, reason
-from weightbeam.formats.storage.strict_json import JsonError, read_json
+from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
+from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
+from weightbeam.model_mappings.maxtext_config import MAX_YAML
 
 # the scalar that MaxText's TrainState keeps beside the parameters
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())
@@ -23,8 +26,9 @@ METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # of an item: what its arrays were, and the leaves that are texts
 ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 # of a step, beside its items: what its release and MaxText's configuration were, and all that says what it is
-BESIDE = ("release.zip", "maxtext.yml")
-MAX_BESIDE = 512 << 20  # bytes of one of these, which are read whole; a release's small files have half as many
+# with the most bytes of each, which is read whole: a release's small files have half as many as that
+MAX_BESIDE = {"release.zip": 512 << 20, MAXTEXT: MAX_YAML}
+BESIDE = tuple(MAX_BESIDE)
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
 # the last is a virtual checkpoint's (`links.py`)
@@ -33,6 +37,22 @@ ZARR_FILES = (".zattrs", ".zgroup", ".zmetadata", "zarr.json")  # of a group of 
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+def read_of_step(step: Store, name: str) -> Any:
+    """A JSON file of a step, or of an item of it; all of them together are bounded.
+
+    Raises:
+      OSError: it isn't there, or can't be read.
+      JsonError: it isn't JSON that is meant.
+    """
+    return read_json(step, name, _budget(step.url))
+
+
+@functools.lru_cache(maxsize=64)
+def _budget(step: str) -> Budget:
+    """What the JSON files of a step may have together."""
+    return Budget()
 
 
 def tree_metadata(
@@ -73,7 +93,7 @@ def read_tree(items: Store) -> dict[str, Any]:
       StorageError: it can't be read, or isn't that.
     """
     try:
-        tree = read_json(items, METADATA)
+        tree = read_of_step(items.parent, f"{items.name}/{METADATA}")
         if not isinstance(tree, dict) or not isinstance(entries := tree.get("tree_metadata"), dict):
             raise JsonError("has no tree_metadata")
         if len(entries) > MAX_LEAVES:
@@ -101,7 +121,7 @@ def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def custom_metadata(step: Store) -> dict[str, Any]:
     """A step's custom metadata; empty where there is none, or none that can be read."""
     try:
-        custom = read_json(step, CHECKPOINT_METADATA)["custom_metadata"]
+        custom = read_of_step(step, CHECKPOINT_METADATA)["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
@@ -115,7 +135,7 @@ def item_metadata(items: Store) -> dict[str, Any]:
 def item_handler(items: Store) -> str:
     """What Orbax calls the handler of an item; empty where nothing says it."""
     try:
-        handler = read_json(items.parent, CHECKPOINT_METADATA)["item_handlers"][items.name]
+        handler = read_of_step(items.parent, CHECKPOINT_METADATA)["item_handlers"][items.name]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return handler if isinstance(handler, str) else ""
@@ -129,7 +149,7 @@ def record_of(items: Store) -> dict[str, Any]:
       StorageError: what should say it can't be read.
     """
     try:
-        record = read_json(items.parent, RECORD)
+        record = read_of_step(items.parent, RECORD)
         if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
             raise JsonError("should be an object, and so should its options")
     except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +172,7 @@ def files_beside(step: Store) -> list[str]:
         step.check_regular(name)
     found = [file for name in BESIDE if (file := step.stat(name))]
     for file in found:
-        check_length(step, file, MAX_BESIDE)
+        check_length(step, file, MAX_BESIDE[file.name])
     return [file.name for file in found]
 
 

@@ -252,7 +252,7 @@ def read_descriptions(items: Store, names: Mapping[str, str], use_ocdbt: bool) -
         try:
             if len(text) > MAX_DESCRIPTION:
                 raise JsonError(f"has more than {MAX_DESCRIPTION:,} bytes")
-            parse_json(text, budget=budget)
+            parse_json(text, budget=budget, file=key)
         except JsonError as e:
             raise StorageError(f"{items.path(names[key])}: {e}") from e
     return found

@@ -25,10 +25,11 @@ from weightbeam.formats.orbax import (
     STRINGS,
     read_descriptions,
 )
+from weightbeam.formats.orbax.metadata import read_of_step
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.strict_json import Budget, parse_json, read_json
+from weightbeam.formats.storage.strict_json import Budget, parse_json
 
 SHARDING = "_sharding"
 LARGEST, MOST = 64 << 20, 256 << 20  # bytes of a file of another item that is copied, and of all of them
@@ -92,7 +93,7 @@ def _partitions(items: Store) -> dict[str, Partition]:
         return {}
     found, budget = {}, Budget()
     for name, text in _json(items, SHARDING).items():
-        about = parse_json(str(text).encode(), budget=budget)
+        about = parse_json(str(text).encode(), budget=budget, file=name)
         if about.get("sharding_type") == "NamedSharding":
             axes = [[axis] if isinstance(axis, str) else axis or [] for axis in about.get("partition_spec", ())]
             found[base64.b64decode(name).decode()] = tuple(tuple(map(str, names)) for names in axes)
@@ -101,9 +102,9 @@ def _partitions(items: Store) -> dict[str, Partition]:
 
 def _extras(items: Store) -> dict[str, Mapping[str, Any]]:
     """By key, `ext_metadata`; each process wrote the same of the arrays that it knew."""
-    found, budget = {}, Budget()
+    found = {}
     for file in items.list(f"{ARRAY_METADATAS}/"):
-        for entry in _json(items, file.name, budget)["array_metadatas"]:
+        for entry in _json(items, file.name)["array_metadatas"]:
             about = entry["array_metadata"]
             if about.get("ext_metadata"):
                 found[str(about["param_name"])] = dict(about["ext_metadata"])
@@ -175,7 +176,7 @@ def _read(store: Store, name: str) -> bytes:
 
 def _handlers(items: Store) -> dict[str, Any]:
     try:
-        handlers = read_json(items.parent, CHECKPOINT_METADATA).get("item_handlers")
+        handlers = read_of_step(items.parent, CHECKPOINT_METADATA).get("item_handlers")
     except (OSError, ValueError, AttributeError):
         return {}
     return (
@@ -185,8 +186,8 @@ def _handlers(items: Store) -> dict[str, Any]:
     )
 
 
-def _json(items: Store, name: str, budget: Budget | None = None) -> dict[str, Any]:
+def _json(items: Store, name: str) -> dict[str, Any]:
     try:
-        return read_json(items, name, budget)
+        return read_of_step(items.parent, f"{items.name}/{name}")
     except ValueError as e:
         raise StorageError(f"{items.path(name)}: {e}") from e

@@ -273,13 +273,14 @@ def token_ids(files: Mapping[str, bytes]) -> dict[str, int]:
 
 def _read_json(text: bytes) -> Any:
     try:
-        return json.loads(text) if text else None
-    except (ValueError, RecursionError):
+        return parse_json(text) if text else None
+    except JsonError:
         return None
 
 
 # --- kept with a checkpoint -------------------------------------------------------------------------------------------
 
+ENTRY, MAX_ENTRIES = b"PK\1\2", 10_000  # what each entry of an archive's directory begins with
 ARCHIVE = "release.zip"  # in a step's folder: a single file, since Orbax takes every folder of a step for an item
 
 
@@ -301,7 +302,10 @@ def packed_files(step: Store) -> SmallFiles | None:
     if ARCHIVE not in files_beside(step):
         return None
     try:
-        archive = zipfile.ZipFile(io.BytesIO(step.read(ARCHIVE)))
+        stored = step.read(ARCHIVE)
+        if stored.count(ENTRY) > MAX_ENTRIES:  # each takes a kilobyte of memory once it is open
+            raise StorageError(f"{step.path(ARCHIVE)}: has more than {MAX_ENTRIES:,} entries; that can't be meant")
+        archive = zipfile.ZipFile(io.BytesIO(stored))
     except (zipfile.BadZipFile, ValueError) as e:
         raise StorageError(f"{step.path(ARCHIVE)}: isn't a ZIP archive: {e}") from e
 

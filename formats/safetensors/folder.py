@@ -354,7 +354,7 @@ def read_json(
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
         raw = read_whole(store, file)
         check_pointer(raw)
-        value = parse_json(raw, budget=budget)
+        value = parse_json(raw, budget=budget, file=store.path(name))
         if isinstance(value, dict) and value:
             return value
         message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"

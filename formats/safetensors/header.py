@@ -141,7 +141,7 @@ def parse_header(
     if not raw.startswith(b"{"):
         raise HeaderError("the header doesn't start with '{'")
     try:
-        header = parse_json(raw, lenient=False, budget=budget)
+        header = parse_json(raw, lenient=False, budget=budget, file=path)
     except JsonError as e:
         raise HeaderError(f"the header: {e}") from e
     metadata = header.pop("__metadata__", None)

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from weightbeam.formats.storage import Store
 
 MAX_BYTES = 100_000_000  # of a text; the safetensors format allows a header as many
-# of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 of them
-MAX_VALUES = 5_000_000
+# of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 values
+MAX_TOGETHER, MAX_VALUES = 2 * MAX_BYTES, 5_000_000
 MAX_DEPTH = 64
+WIDE = 2  # values that one counts for where characters may take four bytes each
 
 
 class JsonError(ValueError):
@@ -20,38 +21,59 @@ class JsonError(ValueError):
 
 
 class Budget:
-    """The values that texts may have together, from whichever thread they are read."""
+    """The bytes and values that texts may have together, from whichever thread they are read. A file that is read again
+    counts once.
+    """
 
-    def __init__(self, values: int = MAX_VALUES):
-        self._values = self._left = values
+    def __init__(self) -> None:
+        self._taken: dict[str, tuple[int, int]] = {}  # bytes and values, by file
+        self._bytes = self._values = 0  # of all of them
         self._lock = threading.Lock()
 
-    def take(self, raw: bytes) -> None:
-        """Counts the values of a text, at most one for each mark between them.
+    def take(self, raw: bytes, file: str) -> None:
+        """Counts the bytes of a text, and its values, at most one for each mark between them.
 
         Raises:
           JsonError: there are more than are left.
         """
-        values = sum(raw.count(mark) for mark in b"{[:,")
+        values = sum(raw.count(mark) for mark in b"{[:,") * (1 if _is_narrow(raw) else WIDE)
         with self._lock:
-            if values > self._left:
-                together = "" if self._left == self._values else ", with the files that were read before"
-                raise JsonError(f"more than {self._values:,} values{together}")
-            self._left -= values
+            before = self._taken.get(file, (0, 0))
+            nbytes, together = self._bytes - before[0] + len(raw), self._values - before[1] + values
+            with_others = ", with the files that were read before" if nbytes > len(raw) else ""
+            if together > MAX_VALUES:
+                raise JsonError(f"more than {MAX_VALUES:,} values{with_others}")
+            if nbytes > MAX_TOGETHER:
+                raise JsonError(f"more than {MAX_TOGETHER:,} bytes{with_others}")
+            self._bytes, self._values, self._taken[file] = nbytes, together, (len(raw), values)
 
 
-def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None) -> Any:
-    """JSON from a stranger; `lenient` with NaN, infinity and −0, which Python reads and writes.
+def _is_narrow(raw: bytes) -> bool:
+    """Whether each character of a text, and of each string in it, takes one byte."""
+    return raw.isascii() and b"\\u" not in raw
+
+
+def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None, file: str = "") -> Any:
+    """JSON from a stranger.
+
+    Args:
+      raw: a text.
+      lenient: with NaN, infinity and −0, which Python reads and writes.
+      budget: what the text shares with others.
+      file: where it was read, for the budget.
 
     Raises:
       JsonError: it isn't UTF-8 or JSON, has a key twice, or is larger than anything that is meant.
     """
     if len(raw) > MAX_BYTES:
         raise JsonError(f"has more than {MAX_BYTES:,} bytes")
-    (budget or Budget()).take(raw)
+    (budget or Budget()).take(raw, file)
     try:
+        text = raw.decode("utf-8")
+        if not _is_narrow(raw) and 4 * len(text) > MAX_TOGETHER:
+            raise JsonError(f"has more than {MAX_TOGETHER // 4:,} characters, and not only narrow ones")
         strict = {} if lenient else {"parse_constant": _refuse_constant, "parse_int": _parse_int}
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, **strict)
+        value = json.loads(text, object_pairs_hook=_no_duplicates, **strict)
     except UnicodeDecodeError as e:
         raise JsonError(f"isn't UTF-8: {e}") from e
     except JsonError:
@@ -78,7 +100,7 @@ def read_json(store: Store, name: str, budget: Budget | None = None) -> Any:
       OSError: it isn't there, or can't be read.
       JsonError: see `parse_json`.
     """
-    return parse_json(store.read(name, 0, MAX_BYTES + 1), budget=budget)
+    return parse_json(store.read(name, 0, MAX_BYTES + 1), budget=budget, file=store.path(name))
 
 
 def _refuse_constant(text: str) -> None:

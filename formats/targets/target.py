@@ -9,6 +9,7 @@ A target knows the result as it will be, and nothing of where its values come fr
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -250,4 +251,4 @@ def lies_in(url: str, other: str) -> bool:
     """Whether a folder or file is another one or lies in it, links resolved."""
     if "://" in url or "://" in other:
         return f"{url}/".startswith(f"{other}/")
-    return Path(url).resolve().is_relative_to(Path(other).resolve())
+    return Path(os.path.realpath(url)).is_relative_to(os.path.realpath(other))

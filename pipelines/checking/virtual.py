@@ -105,7 +105,7 @@ def check_files(items: Store) -> str:
     if not files:
         return ""
     moved = sum(file.is_moved(items / SOURCE) for file in files)
-    copies = f"; {moved} are copies made since" if moved else ""
+    copies = f"; {moved} are copies made since, known by size and some bytes" if moved else ""
     return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made, by size, times and some bytes{copies}"
 
 

@@ -20,6 +20,7 @@ from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.files import ARCHIVE, carried_files, packed_files, role_of, token_ids
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import NEXTN
@@ -72,6 +73,7 @@ OF_MODELS = (
     "multimodal",
     "mtp",
 )
+GENERATION = "generation_config.json"
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
@@ -334,7 +336,7 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
     if made.unknown:
         LOG.warning("%s: nothing in config.json says %s", file, ", ".join(made.unknown))
     named = given.get("model_name")
-    small = {"generation_config.json": json.dumps(made.generation, indent=2).encode() + b"\n"}
+    small = {GENERATION: json.dumps(made.generation, indent=2).encode() + b"\n"}
     return Like("", made.config), small, str(named) if named not in (None, "default") else None
 
 
@@ -343,15 +345,18 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
     and end a text, its own.
 
     Raises:
-      Refused: there is no tokenizer.
+      Refused: there is no tokenizer, or it can't be said in `generation_config.json`.
     """
     taken = {name: given[name] for name in given if role_of(name) in TOKENIZER_ROLES}
     if not any(role_of(name) == "tokenizer" for name in taken):
         raise Refused(f"--tokenizer={where}: holds no tokenizer, such as tokenizer.json or tokenizer.model")
     kept = {name: small[name] for name in small if role_of(name) not in TOKENIZER_ROLES}
-    generation = json.loads(kept["generation_config.json"]) if "generation_config.json" in kept else None
+    try:
+        generation = parse_json(kept[GENERATION]) if GENERATION in kept else None
+    except JsonError as e:
+        raise Refused(f"{GENERATION}, into which the tokenizer's tokens go: {e}") from e
     if isinstance(generation, dict) and "eos_token_id" not in generation and (ids := token_ids(taken)):
-        kept["generation_config.json"] = json.dumps(generation | ids, indent=2).encode() + b"\n"
+        kept[GENERATION] = json.dumps(generation | ids, indent=2).encode() + b"\n"
     return {**kept, **taken}
 
 

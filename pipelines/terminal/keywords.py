@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from weightbeam.formats.storage import StorageError, open_store, read_named
+from weightbeam.model_mappings.maxtext_config import MAX_YAML
 from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.wording import in_python
@@ -236,8 +237,10 @@ def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
     """The keys that a MaxText configuration says, a run's own `config.yml` too; `where` it is, for messages.
 
     Raises:
-      Refused: it is no YAML, or says no keys.
+      Refused: it is no YAML, says no keys, or is larger than any that is meant: to parse it takes seconds for each MB.
     """
+    if len(text) > MAX_YAML:
+        raise Refused(f"{where}: has more than {MAX_YAML:,} bytes; that can't be meant")
     try:
         given = yaml.load(text, _MaxTextLoader)
     except (UnicodeDecodeError, yaml.YAMLError) as e:

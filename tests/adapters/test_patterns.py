@@ -120,6 +120,15 @@ def test_too_much_is_refused() -> None:
     assert time.process_time() - start < 30
 
 
+def test_looks_for_texts_count() -> None:
+    """Thousands of expressions, none of whose texts stands in a name, with each of thousands of modules: took minutes."""
+    config = AdapterConfig(rank_pattern={f"z[ab]q{number}[ab]+": 1 for number in range(9000)})
+    start = time.process_time()
+    with pytest.raises(PatternError, match="take too long"):
+        _ = [config.rank(f"{MODULE}.{number}") for number in range(18_000)]
+    assert time.process_time() - start < 20
+
+
 def test_every_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`merge`, `convert`, `plan` and `export`, with an expression that never ended; the delta has the right scaling."""
     tensors = random_tensors(LLAMA)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support import HERE, INDEX
 
 from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
-from weightbeam.formats.storage.strict_json import MAX_VALUES
+from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES, Budget, JsonError, parse_json
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 
@@ -66,6 +66,12 @@ LARGE = {
     "objects": lambda n: b'{"x":[' + b"{}," * (n // 2 - 10) + b"0]}",
     "metadata": lambda n: b'{"__metadata__":{' + b",".join(b'"%d":""' % i for i in range(n // 2 - 10)) + b',"x":0}}',
     "large numbers": lambda n: b'{"x":[' + b"1234567890," * (n - 10) + b"0]}",
+    "wide texts": lambda n: (
+        b'{"x":{' + ",".join(f'"{i}\U0001f600":"\U0001f600"' for i in range(n // 4 - 10)).encode() + b"}}"
+    ),
+    "wide texts, escaped": lambda n: (
+        b'{"x":{' + b",".join(rb'"%d\ud83d\ude00":"\ud83d\ude00"' % i for i in range(n // 4 - 10)) + b"}}"
+    ),
 }
 
 
@@ -89,6 +95,21 @@ def test_a_header_with_more_values_than_are_allowed(tmp_path: Path) -> None:
     count, _, memory = measured(tmp_path / "x.safetensors")
     assert count is None
     assert memory < 3 * len(header)
+
+
+def test_wide_characters_and_what_was_read_before(tmp_path: Path) -> None:
+    """A text of 95 MB became 1.4 GB, since Python has four bytes for each of its characters; files that are read
+    together have one bound, and one that is read again counts once.
+    """
+    text = b'"' + b"a" * (MAX_TOGETHER // 4) + "\U0001f600".encode() + b'"'
+    with pytest.raises(JsonError, match="not only narrow ones"):
+        parse_json(text)
+    assert parse_json(text[:-5] + b'"')
+    budget, half = Budget(), b"[" + b"0," * (MAX_VALUES // 2) + b"0]"
+    for _ in range(3):
+        parse_json(half, budget=budget, file="one")
+    with pytest.raises(JsonError, match=r"more than 5,000,000 values, with the files that were read before"):
+        parse_json(half, budget=budget, file="two")
 
 
 # --- structures at random: valid, nearly valid, and not at all --------------------------------------------------------

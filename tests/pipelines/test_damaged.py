@@ -136,6 +136,12 @@ def set_value_type(checkpoint: Path) -> None:
     file.write_text(json.dumps(good))
 
 
+def rename_leaf(checkpoint: Path) -> None:
+    """Stock Orbax raises KeyError."""
+    file = checkpoint / "0/items/_METADATA"
+    file.write_text(file.read_text().replace("('params', 'params'", "('params', 'qarams'", 1))
+
+
 def set_step(checkpoint: Path) -> None:
     kvs = database(checkpoint)
     key = next(key for key in kvs.list().result() if key.startswith(b"step/") and not key.endswith(b".json"))
@@ -151,6 +157,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
     "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),
     "the kind of a value": (set_value_type, "value_type scalar"),
+    "the name of a leaf": (rename_leaf, "is called ('params', 'qarams'"),
     "the step": (set_step, "is 999, expected 0"),
 }
 

@@ -331,11 +331,14 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
         ]
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
     (tmp_path / "bad.yml").write_text("decoder_block: chimera\n")
+    damaged = Path(shutil.copytree(source, tmp_path / "damaged"))
+    (damaged / "generation_config.json").write_text("[" * 100_000)
     for wrong, message in (
         (("--maxtext_config", step / "maxtext.yml", "--like", source), "both given"),
         (("--maxtext_config", tmp_path / "bad.yml"), "nearest is"),
         (("--maxtext_config", tmp_path / "none.yml"), "No such file"),
         (("--like", source, "--tokenizer", tmp_path / "ours"), "holds no tokenizer"),
+        (("--like", damaged, "--tokenizer", tmp_path / "tokens"), "generation_config.json, into which"),
     ):
         assert call("export", items, tmp_path / "x", *wrong) == 2
         assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -466,6 +466,17 @@ def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.Captur
     assert lock.read_text() == (place / "2.weightbeam-lease").read_text() == "mine"
     assert sorted(path.name for path in place.iterdir()) == ["0", *mine]
     assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("option", [(), ("--overwrite",), ("--resume",)])
+def test_a_link_that_leads_to_itself(
+    option: Sequence[str], source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the place of an output: refused in words."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0").symlink_to("0")
+    assert call("convert", source, tmp_path / "out", *MODEL, *option) == 2
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("problem", ["the disk is full", "a stop"])

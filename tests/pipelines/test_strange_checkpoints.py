@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,54 @@ def test_files_that_are_sparse_and_huge(
     told = measure(["reshard", step, tmp_path / "out"], tmp_path / "printed")
     assert (told["status"], "has 4,398,046,511,104 bytes, more than" in told["message"]) == (2, True), told
     assert told["megabytes"] <= MEGABYTES
+
+
+def filled(name: str) -> Callable[[Path], object]:
+    """A JSON file with a field of three million values that nobody reads."""
+
+    def fill(step: Path) -> None:
+        told = json.loads((step / name).read_bytes())
+        (step / name).write_text(json.dumps(told | {"more": [0] * 3_000_000}))
+
+    return fill
+
+
+def many_entries(step: Path) -> None:
+    """An archive of empty files, of whose hash no record says anything."""
+    told = json.loads((step / "conversion.json").read_bytes())
+    told.pop("files")
+    (step / "conversion.json").write_text(json.dumps(told))
+    with zipfile.ZipFile(step / "release.zip", "w") as archive:
+        for number in range(10_001):
+            archive.writestr(str(number), b"")
+
+
+TOO_LARGE: dict[str, tuple[Sequence[Callable[[Path], object]], str]] = {
+    "two of three million values": (
+        (filled("items/_METADATA"), filled("conversion.json")),
+        "conversion.json: more than 5,000,000 values, with the files that were read before",
+    ),
+    "an archive of ten thousand files": ((many_entries,), "release.zip: has more than 10,000 entries"),
+    "a configuration of MaxText's": (
+        (lambda step: (step / "maxtext.yml").write_text("x: 1\n" * 300_000),),
+        "maxtext.yml: has 1,500,000 bytes, more than 1,048,576",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LARGE)
+def test_what_lies_with_a_checkpoint_is_bounded(
+    kind: str, database: Path, release: Path, tmp_path: Path, measure: Measure
+) -> None:
+    """Before it is parsed: 380 MB of JSON took 2.6 GB, an archive of 101 MB 1.2 GB, 25 MB of YAML a minute."""
+    step, (changes, said) = Path(shutil.copytree(database, tmp_path / "0")), TOO_LARGE[kind]
+    for change in changes:
+        change(step)
+    told = measure(["export", step, tmp_path / "out"], tmp_path / "printed")
+    assert (told["status"], said in " ".join(told["message"].split())) == (2, True), told
+    assert told["cpu"] <= SECONDS
+    assert told["megabytes"] <= MEGABYTES
+    assert not (tmp_path / "out").exists()
 
 
 NODES: dict[str, Callable[[Path], object]] = {

@@ -65,8 +65,11 @@ def find_metadata_faults(
 
 def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
     """Entries of `_METADATA` that would have readers make something else of an array."""
-    for entry in read_tree(items)["tree_metadata"].values():
-        key, said = ".".join(str(part["key"]) for part in entry["key_metadata"]), entry["value_metadata"]
+    for name, entry in read_tree(items)["tree_metadata"].items():
+        path, said = tuple(str(part["key"]) for part in entry["key_metadata"]), entry["value_metadata"]
+        key = ".".join(path)
+        if name != str(path):  # by which Orbax finds it
+            yield key, f"is called {name} in {METADATA}, expected {path}"
         if said.get("skip_deserialize"):
             continue
         wanted = VALUE_TYPES.get(key, "np.ndarray")
