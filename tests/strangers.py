@@ -12,7 +12,7 @@ import tensorstore as ts
 import zstandard
 
 from weightbeam.formats.orbax import ocdbt, references
-from weightbeam.formats.orbax.unfolding import NODE_MAGIC
+from weightbeam.formats.orbax.database_size import NODE_MAGIC
 from weightbeam.formats.storage import LocalFolder, open_store
 
 NAMES = {"zarr": ".zarray", "zarr3": "zarr.json"}

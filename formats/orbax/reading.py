@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt, zarr
+from weightbeam.formats.orbax.database_size import check_database_size
 from weightbeam.formats.orbax.metadata import (
     CHECKPOINT_METADATA,
     METADATA,
@@ -26,7 +27,6 @@ from weightbeam.formats.orbax.metadata import (
     record_of,
 )
 from weightbeam.formats.orbax.references import read_references
-from weightbeam.formats.orbax.unfolding import check_unfolding
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
@@ -207,7 +207,7 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
     check_files(items)
     format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
     if format.use_ocdbt:
-        check_unfolding(items)
+        check_database_size(items)
     shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
     read_descriptions(items, {key: f"{key}/{format.metadata_name}" for key in keys}, format.use_ocdbt)
@@ -368,7 +368,7 @@ def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) ->
         gone = [key for key in wanted if key not in sizes]
         return f"{len(gone)} of {len(wanted)} files are gone, e.g. {items.path(gone[0])}" if gone else ""
     try:
-        check_unfolding(items)
+        check_database_size(items)
         ocdbt.check(items, len(wanted), ((spec.key, zarr.keys(spec, format)) for spec in everything))
         for reference in read_references(items):
             if reference.offset + reference.length > sizes.get(reference.path, -1):

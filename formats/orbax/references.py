@@ -23,7 +23,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt
-from weightbeam.formats.orbax.unfolding import NODE_MAGIC
+from weightbeam.formats.orbax.database_size import NODE_MAGIC
 from weightbeam.formats.storage import Store
 
 NODES, NODE = "d", "d/references"

@@ -30,7 +30,7 @@ from weightbeam.formats.storage import StorageError, Store
 MANIFESTS = "manifest."  # and, where they are numbered, a number
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 MAX_MANIFEST = 1 << 20  # bytes of a manifest, decompressed; Orbax's have some hundred
-MAX_UNFOLDED = 512 << 20  # bytes of a database in memory: some three million chunks
+MAX_DECODED = 512 << 20  # bytes of a database in memory: some three million chunks
 MAX_NODES = 10_000  # of a database; Orbax's have 100 MB each
 ENTRY_BYTES = 64  # of a key or a path in memory, besides itself
 AT_A_TIME = 64 << 20  # bytes of nodes that are read together
@@ -38,7 +38,7 @@ MOST_GROUPS = 5  # of seven bits of a length
 _HEAD, _FOOT = 14, 4  # bytes before and behind what a manifest or a node holds
 
 
-def check_unfolding(items: Store) -> None:
+def check_database_size(items: Store) -> None:
     """Makes sure that the database of an item takes no more memory than can be meant.
 
     Raises:
@@ -53,15 +53,15 @@ def check_unfolding(items: Store) -> None:
         base, shared = ts.KvStore.open(items.kvstore()).result(), ts.Context({})
         versions = ts.ocdbt.dump(base, context=shared).result()["versions"]
         level = Counter([versions[-1]["root"]["location"]] if versions and "location" in versions[-1]["root"] else [])
-        nodes = unfolded = 0
+        nodes = decoded = 0
         while level:
             nodes, below = nodes + len(level), Counter[str]()
             if nodes > MAX_NODES:
                 raise StorageError(f"{items}: its database has more than {MAX_NODES:,} nodes; that can't be meant")
             for location, body in _bodies(items, base, level):
-                size, height, entries = _unfold(items, location, body)
-                unfolded += size * level[location]
-                if unfolded > MAX_UNFOLDED:
+                size, height, entries = _count(items, location, body)
+                decoded += size * level[location]
+                if decoded > MAX_DECODED:
                     raise _too_large(items)
                 if height and entries > MAX_NODES:
                     raise StorageError(f"{items}: its database has more than {MAX_NODES:,} nodes; that can't be meant")
@@ -73,7 +73,7 @@ def check_unfolding(items: Store) -> None:
 
 
 def _too_large(items: Store) -> StorageError:
-    return StorageError(f"{items}: its database takes more than {MAX_UNFOLDED:,} bytes of memory; that can't be meant")
+    return StorageError(f"{items}: its database takes more than {MAX_DECODED:,} bytes of memory; that can't be meant")
 
 
 def _read_manifest(items: Store, name: str, size: int) -> None:
@@ -88,7 +88,7 @@ def _read_manifest(items: Store, name: str, size: int) -> None:
     lengths.skip(1)
     if lengths.read(1)[0]:  # how nodes are compressed
         lengths.skip(4)
-    if not lengths.at_end and lengths.table() > MAX_UNFOLDED:
+    if not lengths.at_end and lengths.table() > MAX_DECODED:
         raise _too_large(items)
 
 
@@ -104,14 +104,14 @@ def _bodies(items: Store, base: ts.KvStore, locations: Mapping[str, int]) -> Ite
     for i, location in enumerate(locations, 1):
         _, folder, path, offset, length = location.split(":")
         start, nbytes = int(offset), int(length)
-        if nbytes > MAX_UNFOLDED:
+        if nbytes > MAX_DECODED:
             raise _too_large(items)
         name = unquote(folder) + unquote(path)
         waiting.append((location, base.read(name, byte_range=slice(start, start + nbytes))))
         held += nbytes
         if held >= AT_A_TIME or i == len(locations):
             for where, read in waiting:
-                yield where, _decompress(items, where, read.result().value, NODE_MAGIC, MAX_UNFOLDED)
+                yield where, _decompress(items, where, read.result().value, NODE_MAGIC, MAX_DECODED)
             waiting, held = [], 0
 
 
@@ -135,7 +135,7 @@ def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -
     return body
 
 
-def _unfold(items: Store, name: str, body: bytes) -> tuple[int, int, int]:
+def _count(items: Store, name: str, body: bytes) -> tuple[int, int, int]:
     """Bytes of a node in memory, its height over the leaves, and how many keys or children it has."""
     lengths = _Lengths(f"{items}: {name}", body)
     height = lengths.byte()

@@ -8,8 +8,8 @@ import pytest
 import tensorstore as ts
 from strangers import DATABASES, database_of, node_of
 
-from weightbeam.formats.orbax import unfolding
-from weightbeam.formats.orbax.unfolding import ENTRY_BYTES, check_unfolding
+from weightbeam.formats.orbax import database_size
+from weightbeam.formats.orbax.database_size import ENTRY_BYTES, check_database_size
 from weightbeam.formats.storage import LocalFolder, StorageError
 
 LEAF = node_of(3, 1000)
@@ -21,9 +21,9 @@ def opened(items: Path) -> ts.KvStore:
 
 def at_most(items: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a database takes no more than so many bytes."""
-    monkeypatch.setattr(unfolding, "MAX_UNFOLDED", most)
+    monkeypatch.setattr(database_size, "MAX_DECODED", most)
     try:
-        check_unfolding(LocalFolder(str(items)))
+        check_database_size(LocalFolder(str(items)))
     except StorageError:
         return False
     return True
@@ -68,4 +68,4 @@ def test_what_is_damaged_is_said(part: str, tmp_path: Path) -> None:
     elif part == "cut":
         file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(StorageError, match=r"damaged|can't be read"):
-        check_unfolding(LocalFolder(str(tmp_path)))
+        check_database_size(LocalFolder(str(tmp_path)))
