@@ -121,6 +121,9 @@ def bare(folder: Path, about: Mapping[str, Any], key: str = "params.params.w") -
     return folder
 
 
+varints = references._varints
+
+
 def database_of(items: Path, *nodes: bytes, height: int = 0) -> Path:
     """An item's database of one file, whose nodes hold these bytes; the last is its root. Decompressed, a node has a
     height, a table of files, and keys (google/tensorstore, tensorstore/kvstore/ocdbt/index.rst).
@@ -153,17 +156,15 @@ def node_of(keys: int, length: int, files: int = 0, height: int = 0, below: tupl
     def texts(count: int, more: bytes = b"") -> bytes:
         shared = [0, *[length - 6] * max(count - 2, 0)][: max(count - 1, 0)]
         own = [b"!", b"a" * (length - 6) + b"%06d" % 1, *(b"%06d" % number for number in range(2, count))][:count]
-        return references._varints(shared) + references._varints(map(len, own)) + more + b"".join(own)
+        return varints(shared) + varints(map(len, own)) + more + b"".join(own)
 
     file = b"" if files else b"d/nodes"
-    table = references._varints([files or 1]) + (texts(files, bytes(files)) if files else b"\7\0" + file)
-    entries = references._varints([keys]) + texts(
-        keys, references._varints([1, *[length] * (keys - 1)]) if height else b""
-    )
+    table = varints([files or 1]) + (texts(files, bytes(files)) if files else b"\7\0" + file)
+    entries = varints([keys]) + texts(keys, varints([1, *[length] * (keys - 1)]) if height else b"")
     if height:
         offset, size = below
         numbers = [[0] * keys, [offset] * keys, [size] * keys, [1] * keys, [1] * keys, [0] * keys]
-        values = b"".join(map(references._varints, numbers))
+        values = b"".join(map(varints, numbers))
     else:
         values = bytes(keys) + bytes(keys)
     return bytes([height]) + table + entries + values

@@ -15,8 +15,7 @@ its kind, which that page lacks.
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from urllib.parse import unquote
 
 import numpy as np
@@ -30,8 +29,10 @@ from weightbeam.formats.storage import StorageError, Store
 MANIFESTS = "manifest."  # and, where they are numbered, a number
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 MAX_MANIFEST = 1 << 20  # bytes of a manifest, decompressed; Orbax's have some hundred
-MAX_DECODED = 512 << 20  # bytes of a database in memory: some three million chunks
-MAX_NODES = 10_000  # of a database; Orbax's have 100 MB each
+MAX_DECODED = 384 << 20  # bytes of a database in memory: some two and a half million chunks
+MAX_NODE, MAX_NODES = 128 << 20, 10_000  # bytes of a node, and nodes of a database; Orbax's have at most 100 MB each
+MAX_INNER = 16 << 20  # bytes of a node that names others, in memory
+MAX_ENTRIES = 1 << 20  # of a node or a table; TensorStore reads no more
 ENTRY_BYTES = 64  # of a key or a path in memory, besides itself
 AT_A_TIME = 64 << 20  # bytes of nodes that are read together
 MOST_GROUPS = 5  # of seven bits of a length
@@ -52,21 +53,21 @@ def check_database_size(items: Store) -> None:
     try:
         base, shared = ts.KvStore.open(items.kvstore()).result(), ts.Context({})
         versions = ts.ocdbt.dump(base, context=shared).result()["versions"]
-        level = Counter([versions[-1]["root"]["location"]] if versions and "location" in versions[-1]["root"] else [])
+        # by place the ways that lead to a node, and the letters that keys have on these ways
+        level = {versions[-1]["root"]["location"]: (1, 0)} if versions and "location" in versions[-1]["root"] else {}
         nodes = decoded = 0
         while level:
-            nodes, below = nodes + len(level), Counter[str]()
-            if nodes > MAX_NODES:
-                raise StorageError(f"{items}: its database has more than {MAX_NODES:,} nodes; that can't be meant")
+            nodes, below = nodes + len(level), dict[str, tuple[int, int]]()
             for location, body in _bodies(items, base, level):
-                size, height, entries = _count(items, location, body)
-                decoded += size * level[location]
-                if decoded > MAX_DECODED:
+                (ways, letters), (size, height, entries) = level[location], _count(items, location, body)
+                decoded += size * ways + entries * letters
+                if decoded > MAX_DECODED or (height and size > MAX_INNER):
                     raise _too_large(items)
-                if height and entries > MAX_NODES:
+                if nodes + (entries if height else 0) > MAX_NODES:
                     raise StorageError(f"{items}: its database has more than {MAX_NODES:,} nodes; that can't be meant")
                 for child in ts.ocdbt.dump(base, location, context=shared).result()["entries"] if height else ():
-                    below[child["location"]] += level[location]
+                    before, more = below.get(child["location"], (0, 0)), len(child["subtree_common_prefix"])
+                    below[child["location"]] = before[0] + ways, before[1] + letters + more * ways
             level = below
     except ValueError as e:
         raise StorageError(f"{items}: its database can't be read: {ocdbt.brief(e)}") from e
@@ -92,7 +93,7 @@ def _read_manifest(items: Store, name: str, size: int) -> None:
         raise _too_large(items)
 
 
-def _bodies(items: Store, base: ts.KvStore, locations: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
+def _bodies(items: Store, base: ts.KvStore, locations: Collection[str]) -> Iterator[tuple[str, bytes | memoryview]]:
     """What nodes hold, decompressed, in groups that fit into memory.
 
     Raises:
@@ -104,18 +105,18 @@ def _bodies(items: Store, base: ts.KvStore, locations: Mapping[str, int]) -> Ite
     for i, location in enumerate(locations, 1):
         _, folder, path, offset, length = location.split(":")
         start, nbytes = int(offset), int(length)
-        if nbytes > MAX_DECODED:
+        if nbytes > MAX_NODE:
             raise _too_large(items)
         name = unquote(folder) + unquote(path)
         waiting.append((location, base.read(name, byte_range=slice(start, start + nbytes))))
         held += nbytes
         if held >= AT_A_TIME or i == len(locations):
             for where, read in waiting:
-                yield where, _decompress(items, where, read.result().value, NODE_MAGIC, MAX_DECODED)
+                yield where, _decompress(items, where, read.result().value, NODE_MAGIC, MAX_NODE)
             waiting, held = [], 0
 
 
-def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -> bytes:
+def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -> bytes | memoryview:
     """What a manifest or a node holds.
 
     Raises:
@@ -123,7 +124,7 @@ def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -
     """
     if len(stored) < _HEAD + _FOOT or int.from_bytes(stored[:4], "big") != magic or stored[12] or stored[13] > 1:
         raise StorageError(f"{items}: {name} isn't OCDBT's, or is damaged")
-    body = stored[_HEAD:-_FOOT]
+    body = memoryview(stored)[_HEAD:-_FOOT]
     if stored[13]:
         try:
             with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
@@ -135,22 +136,20 @@ def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -
     return body
 
 
-def _count(items: Store, name: str, body: bytes) -> tuple[int, int, int]:
+def _count(items: Store, name: str, body: bytes | memoryview) -> tuple[int, int, int]:
     """Bytes of a node in memory, its height over the leaves, and how many keys or children it has."""
     lengths = _Lengths(f"{items}: {name}", body)
     height = lengths.byte()
     size = len(body) + lengths.table()
     count = int(lengths.read(1)[0])
     shared, own = lengths.texts(count)
-    # what all keys have in common isn't held with each
-    common = int(shared.min()) * count if len(shared) else 0
-    return size + count * ENTRY_BYTES + int(shared.sum()) + int(own.sum()) - common, height, count
+    return size + count * ENTRY_BYTES + int(shared.sum()) + int(own.sum()), height, count
 
 
 class _Lengths:
     """The numbers of a node or a manifest, one after the other."""
 
-    def __init__(self, name: str, body: bytes):
+    def __init__(self, name: str, body: bytes | memoryview):
         self._name, self._body, self._at = name, np.frombuffer(body, np.uint8), 0
 
     @property
@@ -190,8 +189,8 @@ class _Lengths:
 
     def texts(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The lengths of sorted texts: what each shares with the one before, and what it has of its own."""
-        if count > len(self._body):
-            raise self._damaged()
+        if count > MAX_ENTRIES:
+            raise StorageError(f"{self._name} has more than {MAX_ENTRIES:,} entries; that can't be meant")
         return self.read(max(count - 1, 0)), self.read(count)
 
     def table(self) -> int:

@@ -160,7 +160,8 @@ class FolderStaging(Staging):
                     _remove(self.output / name)
                 else:  # without a rename that swaps, its successor died before it came here
                     rename_new(Path(self.output / name), final)
-        if self.final.exists(self.marker):  # who published it was killed before he could
+        # who published it was killed before he could
+        if self.final.exists(self.marker) and _holds_plan(self.final):
             (final / PLAN).unlink(missing_ok=True)
 
     def exists(self) -> bool:

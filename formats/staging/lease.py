@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 BEGIN, MOST_BYTES = b'{"owner": ', 1 << 12  # of a lease
+KEYS = {"owner", "host", "pid"}  # that each has, whatever the version that wrote it
+LOCK_MARK = b"weightbeam\n"  # what a file that is locked holds
 PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
 HOLDER = re.compile(r" \(process \S+ on [^)]*\)")  # in what says who holds a lease; see `_refuse_if_alive`
 # of a file system without locks
@@ -213,29 +215,52 @@ class _FileLease(Lease):
         """Context manager: nobody else takes or releases the lease. Where the file system has no locks it does nothing."""
         path, deadline = self.path.with_name(f"{self.path.name}.lock"), time.monotonic() + PATIENCE
         while True:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            except OSError as e:
-                if e.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
-                    raise
-                raise ForeignError(path) from e
-            try:
-                found = os.fstat(fd)
-                if found.st_size or not stat.S_ISREG(found.st_mode):
-                    raise ForeignError(path)
-                if _lock(fd) and _is_at(path, fd):  # else its last owner has removed it
-                    try:
-                        yield
-                    finally:
-                        path.unlink(missing_ok=True)
-                    return
-            finally:
-                os.close(fd)
+            if opened := _open_lock(path):
+                fd, is_ours = opened
+                try:
+                    if _lock(fd) and _is_at(path, fd):  # else its last owner has removed it
+                        try:
+                            yield
+                        finally:
+                            if is_ours:
+                                path.unlink(missing_ok=True)
+                        return
+                finally:
+                    os.close(fd)
             if time.monotonic() > deadline:
                 raise HeldError(
                     f"another process has locked {path}, to take or to release the lease, and doesn't go on"
                 )
             time.sleep(0.002)
+
+
+def _open_lock(path: Path) -> tuple[int, bool] | None:
+    """The file that is locked, and whether it is ours to remove: made here, or told by its content; None if it went away
+    meanwhile. An empty one may be of who was killed while he made it, or anybody's: it is locked, and stays.
+
+    Raises:
+      ForeignError: it is no such file.
+    """
+    how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, how | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        try:
+            fd = os.open(path, how)
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
+                raise ForeignError(path) from e
+            raise
+        found = os.pread(fd, len(LOCK_MARK) + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        if found not in (b"", LOCK_MARK):
+            os.close(fd)
+            raise ForeignError(path) from None
+        return fd, bool(found)
+    with contextlib.suppress(OSError):  # on a full disk it stays empty
+        os.write(fd, LOCK_MARK)
+    return fd, True
 
 
 def _lock(fd: int) -> bool:
@@ -267,7 +292,7 @@ def _read(path: Path) -> Owner | None:
     except OSError:  # no link
         try:
             with open(open_file(str(path)), "rb") as file:
-                text = file.read(MOST_BYTES)
+                text = file.read(MOST_BYTES + 1)
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -281,13 +306,17 @@ def _owner(path: object, text: bytes) -> Owner:
     Raises:
       ForeignError: it isn't a lease's.
     """
+    if len(text) > MOST_BYTES:
+        raise ForeignError(path)
     if not text.strip(b"\0"):
         return {}
     try:
         found = json.loads(text)
     except ValueError:
-        found = {"owner": ""} if text.startswith(BEGIN) else None
-    if not isinstance(found, dict) or "owner" not in found:
+        if text.startswith(BEGIN):
+            return {"owner": ""}
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= KEYS:
         raise ForeignError(path)
     return found
 
@@ -328,7 +357,7 @@ class _ObjectLease(Lease):
 
     def _read(self) -> Owner:
         try:
-            return _owner(self.store.path(self.name), self.store.read(self.name, 0, MOST_BYTES))
+            return _owner(self.store.path(self.name), self.store.read(self.name, 0, MOST_BYTES + 1))
         except FileNotFoundError:
             return {}
 

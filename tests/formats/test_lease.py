@@ -137,7 +137,7 @@ def test_a_lease_that_lost_its_bytes_is_taken_over(tmp_path: Path, content: byte
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b'{"owner": "a', b'{"owner": 1}'])
+@pytest.mark.parametrize("content", [b"", b'{"owner": "a'])
 def test_a_lease_that_does_not_say_who_has_it(tmp_path: Path, content: bytes) -> None:
     """As a power cut leaves one: it is waited for, and nobody is made up."""
     (tmp_path / "lease").write_bytes(content)

@@ -19,7 +19,7 @@ from servers.gcs import FakeGcs
 from support import call, convert
 
 import weightbeam as wb
-from weightbeam.formats.staging import ASIDE, BucketStaging, lease
+from weightbeam.formats.staging import ASIDE, PLAN, BucketStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
@@ -458,6 +458,9 @@ def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.Captur
     (place / "3.weightbeam-lease").mkdir()
     (place / "4.weightbeam-lease.lock").symlink_to(tmp_path / "nothing")
     os.mkfifo(place / "5.weightbeam-lease.lock")
+    for step, content in enumerate((b'{"owner": "bob", "notes": "mine"}', bytes(5000) + b"precious"), 6):
+        (place / f"{step}.weightbeam-lease").write_bytes(content)
+        os.utime(place / f"{step}.weightbeam-lease", (0, 0))
     mine = sorted(path.name for path in place.iterdir() if path.name != "0")
     capfd.readouterr()
     for step, name in enumerate(mine[1:], 1):
@@ -466,6 +469,13 @@ def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.Captur
     assert lock.read_text() == (place / "2.weightbeam-lease").read_text() == "mine"
     assert sorted(path.name for path in place.iterdir()) == ["0", *mine]
     assert not (tmp_path / "nothing").exists()
+    empty = place / "8.weightbeam-lease.lock"
+    empty.touch()
+    (place / "0" / PLAN).write_text("mine")
+    assert call("convert", source, place, *MODEL, "--step", "8") == 0
+    assert call("convert", source, place, *MODEL, "--resume") == 0
+    assert empty.exists()
+    assert (place / "0" / PLAN).read_text() == "mine"
 
 
 @pytest.mark.parametrize("option", [(), ("--overwrite",), ("--resume",)])

@@ -20,7 +20,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from measured import Measure
-from strangers import DATABASES, LITTLE, bare, database_of, item, node_of, sharded, tree, zarr2, zarr3
+from strangers import DATABASES, LITTLE, bare, database_of, item, node_of, sharded, tree, varints, zarr2, zarr3
 from support import assert_same_bits, call, convert, flatten, make_release, read_tensors
 
 import weightbeam as wb
@@ -359,6 +359,10 @@ NODES: dict[str, Callable[[Path], object]] = {
     "long keys": lambda items: database_of(items, node_of(100_000, 60_000)),
     "long paths": lambda items: database_of(items, node_of(1, 60_000, files=100_000)),
     "zeros": lambda items: database_of(items, bytes(3 << 30)),
+    "counts": lambda items: database_of(items, b"\0\0" + varints([100_000_000]) + bytes(100 << 20)),
+    "long keys of inner nodes": lambda items: database_of(
+        items, node_of(10, 100), node_of(9_000, 60_000, height=1, below=(0, 60)), height=1
+    ),
     "ways": lambda items: ways(items, 6),
 }
 

@@ -22,6 +22,7 @@ from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import Array
 
+SHOWN = 200  # letters of a stray's name
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
@@ -60,7 +61,7 @@ def find_metadata_faults(
             {key.decode(errors="replace").rpartition("/")[0] or key.decode(errors="replace") for key in keys}
         ):
             if not f"{key}/".startswith(known):
-                yield key, "is in the database, but the checkpoint's metadata don't name it"
+                yield key[:SHOWN], "is in the database, but the checkpoint's metadata don't name it"
 
 
 def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
