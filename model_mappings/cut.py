@@ -70,11 +70,13 @@ class Cut:
     family: str | None = None
 
     @classmethod
-    def of(cls, said: Any) -> Cut:
-        """As the options of a record say, whoever wrote it; what makes no sense is as if it weren't there."""
+    def of(cls, said: Any, family: str | None = None) -> Cut:
+        """As the options of a record say, whoever wrote it; what makes no sense is as if it weren't there. `family` is
+        what the command says.
+        """
         given = said if isinstance(said, Mapping) else {}
         texts = {name: given[name] for name in ("layers", "experts") if _is_ranges(given.get(name))}
-        rows, family = given.get("vocab_rows"), given.get("family")
+        rows, family = given.get("vocab_rows"), family or given.get("family")
         return cls(
             **texts, vocab_rows=rows if type(rows) is int else None, family=family if isinstance(family, str) else None
         )

@@ -9,9 +9,33 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
+from typing import Any
 
 FAMILIES, ENCODINGS, STORES = (f"weightbeam.{kind}" for kind in ("families", "encodings", "stores"))
+
+
+NAMED_BY_A_RECORD = "named by a record: "  # before the name of a file of Python, which a record has no say in
+
+
+def distrusted(record: Any) -> Any:
+    """What the record of a checkpoint or a release says, whoever wrote it: a table of ours or of an installed package may
+    be named in its options; a file isn't run unless the command names it, too (`registry.load_family`).
+    """
+    options = record.get("options") if isinstance(record, dict) else None
+    if not isinstance(options, dict):
+        return record
+    family = options.get("family")
+    if not isinstance(family, str) or not family.endswith(".py"):
+        return record
+    return {**record, "options": {**options, "family": f"{NAMED_BY_A_RECORD}{family}"}}
+
+
+def as_said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a record that was `distrusted` as they stand there, to be shown or to go into another one."""
+    family = options.get("family")
+    return {**options, "family": family.removeprefix(NAMED_BY_A_RECORD)} if isinstance(family, str) else {**options}
 
 
 class DoorError(ValueError):

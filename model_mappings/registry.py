@@ -97,8 +97,14 @@ def load_family(name: str) -> Family:
     is.
 
     Raises:
-      UnknownFamilyError: there is none, or the file can't be run.
+      UnknownFamilyError: there is none, the file can't be run, or a record alone names it.
     """
+    if name.startswith(doors.NAMED_BY_A_RECORD):
+        file = name.removeprefix(doors.NAMED_BY_A_RECORD)
+        raise UnknownFamilyError(
+            f"{file}: a record names this file as the table, and files are code of whoever wrote them: if you trust it, "
+            f"--family={file} takes it"
+        )
     known = {family.name: family for family in (identity.FAMILY, *reversed(families()))}
     if not name.endswith(".py"):
         if name not in known:

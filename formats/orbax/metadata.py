@@ -17,6 +17,7 @@ from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.staging import MARKER, PLAN
 from weightbeam.formats.storage import File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
+from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 from weightbeam.model_mappings.maxtext_config import MAX_YAML
 
@@ -124,7 +125,9 @@ def custom_metadata(step: Store) -> dict[str, Any]:
         custom = read_of_step(step, CHECKPOINT_METADATA)["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return custom if isinstance(custom, dict) else {}
+    if not isinstance(custom, dict):
+        return {}
+    return {**custom, "weightbeam": distrusted(custom["weightbeam"])} if "weightbeam" in custom else custom
 
 
 def item_metadata(items: Store) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def record_of(items: Store) -> dict[str, Any]:
             f"{items.parent.path(RECORD)}: {reason(e) if isinstance(e, OSError) else e}. It says what was written, so the "
             "checkpoint may be damaged: take a copy of it; or move this file away, to go on without what it says"
         ) from e
-    return record
+    return distrusted(record)
 
 
 def files_beside(step: Store) -> list[str]:

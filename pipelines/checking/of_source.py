@@ -108,14 +108,18 @@ def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, An
       Failed: the files that a virtual checkpoint refers to have changed.
     """
     items = find_items(checkpoint)
-    own, said = (None, check_files(items)) if source or not is_virtual(items) else open_own_source(items)
+    own, said = (
+        (None, check_files(items)) if source or not is_virtual(items) else open_own_source(items, given.get("family"))
+    )
     if said:
         LOG.info(said)
     stores, files, weights = open_arrays(items), Files.of(items), weights_of(items)
     if not given.get("lora"):
         _refuse_merged(items)
     made = record_of(items).get("options", {})
-    opened = own or open_source(source or _named_source(items, checkpoint), bool(made.get("allow_links")), Cut.of(made))
+    opened = own or open_source(
+        source or _named_source(items, checkpoint), bool(made.get("allow_links")), Cut.of(made, given.get("family"))
+    )
     return _Checkpoint(items, stores, weights, files, opened, own is not None)
 
 

@@ -109,10 +109,14 @@ def check_files(items: Store) -> str:
     return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made, by size, times and some bytes{copies}"
 
 
-def open_own_source(items: Store) -> tuple[HfCheckpoint, str]:
+def open_own_source(items: Store, family: str | None = None) -> tuple[HfCheckpoint, str]:
     """The source of a virtual checkpoint, or what was taken of it: its own folder, or where its links lead; and what
     `check_files` says. Opened first, and then compared: a file that comes to lie there later is another one than was
     opened, which is noticed before anything is published.
+
+    Args:
+      items: the checkpoint.
+      family: the table that the command names, if any.
 
     Raises:
       Refused: the folder that the links lead to isn't what it was.
@@ -120,14 +124,14 @@ def open_own_source(items: Store) -> tuple[HfCheckpoint, str]:
       StorageError: its source can't be opened.
     """
     try:
-        opened = _open(items)
+        opened = _open(items, family)
     except (Refused, StorageError):
         check_files(items)  # which knows what has become of them
         raise
     return opened, check_files(items)
 
 
-def _open(items: Store) -> HfCheckpoint:
+def _open(items: Store, family: str | None) -> HfCheckpoint:
     """The source of a virtual checkpoint, whose files may have changed.
 
     Raises:
@@ -136,7 +140,7 @@ def _open(items: Store) -> HfCheckpoint:
     record = record_of(items)
     files = {file.name: file for file in identities(record)}
     if all(file.link != SYMBOLIC for file in files.values()):
-        return _taken(open_hf(items / SOURCE), record)
+        return _taken(open_hf(items / SOURCE), record, family)
     where = record["source"]
     if is_name(where):  # which leads nowhere; the links do
         name = next(iter(files))
@@ -145,7 +149,7 @@ def _open(items: Store) -> HfCheckpoint:
         checkpoint = open_hf(where)
     except StorageError as e:
         raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
-    checkpoint = _taken(checkpoint, record)
+    checkpoint = _taken(checkpoint, record, family)
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
     if changed := sorted(
         found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()
@@ -164,9 +168,9 @@ def with_hashes(release: HfCheckpoint, record: Mapping[str, Any]) -> HfCheckpoin
     return dataclasses.replace(release, shards=tuple(shards))
 
 
-def _taken(release: HfCheckpoint, record: Mapping[str, Any]) -> HfCheckpoint:
+def _taken(release: HfCheckpoint, record: Mapping[str, Any], family: str | None) -> HfCheckpoint:
     """What was taken of a release. Its `config.json` is the record's: where files are missing of which nothing was taken,
     nobody can tell any more whether they had layers for prediction.
     """
-    made = cut_release(release, Cut.of(record.get("options")))
+    made = cut_release(release, Cut.of(record.get("options"), family))
     return dataclasses.replace(made, config=record["config"], edits={}) if made.cut else made

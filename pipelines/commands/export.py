@@ -28,6 +28,7 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.commands.releases import (
     about,
@@ -314,11 +315,13 @@ def find_form(
 
 
 def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
-    """The release that a checkpoint was made of; None where it isn't there any more."""
+    """The release that a checkpoint was made of; None where it isn't there any more, or was cut by a table that a file of
+    the record's is.
+    """
     try:
         cut = Cut.of(record.get("options"))
         return None if is_name(url := record.get("source")) else cut_release(_open_like(str(url))[2], cut)
-    except OSError:
+    except (OSError, UnknownFamilyError):
         return None
 
 

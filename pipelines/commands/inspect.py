@@ -26,6 +26,7 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
@@ -387,7 +388,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
             rows.add_row("at first", str(before["first"]))
     options = {
         name: f"{len(value)} rules" if name == "sharding_rules" and value else value
-        for name, value in about.get("options", {}).items()
+        for name, value in as_said(about.get("options", {})).items()
     }
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))

@@ -79,7 +79,7 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
                     f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
                 )
             record = record_of(items)
-            opened, found = open_own_source(items)
+            opened, found = open_own_source(items, asked.family)
             source = with_hashes(opened, record)
             made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
     except Failed as e:

@@ -26,6 +26,7 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
@@ -147,7 +148,7 @@ def read_record(release: str) -> Mapping[str, Any]:
         found = read_json(open_store(release), RECORD)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return distrusted(found) if isinstance(found, dict) else {}
 
 
 def options_of_export(release: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class ReleaseFeed(Feed):
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
-                maxtext_model=asked.maxtext_model, lora=asked.lora, hf_token_secret=config.hf_token_secret,
+                maxtext_model=asked.maxtext_model, family=asked.family, lora=asked.lora, hf_token_secret=config.hf_token_secret,
             )  # fmt: skip
             # it leaves its findings in a local file
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}

@@ -448,6 +448,7 @@ class RunFeed(Feed):
                 asked = VerifyOptions(
                     sample=self._config.verify, hf_token_secret=self._config.hf_token_secret,
                     maxtext_model=target.options.maxtext_model, param_scan_axis=target.options.param_scan_axis,
+                    family=getattr(target.options, "family", None),
                 )  # fmt: skip
                 verify = {"source": release.url, "checkpoint": source, "asked": asked}
                 verify["beam"] = self._config.runner_arguments(here=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from processes import run
 from safetensors.numpy import save_file
+from support import call, convert, make_release
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import open_store
@@ -67,7 +70,7 @@ def package(folder: Path) -> Path:
 
 @pytest.mark.parametrize("way", ["file", "entry point"])
 def test_a_family_outside_the_project(tmp_path, way):
-    """Converted as its table says, and verified from what the checkpoint remembers."""
+    """Converted as its table says, and verified from what the checkpoint remembers; a file only if it is named again."""
     tensors = write_mlp(tmp_path / "source")
     path, options = None, []
     if way == "file":
@@ -89,8 +92,13 @@ def test_a_family_outside_the_project(tmp_path, way):
     assert done.returncode == 0, done.stderr
     made = arrays(tmp_path / "out")["params.params.decoder.layers.up.kernel"]
     np.testing.assert_array_equal(made, np.stack([tensor.T for tensor in tensors.values()], 1))
-    found = weightbeam("verify", "--source", tmp_path / "source", "--checkpoint", tmp_path / "out", path=path)
+    verify = ("verify", "--source", tmp_path / "source", "--checkpoint", tmp_path / "out")
+    found = weightbeam(*verify, *options, path=path)
     assert found.returncode == 0, found.stdout + found.stderr
+    if way == "file":
+        refused = weightbeam(*verify)
+        assert refused.returncode == 2
+        assert f"--family={tmp_path / 'own.py'} takes it" in " ".join(refused.stderr.split())
 
 
 def test_identity(tmp_path):
@@ -132,3 +140,39 @@ def test_a_file_that_is_no_family(tmp_path, text, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("virtual", [True, False])
+def test_a_record_has_no_say_in_what_runs(virtual: bool, tmp_path: Path) -> None:
+    """A stranger's checkpoint, or the record of his release, names a file of Python as its table: `verify`, `diff` and
+    `materialize` ran it. It stays named in what is made of the checkpoint.
+    """
+    ran, evil = tmp_path / "ran", tmp_path / "evil.py"
+    evil.write_text(f"open({str(ran)!r}, 'w').close()\nfrom weightbeam.model_mappings.families.llama import FAMILY\n")
+    release = make_release(tmp_path / "hf")
+    step = convert(release, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", *["--virtual"] * virtual)
+    assert call("export", step, tmp_path / "exported") == 0
+
+    def name(about: Any) -> None:
+        for key, value in about.items() if isinstance(about, dict) else ():
+            if key == "options" and isinstance(value, dict):
+                value["family"] = str(evil)
+            name(value)
+
+    for file in (*step.rglob("_CHECKPOINT_METADATA"), step / "conversion.json", tmp_path / "exported/weightbeam.json"):
+        name(about := json.loads(file.read_bytes()))
+        file.write_text(json.dumps(about))
+    exported, made = tmp_path / "exported", tmp_path / "made"
+    for command in (
+        ("verify", step), ("verify", release, step), ("verify", exported, step), ("diff", release, step),
+        ("diff", step, exported), ("materialize", step, made), ("export", step, made), ("inspect", step),
+        ("reshard", step, tmp_path / "again", "--mesh", "fsdp=2"),
+    ):  # fmt: skip
+        call(*command)
+        assert not ran.exists(), command
+        shutil.rmtree(made, ignore_errors=True)
+    if not virtual:
+        said = json.loads((tmp_path / "again/0/conversion.json").read_bytes())["options"]["family"]
+        assert said == str(evil)
+        assert call("verify", step, "--family", evil) == 0
+        assert ran.exists()

@@ -217,6 +217,7 @@ UNITS_HELP = (
 )
 LORA_HELP = "a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated"
 SOURCE_HELP = "config.json and the safetensors files: a folder, gs://bucket/folder, or hf://organisation/model[@revision]"
+FAMILY_HELP = "the table; a file of your own has to be named, also where the checkpoint names it (default: the checkpoint's)"
 RULES_HELP = "your logical_axis_rules, as for convert"
 TOWERS_HELP = "true: with vision and audio towers, those of --like where the checkpoint has none; false: the language model alone"
 OF_CHECKPOINTS = "of an Orbax checkpoint"
@@ -337,6 +338,7 @@ class MaterializeOptions:
     compression: str = option("zstd saves about a fifth of the disk and slows loading", "none")
     unit_bytes: int = option(UNITS_HELP, UNIT_BYTES)
     step: int | None = option("the step under which it is written (default: that of the virtual checkpoint)")
+    family: str | None = option(FAMILY_HELP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,6 +474,7 @@ class VerifyOptions(Token):
     maxtext_model: str | None = option("the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
     scan_layers: bool | None = option("whether layers are stacked")
     param_scan_axis: int | None = option("where the stacked axis is (default: 1)")
+    family: str | None = option(FAMILY_HELP)
 
 
 @dataclasses.dataclass(frozen=True)

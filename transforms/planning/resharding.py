@@ -41,6 +41,7 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.targets import Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
@@ -349,7 +350,7 @@ class Reshard(ComparesSource, Transfer):
             **kept,
             **self.new_model.remembered,
             "command": self.kind,
-            "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
+            "options": {**as_said(made), **asked, **{key: value for key, value in layout.items() if value is not None}},
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {
                 "checkpoint": self.source.root,
