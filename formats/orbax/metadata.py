@@ -27,8 +27,8 @@ METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # of an item: what its arrays were, and the leaves that are texts
 ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 # of a step, beside its items: what its release and MaxText's configuration were, and all that says what it is
-# with the most bytes of each, which is read whole: a release's small files have half as many as that
-MAX_BESIDE = {"release.zip": 512 << 20, MAXTEXT: MAX_YAML}
+# with the most bytes of each, which is read whole: a release's small files have 256 MiB
+MAX_BESIDE = {"release.zip": 288 << 20, MAXTEXT: MAX_YAML}
 BESIDE = tuple(MAX_BESIDE)
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
@@ -36,7 +36,7 @@ DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what el
 ITEM_FOLDER = re.compile(rf"d|ocdbt\.process_.*|{ARRAY_METADATAS}|source")
 ZARR_FILES = (".zattrs", ".zgroup", ".zmetadata", "zarr.json")  # of a group of arrays
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
-MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
+MAX_LEAVES = 30_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
@@ -249,6 +249,17 @@ def is_checkpoint(step: Store) -> bool:
     if any(step.exists(name) for name in (MARKER, CHECKPOINT_METADATA, METADATA)):
         return True
     return any((step / name).exists(METADATA) for name in step.folders())
+
+
+def checkpoint_around(folder: Store) -> str:
+    """The URL of the step, or the item, that a folder is or lies in; empty where it is none and lies in none."""
+    for _ in range(3):  # no further down can it be an item, or a part of one
+        if any(folder.exists(name) for name in (METADATA, CHECKPOINT_METADATA)):
+            return folder.url
+        if "/" not in folder.url.rpartition("://")[2].strip("/"):
+            break
+        folder = folder.parent
+    return ""
 
 
 def others_in(step: Store) -> list[str]:

@@ -38,6 +38,7 @@ MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep th
 # the one file of a checkpoint before Orbax had arrays of their own
 MSGPACK = ("checkpoint", f"{ITEMS}/checkpoint", "default/checkpoint")
 MAX_DESCRIPTION = 1 << 20  # bytes of what zarr says of an array
+DESCRIPTIONS = 256  # that are read at a time
 # bytes of a chunk or a shard, decoded: of the largest model's experts, in float32 on 16 devices, they are 54 GB
 MAX_CHUNK_BYTES = 64 << 30
 SMALL_CHUNK = 1 << 20  # elements; a chunk may have as many, however small its array is
@@ -237,25 +238,29 @@ def read_descriptions(items: Store, names: Mapping[str, str], use_ocdbt: bool) -
     Raises:
       StorageError: one isn't there, or is none.
     """
-    found: dict[str, bytes] = {}
-    if use_ocdbt:
-        found = dict(zip(names, ocdbt.read_small(items, list(names.values()), MAX_DESCRIPTION), strict=True))
-    else:
-        with concurrent.futures.ThreadPoolExecutor(items.at_a_time) as pool:
+    found, budget, keys = dict[str, bytes](), Budget(), list(names)
+    for start in range(0, len(keys), DESCRIPTIONS):
+        some = {key: names[key] for key in keys[start : start + DESCRIPTIONS]}
+        for (key, name), text in zip(some.items(), _read_some(items, list(some.values()), use_ocdbt), strict=True):
             try:
-                read = pool.map(lambda name: items.read(name, 0, MAX_DESCRIPTION + 1), names.values())
-                found = dict(zip(names, read, strict=True))
-            except OSError as e:
-                raise StorageError(f"{items}: an array's description can't be read: {e}") from e
-    budget = Budget()
-    for key, text in found.items():
-        try:
-            if len(text) > MAX_DESCRIPTION:
-                raise JsonError(f"has more than {MAX_DESCRIPTION:,} bytes")
-            parse_json(text, budget=budget, file=key)
-        except JsonError as e:
-            raise StorageError(f"{items.path(names[key])}: {e}") from e
+                if len(text) > MAX_DESCRIPTION:
+                    raise JsonError(f"has more than {MAX_DESCRIPTION:,} bytes")
+                parse_json(text, budget=budget, file=key)
+            except JsonError as e:
+                raise StorageError(f"{items.path(name)}: {e}") from e
+            found[key] = text
     return found
+
+
+def _read_some(items: Store, names: Sequence[str], use_ocdbt: bool) -> Sequence[bytes]:
+    """What lies under some names of an item's key-value store."""
+    if use_ocdbt:
+        return ocdbt.read_small(items, names, MAX_DESCRIPTION)
+    with concurrent.futures.ThreadPoolExecutor(items.at_a_time) as pool:
+        try:
+            return list(pool.map(lambda name: items.read(name, 0, MAX_DESCRIPTION + 1), names))
+        except OSError as e:
+            raise StorageError(f"{items}: an array's description can't be read: {e}") from e
 
 
 def check_files(items: Store) -> None:

@@ -427,8 +427,9 @@ class Bucket(Store):
 
     def now(self) -> float:
         """The time by the bucket's clock, in seconds since 1970: when an object was made, which is deleted again."""
-        written = self._upload(PROBE, b"", None)
-        self.delete(PROBE)
+        name = f"{PROBE}.{uuid.uuid4().hex}"  # nobody else's
+        written = self._upload(name, b"", None)
+        self.delete(name)
         return written.updated if written else 0.0
 
     def _upload(self, name: str, data: bytes, generation: int | None) -> File | None:

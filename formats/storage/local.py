@@ -280,7 +280,11 @@ class LocalFolder(Store):
     def sweep_probes(self) -> None:
         """Removes what processes left that were killed while they tried the file system."""
         for probe in self.folder.glob(f"{PROBE}.*"):
-            shutil.rmtree(probe, ignore_errors=True)
+            if re.fullmatch(r"[0-9a-f]{16}", probe.suffix[1:]):
+                for folder in (probe / "a", probe / "b", probe):  # whatever else lies in there is somebody's
+                    with contextlib.suppress(OSError):
+                        (folder / "file").unlink(missing_ok=True)
+                        folder.rmdir()
 
     def unmake(self) -> None:
         with contextlib.suppress(OSError):  # it isn't empty, or was never there

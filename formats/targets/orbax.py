@@ -27,6 +27,7 @@ from weightbeam.formats.orbax.metadata import (
     METADATA,
     STEP,
     STRINGS,
+    checkpoint_around,
     checkpoint_metadata,
     hash_beside,
     is_checkpoint,
@@ -135,10 +136,8 @@ class OrbaxTarget(Target[Staging]):
     def find_unfit(self, place: Staging) -> tuple[str, str] | None:
         if is_unpublished(place.output.name):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
-        if any(place.output.exists(name) for name in (METADATA, CHECKPOINT_METADATA)):
-            return str(
-                place.output
-            ), "is a checkpoint itself, whose readers would find another one in it; choose another"
+        if around := checkpoint_around(place.output):
+            return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
         if isinstance(place, FolderStaging):
             if place.output.folder.exists() and not place.output.folder.is_dir():
                 return str(place.output), "is a file"

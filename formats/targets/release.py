@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.provenance import total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
@@ -97,6 +98,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None
         if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
             return str(place.final), "is a link or a file; name a folder"
+        if around := checkpoint_around(place.final.parent):
+            return str(place.final), f"lies in a checkpoint, {around}; choose another"
         if folder and (why := clash(folder, [*(name for name, *_ in self.files), *self.texts])):
             return str(place.final), why
         return None

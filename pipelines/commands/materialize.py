@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
+from weightbeam.formats.record.provenance import RECORD
 from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
@@ -19,7 +20,7 @@ from weightbeam.pipelines.running.output import bring_back
 from weightbeam.pipelines.running.prepare import describe, plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, sharding_rules, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.transforms.planning.conversion import Conversion
@@ -82,6 +83,7 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
             opened, found = open_own_source(items, asked.family)
             source = with_hashes(opened, record)
             made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
+            check_said(made, items.parent.path(RECORD))
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     if damaged := source.find_damage():

@@ -216,7 +216,9 @@ def _difference(staging: Staging, wanted: Transfer) -> str:
     try:
         staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
-        return "it was staged by another version of Weightbeam, or is damaged"
+        family = getattr(wanted.options, "family", None) or ""
+        changed = f"with another {family}, " if family.endswith(".py") else ""
+        return f"it was staged {changed}by another version of Weightbeam, or is damaged"
     if staged.kind != wanted.kind:
         return f"it is of weightbeam {staged.kind}"
     if staged.hash == wanted.hash:

@@ -171,6 +171,24 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     return found
 
 
+def check_said(options: Any, where: str) -> None:
+    """Makes sure that options which a record says, whoever wrote it, are such as the command line would have read.
+
+    Raises:
+      Refused: one isn't.
+    """
+    for option in options_of(type(options)):
+        value = getattr(options, option.name)
+        if value == option.default or option.raw or option.name in ("lora", "sharding_rules"):
+            continue
+        try:
+            found = read_value(option, value)
+        except (Refused, TypeError, ValueError):
+            found = None
+        if found != value or type(found) is not type(value):
+            raise Refused(f"{where}: says {value!r} for --{option.name}, which can't be meant")
+
+
 def arguments_of(options: Options) -> list[str]:
     """The command line's options that ask for the same, those at their defaults left out; quoted for a shell."""
     arguments = []

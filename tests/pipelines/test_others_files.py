@@ -544,4 +544,24 @@ def test_no_checkpoint_is_written_into_another(
         for words in (("convert", source, output, *MODEL), ("reshard", checkpoint, output)):
             assert call(*words) == 2
             assert f"{output}: is a checkpoint itself" in capfd.readouterr().err
+    for words in (("reshard", checkpoint, checkpoint / "0/items/x"), ("convert", source, checkpoint / "0/x", *MODEL)):
+        assert call(*words) == 2
+        assert f"a part of one, {checkpoint}/0" in capfd.readouterr().err
+    assert call("export", checkpoint, checkpoint / "0" / "release") == 2
+    assert f"lies in a checkpoint, {checkpoint}/0" in capfd.readouterr().err
     assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_what_is_called_as_a_probe(source: Path, tmp_path: Path) -> None:
+    """Those of processes that were killed go; what others have put there stays."""
+    place = tmp_path / "out"
+    left = place / f".weightbeam-probe.{16 * '0'}"
+    (left / "a").mkdir(parents=True)
+    (left / "a" / "file").touch()
+    mine = place / ".weightbeam-probe.notes", place / f".weightbeam-probe.{16 * '1'}"
+    for folder in mine:
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+    assert call("convert", source, place, *MODEL) == 0
+    assert sorted(path.name for path in place.iterdir()) == sorted(["0", *(folder.name for folder in mine)])
+    assert all((folder / "thesis.txt").read_text() == "mine" for folder in mine)

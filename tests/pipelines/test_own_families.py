@@ -17,7 +17,10 @@ from safetensors.numpy import save_file
 from support import call, convert, make_release
 
 from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import open_store
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.options import Options
 
 TABLE = """
 from weightbeam.model_mappings.blocks import layers, stack
@@ -176,3 +179,30 @@ def test_a_record_has_no_say_in_what_runs(virtual: bool, tmp_path: Path) -> None
         assert said == str(evil)
         assert call("verify", step, "--family", evil) == 0
         assert ran.exists()
+
+
+def test_a_table_that_changes_is_another_plan(tmp_path: Path) -> None:
+    """Also where no rule's words say it, as with an operation of the file's own: --resume mixed both."""
+    write_mlp(tmp_path / "source")
+    file = tmp_path / "own.py"
+    file.write_text(TABLE)
+    before = prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash
+    file.write_text(f"{TABLE}\nFACTOR = 3\n")
+    assert prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", "../victim/0"), ("step", "x"), ("compression", "gz"), ("unit_bytes", "1e9"), ("use_ocdbt", "no")],
+)
+def test_options_of_a_record_are_checked(
+    name: str, value: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`materialize` took a stranger's as they stood: a step's number led out of the output."""
+    step = convert(make_release(tmp_path / "hf"), tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--virtual")
+    about = json.loads((step / "conversion.json").read_bytes())
+    about["options"][name] = value
+    (step / "conversion.json").write_text(json.dumps(about))
+    assert call("materialize", step, tmp_path / "made", "--overwrite") == 2
+    assert f"says {value!r} for --{name}, which can't be meant" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
