@@ -384,17 +384,21 @@ class Loading:
 
     def _conclude(self, agreement: Agreement, meeting: Meeting) -> None:
         """Looks at the files once more, and at what was read of them; all learn whether it is right."""
-        for look in (self.source.check, lambda: self._compare(meeting)):
+
+        def check() -> None:
+            with meeting.reading():
+                self.source.check()
+
+        for look in (check, lambda: self._compare(meeting)):
             try:
-                with meeting.reading():
-                    look()
+                look()
             except Exception as e:  # whatever it is, the others must learn of it
                 agreement.fail(_in_words(e))
             agreement.vote()
             agreement.settle()
 
     def _compare(self, meeting: Meeting) -> None:
-        """Compares a checkpoint that was read with its record's digests.
+        """Compares a checkpoint that was read with its record's digests: what all processes read of it together.
 
         Raises:
           StorageError: it isn't what was written.

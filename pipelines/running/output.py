@@ -224,11 +224,11 @@ def _difference(staging: Staging, wanted: Transfer) -> str:
     if staged.hash == wanted.hash:
         return _changed_source(staged, wanted) if wanted.was_touched(staged) else ""
     options, before = hashed(wanted.options), hashed(staged.options)
-    changed = [
-        f"--{name} was {_shown(name, old)}, is {_shown(name, options[name])}"
-        for name, old in before.items()
-        if options[name] != old
-    ]
+    changed = []
+    for name, old in before.items():
+        if options[name] != old:
+            was, is_now = _shown(name, old), _shown(name, options[name])
+            changed.append(f"--{name} was {was}, is {is_now if is_now != was else f'{is_now} that say something else'}")
     return "; ".join(changed or _changed_files(staged, wanted)) or CHANGED
 
 

@@ -373,7 +373,7 @@ def test_descriptions_are_counted_as_they_are_read(release: Path, tmp_path: Path
 NODES: dict[str, Callable[[Path], object]] = {
     "long keys": lambda items: database_of(items, node_of(100_000, 60_000)),
     "long paths": lambda items: database_of(items, node_of(1, 60_000, files=100_000)),
-    "zeros": lambda items: database_of(items, bytes(3 << 30)),
+    "zeros": lambda items: database_of(items, bytes(256 << 20)),
     "counts": lambda items: database_of(items, b"\0\0" + varints([100_000_000]) + bytes(100 << 20)),
     "long keys of inner nodes": lambda items: database_of(
         items, node_of(10, 100), node_of(9_000, 60_000, height=1, below=(0, 60)), height=1
