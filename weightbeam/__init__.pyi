@@ -454,6 +454,7 @@ def materialize(
     compression: str = "none",
     unit_bytes: int | str = 134217728,
     step: int | None = None,
+    family: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     beam: Sequence[str] = (),
@@ -474,6 +475,8 @@ def materialize(
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
       step: the step under which it is written (default: that of the virtual checkpoint).
+      family: the table; a file of your own has to be named, also where the checkpoint names it (default: the
+        checkpoint's).
       resume: go on with what a stopped command staged.
       overwrite: replace what is there, or throw away what a stopped command staged.
 
@@ -873,6 +876,7 @@ def verify(
     maxtext_model: str | None = None,
     scan_layers: bool | None = None,
     param_scan_axis: int | None = None,
+    family: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Verification:
@@ -894,6 +898,8 @@ def verify(
       maxtext_model: the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it.
       scan_layers: whether layers are stacked.
       param_scan_axis: where the stacked axis is (default: 1).
+      family: the table; a file of your own has to be named, also where the checkpoint names it (default: the
+        checkpoint's).
 
     Returns:
       What was compared, in elements and arrays, and what differs, by how much.
