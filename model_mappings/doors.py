@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -35,8 +36,12 @@ def distrusted(record: Any) -> Any:
 
 
 def code_of(family: str | None) -> str:
-    """The sha256 of the file of Python that is the table; empty where none is. What it does stands in no rule's words."""
-    return hashlib.sha256(Path(family).read_bytes()).hexdigest() if family and family.endswith(".py") else ""
+    """The sha256 of the file of Python that is the table, for what it does stands in no rule's words; empty where none
+    is. What isn't a regular file, and might never end, is left to `registry.load_family`, which refuses it.
+    """
+    if not family or not family.endswith(".py") or not os.path.isfile(family):
+        return ""
+    return hashlib.sha256(Path(family).read_bytes()).hexdigest()
 
 
 def as_said(options: Mapping[str, Any]) -> dict[str, Any]:

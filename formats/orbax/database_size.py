@@ -100,7 +100,7 @@ def _bodies(items: Store, base: ts.KvStore, locations: Collection[str]) -> Itera
       StorageError: one isn't there, or has more bytes than can be meant.
       ValueError: one can't be read.
     """
-    waiting: list[tuple[str, ts.Future]] = []
+    waiting: list[tuple[str, str, ts.Future]] = []
     held = 0
     for i, location in enumerate(locations, 1):
         _, folder, path, offset, length = location.split(":")
@@ -108,11 +108,14 @@ def _bodies(items: Store, base: ts.KvStore, locations: Collection[str]) -> Itera
         if nbytes > MAX_NODE:
             raise _too_large(items)
         name = unquote(folder) + unquote(path)
-        waiting.append((location, base.read(name, byte_range=slice(start, start + nbytes))))
+        waiting.append((location, name, base.read(name, byte_range=slice(start, start + nbytes))))
         held += nbytes
         if held >= AT_A_TIME or i == len(locations):
-            for where, read in waiting:
-                yield where, _decompress(items, where, read.result().value, NODE_MAGIC, MAX_NODE)
+            for where, file, read in waiting:
+                answer = read.result()
+                if answer.state == "missing":
+                    raise StorageError(f"{items}: {file} is missing: the checkpoint isn't whole")
+                yield where, _decompress(items, where, answer.value, NODE_MAGIC, MAX_NODE)
             waiting, held = [], 0
 
 

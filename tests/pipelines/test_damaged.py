@@ -80,7 +80,7 @@ def test_a_lost_database_is_said_in_a_line(checkpoint: Path, capsys: pytest.Capt
         file.unlink()
     assert call("inspect", checkpoint) == 2
     said = capsys.readouterr().err
-    assert "NOT_FOUND" in said
+    assert "is missing: the checkpoint isn't whole" in said
     assert "tensorstore_spec" not in said
 
 

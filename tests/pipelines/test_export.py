@@ -358,7 +358,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--source", foreign, "--output", tmp_path / "x"], "--like is missing"),
         (["--source", step, "--output", tmp_path / "x", "--like", other], "has other sizes: num_hidden_layers is 5, "),
         (["--source", step, "--output", tmp_path / "full", "--overwrite"], "isn't a release that Weightbeam wrote"),
-        (["--source", step, "--output", step / "items"], "lie in each other"),
+        (["--source", step, "--output", step / "items"], "lies in a checkpoint"),
         (["--source", step, "--output", tmp_path], "lie in each other"),
         (["--source", tmp_path / "nothing", "--output", tmp_path / "x"], "nothing"),
         ([], "--source is missing: the Orbax checkpoint\n--output is missing: the folder"),
