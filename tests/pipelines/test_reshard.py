@@ -35,6 +35,7 @@ from weightbeam.transforms.cutting.mesh import Mesh, axes_in, model_rules, parti
 from weightbeam.transforms.cutting.read_cost import load_of, total
 
 jax = lazily("jax")
+ocp = lazily("orbax.checkpoint")
 jnp = lazily("jax.numpy")
 ocp = lazily("orbax.checkpoint")
 optax = lazily("optax")
@@ -189,6 +190,19 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
     assert set(record["lossy"].values()) == {"float32, rounded to bfloat16"}
     wide = reshard(step, tmp_path / "wide", "--save_dtype", "float32")  # rounds nothing
     assert json.loads((wide / "conversion.json").read_text())["lossy"] == record["lossy"]
+
+
+def test_integers_stay_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`--save_dtype` is for floats: of weights that are integers it is said that they stay."""
+    kernel, scale = np.arange(-32, 32, dtype=np.int8).reshape(8, 8), np.linspace(0, 1, 8, dtype=np.float32)
+    tree = {"params": {"dense": {"kernel": jnp.asarray(kernel), "scale": jnp.asarray(scale)}}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "ckpt" / "0" / "items", tree)
+    step = reshard(tmp_path / "ckpt", tmp_path / "out", "--save_dtype", "bfloat16")
+    assert "params.dense.kernel is int8: integers, which stay so; --save_dtype bfloat16 is" in capsys.readouterr().err
+    held = arrays(step)
+    assert digest(held["params.dense.kernel"]) == digest(kernel)
+    assert digest(held["params.dense.scale"]) == digest(scale.astype(ml_dtypes.bfloat16))
 
 
 # --- every family, scanned and unscanned ------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from weightbeam.transforms.planning.options import (
 )
 from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
 from weightbeam.transforms.planning.tree import make_tree
-from weightbeam.transforms.planning.tree_model import Kept, Model, Taken
+from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
 
 
 def load(inputs: Mapping[str, Any]) -> Reshard:
@@ -125,6 +125,11 @@ def plan_reshard(
             warnings.append(
                 "the optimizer's moments are those of the weights without the adapter; --state params leaves them out"
             )
+    if options.save_dtype != KEEP and (whole := _integers(tree, source)):
+        more = f", and {len(whole) - 1:,} more" if len(whole) > 1 else ""
+        warnings.append(
+            f"{whole[0]}{more}: integers, which stay so; --save_dtype {options.save_dtype} is for weights that are floats"
+        )
     if tree.misfit:
         warnings.append(f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}")
     plan = ArrayPlan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
@@ -179,6 +184,12 @@ def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels
     if merged := next((kernels[key] for key in kept.part.tensors if key in kernels), None):
         lossy = f"{merged.label} in float32, rounded once to {dtype.name}"
     return Array(kept.key, kept.part.shape, dtype, kept.names, (kept.part,), kept.part.fill, lossy)
+
+
+def _integers(tree: NewTree, source: OrbaxCheckpoint) -> list[str]:
+    """The weights that no `--save_dtype` is for, each with its dtype."""
+    dtypes = {kept.key: source.arrays[kept.part.tensors[0]].dtype for kept in tree.arrays if kept.role == "weight"}
+    return [f"{key} is {dtype.name}" for key, dtype in dtypes.items() if not is_float(dtype)]
 
 
 def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Problem]:
