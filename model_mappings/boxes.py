@@ -24,6 +24,11 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def meet(one: Box, other: Box) -> bool:
+    """Whether two boxes of one array have an element in common."""
+    return all(max(a, b) < min(end, stop) for (a, end), (b, stop) in zip(one, other, strict=True))
+
+
 def factor_boxes(span: Range, sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
     """Splits the range `span` of an axis merged from factors of `sizes` into disjoint boxes of these factors, in order.
 

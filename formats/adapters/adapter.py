@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,6 @@ PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-FROZEN = "the frozen copy of a targeted embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +160,13 @@ class AdaptedModule:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The tensors of an adapter: those of its targets, whole ones by the name of what they replace, and those that
-    nothing needs.
+    """The tensors of an adapter: those of its targets; whole ones by the name of what they replace; and copies of a
+    targeted embedding, by its name, which take the base's place below the delta.
     """
 
     targets: tuple[AdaptedModule, ...]
     whole: Mapping[str, Tensor]
-    unneeded: Mapping[str, str]
+    copies: Mapping[str, Tensor]
     problems: tuple[Problem, ...]
 
 
@@ -174,7 +174,7 @@ def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
     """What each tensor of an adapter is, by its name."""
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     whole: dict[str, Tensor] = {}
-    unneeded: dict[str, str] = {}
+    copies: dict[str, Tensor] = {}
     problems = []
     for given, tensor in tensors.items():
         name = given.removeprefix(PREFIX)
@@ -187,13 +187,19 @@ def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
             parts[module][kind] = tensor
         elif "lora_" in name.rpartition(".")[0].rpartition(".")[2] or "lora_" in name.rpartition(".")[2]:
             problems.append(Problem("adapter", given, f"no such part of a LoRA is known; known: {', '.join(PARTS)}"))
-        elif name.endswith(".base_layer.weight"):
-            unneeded[given] = FROZEN
         else:
-            whole[name.replace(".base_layer.bias", ".bias")] = tensor
-    return Contents(
-        tuple(AdaptedModule(module, found) for module, found in parts.items()), whole, unneeded, tuple(problems)
-    )
+            kept = copies if name.endswith(".base_layer.weight") else whole
+            meant = re.sub(r"\.base_layer\.(weight|bias)$", r".\1", name)
+            if meant in kept:
+                problems.append(Problem("adapter", given, f"is there twice, as {kept[meant].name} too"))
+            kept[meant] = tensor
+    targets = tuple(AdaptedModule(module, found) for module, found in parts.items())
+    problems += [
+        Problem("adapter", tensor.name, "is a copy of the base's, of a module without a LoRA")
+        for name, tensor in copies.items()
+        if name.removesuffix(".weight") not in parts
+    ]
+    return Contents(targets, whole, copies, tuple(problems))
 
 
 def _split(name: str) -> tuple[str, str | None]:

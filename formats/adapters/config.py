@@ -48,7 +48,7 @@ class AdapterConfig:
       use_rslora: whether the scaling is alpha / √r, not alpha / r.
       use_dora: whether weights are scaled to a learned norm.
       lora_bias: whether B has a bias, which is added to the base's.
-      fan_in_fan_out: whether the base stores its matrices as (in, out).
+      fan_in_fan_out: whether matrices are said to be (in, out); PEFT itself goes by the module's class.
       target_parameters: ends of the names of parameters that aren't modules.
       base: `base_model_name_or_path`, as it is.
       version: of PEFT, (major, minor); None where that isn't told, or a version between two releases is.
@@ -74,6 +74,10 @@ class AdapterConfig:
         """What B · A is multiplied by."""
         rank = self.rank(module)
         return self._alphas.find(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def alpha_of(self, scaling: float, rank: int) -> float:
+        """The alpha that stands in the file for alpha / rank."""
+        return next(alpha for alpha in (self.alpha, *self.alpha_pattern.values()) if alpha / rank == scaling)
 
     @functools.cached_property
     def _ranks(self) -> Patterns:

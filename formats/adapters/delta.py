@@ -53,6 +53,12 @@ class Delta:
         inputs, outputs = self.a.shape[1], self.b.shape[0]
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
+    def reach(self, shape: tuple[int, ...]) -> Box:
+        """The part of a tensor of this shape to which it is added."""
+        experts = [(self.place, self.place + self.experts)] if len(shape) == 3 else []
+        spans = [*experts, *((-at, size - at) for at, size in zip(self.offset, self.shape, strict=True))]
+        return tuple(_overlap(span, (0, size)) for span, size in zip(spans, shape, strict=True))
+
     def share(self, box: Box) -> DeltaShare | None:
         """What of the factors a box of the tensor needs; None where they don't meet."""
         if len(box) == 3:

@@ -142,7 +142,7 @@ def fold(
         and adapters[0].weight == 1
         and not adapters[0].config.use_rslora
     )
-    alpha = next(iter(deltas.values())).scaling * rank if plain else float(rank)
+    alpha = adapters[0].config.alpha_of(next(iter(deltas.values())).scaling, rank) if plain else float(rank)
     made: dict[str, Encoding] = {}
     shapes = {name: (encodings[name].shape, delta) for name, delta in deltas.items()}
     for factor, of in table.factors.items():
@@ -163,8 +163,8 @@ def fold(
 
 def _why_not(change: Change) -> str:
     """Why MaxText's adapters can't hold it; empty if they can."""
-    if change.whole:
-        return f"{change.whole[0].name} is a whole tensor, and MaxText's adapters have factors only"
+    if whole := (*change.whole, *change.copies):
+        return f"{whole[0].name} is a whole tensor, and MaxText's adapters have factors only"
     if change.added:
         return f"{change.added[0][0].name} is a bias, and MaxText's adapters have none"
     if change.magnitudes:

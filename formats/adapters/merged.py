@@ -248,3 +248,11 @@ class Replaced(Plain):
         values = empty(extent(box), dtype)
         values[...] = stored[0]
         return values
+
+
+class OwnBase(Replaced):
+    """The copy of a targeted embedding that PEFT saved with the adapter, and loads in place of the base's before it adds
+    the delta (peft, utils/save_and_load.py, `save_embedding_layers`, 0.21.2).
+    """
+
+    label = "the adapter's own copy"

@@ -1,7 +1,6 @@
 """Adapters over the weights of a checkpoint: the same tensors, some of them with a LoRA in them, or a refusal.
 
-Every tensor of an adapter is used, or is listed as not needed with the reason; what stands against it is a problem, all
-at once.
+Every tensor of an adapter is used; what stands against it is a problem, all at once.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from weightbeam.formats.adapters.adapter import AdaptedModule, Adapter
 from weightbeam.formats.adapters.delta import Delta
-from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
+from weightbeam.formats.adapters.merged import MergedWeight, OwnBase, Replaced, Shifted
 from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, ModuleFiles, WeightPart
 from weightbeam.formats.adapters.patterns import PatternError
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Tensor
+from weightbeam.model_mappings.boxes import Box, meet
 from weightbeam.model_mappings.plan import Problem
 
 LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
@@ -53,12 +53,15 @@ class Merging:
 
 @dataclasses.dataclass
 class Change:
-    """What is done to one tensor: deltas, DoRA's magnitudes, what is added to a bias, whole tensors in its place."""
+    """What is done to one tensor: deltas, DoRA's magnitudes, what is added to a bias, whole tensors in its place, and
+    copies that take its place before the deltas are added.
+    """
 
     deltas: list[Delta] = dataclasses.field(default_factory=list)
     magnitudes: list[Tensor] = dataclasses.field(default_factory=list)
     added: list[tuple[Tensor, float]] = dataclasses.field(default_factory=list)
     whole: list[Tensor] = dataclasses.field(default_factory=list)
+    copies: list[Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def first(self) -> str:
@@ -137,7 +140,6 @@ def collect(
                     f"was trained on {adapter.config.base}, by its base_model_name_or_path; is that the base here?"
                 )
                 found.insert(0, Problem("adapter", adapter.root, message))
-            used |= adapter.contents.unneeded
         problems += found
         uses.append(used)
     return Changes(changes, tuple(problems), tuple(uses))
@@ -157,12 +159,26 @@ def _apply(
     contents = adapter.contents
     if not contents.targets and not contents.whole:
         yield "adapter_model.safetensors", "holds nothing to merge"
+    reached: dict[tuple[str, int], list[tuple[Box, str]]] = defaultdict(list)  # by tensor and expert
     for target in contents.targets:
         try:
-            _apply_target(adapter, target, files, changes, used)
+            deltas = _apply_target(adapter, target, files, changes, used)
         except (_RefusedError, PatternError) as e:
             yield target.a.name, str(e)
-    for name, tensor in contents.whole.items():
+            continue
+        twice: dict[str, str] = {}
+        for tensor, delta in deltas:
+            *experts, rows, columns = delta.reach(files.encodings[tensor].shape)
+            for expert in range(*experts[0]) if experts else (0,):
+                others = reached[tensor, expert]
+                if by := next((by for other, by in others if meet((rows, columns), other)), None):
+                    twice[by] = tensor
+                else:
+                    others.append(((rows, columns), target.a.name))
+        for by, tensor in twice.items():
+            yield target.a.name, f"changes what {by} changes, too: {tensor} is adapted twice"
+    for name, tensor in (*contents.whole.items(), *contents.copies.items()):
+        is_copy = tensor is contents.copies.get(name)
         if (base := files.find(name)) is None:
             tied = ": its head is tied to the embedding" if name == "lm_head.weight" else ""
             yield tensor.name, f"the base has no {name} that it could replace{tied}"
@@ -171,16 +187,21 @@ def _apply(
                 tensor.name,
                 f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first",
             )
-        elif adapter.weight != 1:
+        elif not is_copy and adapter.weight != 1:
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
         else:
-            changes[base].whole.append(tensor)
-            used[tensor.name] = f"put into {base}"
+            (changes[base].copies if is_copy else changes[base].whole).append(tensor)
+            used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
 
 
 def _apply_target(
     adapter: Adapter, target: AdaptedModule, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
-) -> None:
+) -> list[tuple[str, Delta]]:
+    """Notes what one module's tensors change; returns the deltas with the tensors that they are added to.
+
+    Raises:
+      _RefusedError, PatternError: they can't be merged.
+    """
     config, module = adapter.config, target.module
     parameter = None
     if module.endswith(".base_layer") or not (places := files.places(module)):
@@ -212,6 +233,7 @@ def _apply_target(
     tensors = list(dict.fromkeys(tensor for tensor, _ in deltas))
     what = tensors[0] + (f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else "")
     used.update({part.name: f"merged into {what}" for part in target.parts.values()})
+    return deltas
 
 
 def _check_rank(adapter: Adapter, target: AdaptedModule, name: str, experts: int = 1) -> None:
@@ -230,9 +252,11 @@ def _plain(
     (place,) = places
     shape = files.encodings[place.tensor].shape
     if place.outputs is None:
-        transposed = target.is_embedding or adapter.config.fan_in_fan_out
+        transposed = target.is_embedding or files.is_turned(name)
         delta, wanted = Delta(target.a, target.b, scaling, transposed=transposed), shape
     else:
+        if "magnitude" in target.parts:
+            raise _RefusedError(f"is a DoRA of one expert, which is a part of {place.tensor}; that isn't supported")
         expert, transposed = place.expert or 0, files.is_in_out
         if expert >= shape[0]:
             raise _RefusedError(f"is of expert {expert}, {place.tensor} has {shape[0]}")
@@ -240,7 +264,7 @@ def _plain(
         delta = Delta(target.a, target.b, scaling, place=expert, offset=offset, transposed=transposed)
         wanted = (shape[1], place.outputs) if transposed else (place.outputs, shape[2])
     if delta.shape != wanted:
-        turned = ", turned around as fan_in_fan_out says," if adapter.config.fan_in_fan_out else ""
+        turned = ", turned around as a Conv1D's is," if files.is_turned(name) else ""
         raise _RefusedError(f"B · A{turned} is {delta.shape}, {place.tensor} takes {wanted}")
     return [(place.tensor, delta)]
 
@@ -358,11 +382,17 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
       _RefusedError: they can't be made together.
     """
     if change.whole:
-        if len(change.whole) > 1 or change.deltas or change.added:
+        if len(change.whole) > 1 or change.deltas or change.added or change.copies:
             raise _RefusedError(
                 f"is replaced by {change.whole[0].name}, and changed by another tensor of the adapters too"
             )
         return Replaced(change.whole[0])
+    if len(change.copies) > 1:
+        raise _RefusedError(
+            f"is replaced by {change.copies[0].name} of one adapter and by {change.copies[1].name} of another; merge one after the other"
+        )
+    if change.copies:
+        base = OwnBase(change.copies[0])
     if change.added:
         return Shifted(base, tuple(change.added))
     if change.magnitudes and len(change.deltas) > 1:

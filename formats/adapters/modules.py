@@ -26,6 +26,10 @@ IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
 IN_OUT_FILES = IN_OUT | {"qwen3_vl_moe", "qwen3_vl_moe_text"}
 # Those that transformers marks `is_transposed`, which PEFT asks for.
 MARKED = frozenset({"gpt_oss"})
+# Modules of transformers' class Conv1D, whose weights are (in, out), by the last word of their names; PEFT turns around what
+# it adds to these and to no others, whatever fan_in_fan_out says (peft, tuners/lora/model.py, `_create_new_module`, 0.21.2).
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
+CONV1D = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projection>\w+)")
 
@@ -102,6 +106,10 @@ class ModuleFiles:
                 yield WeightPart(tensor, expert, row)
                 row += self.encodings[tensor].shape[0]
             expert += 1
+
+    def is_turned(self, module: str) -> bool:
+        """Whether a module that isn't of experts has a weight of (in, out), other than a linear layer."""
+        return self.model_type in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
 
     @property
     def is_in_out(self) -> bool:

@@ -95,6 +95,31 @@ def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], se
     save_merged(wrapped, folder)
 
 
+def write_own_rows(folder: Path) -> None:
+    """Rows of the embedding were made after the base was saved: PEFT saves its copy with the adapter, and loads it."""
+    made = LLAMA[0](LLAMA[1])
+    randomize(made, 7)
+    made.save_pretrained(folder / "base")
+    with torch.no_grad():
+        made.model.embed_tokens.weight[40:] = 1.0
+    config = dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(made, peft.LoraConfig(init_lora_weights=False, **config)).save_pretrained(folder / "adapter")
+    save_loaded(folder)
+
+
+def write_flagged(folder: Path) -> None:
+    """Linear layers said to be stored as (in, out): PEFT sets the flag back where it loads them."""
+    write_case(folder, LLAMA, dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"]), 7)
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fan_in_fan_out": True}))
+    save_loaded(folder)
+
+
+def save_loaded(folder: Path) -> None:
+    """What PEFT merges of the files."""
+    save_merged(peft.PeftModel.from_pretrained(LLAMA[0].from_pretrained(folder / "base"), folder / "adapter"), folder)
+
+
 def save_merged(wrapped: Any, folder: Path) -> None:
     """What PEFT merges; it must not be the base."""
     merged = wrapped.merge_and_unload()
@@ -155,6 +180,8 @@ def main(out: Path) -> None:
         write_case(out / case, model, config, 7 * (1 if model is LLAMA else seed))
     for case, (model, names) in PER_EXPERT.items():
         write_per_expert(out / case, model, names, 5)
+    write_own_rows(out / "embedding-own-rows")
+    write_flagged(out / "fan_in_fan_out-linear")
     for case in ("experts", "experts-square"):
         write_old_layout(out / case, out / f"{case}-0.18")
     pair = t.LlamaForCausalLM.from_pretrained(out / "plain" / "base")

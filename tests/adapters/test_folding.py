@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lazily import lazily
-from support import call, flatten
+from support import call, flatten, make_release, peft_adapter
 
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.safetensors import open_hf
@@ -74,6 +74,17 @@ def test_the_product_is_what_merging_adds(written: Path, case: str, layout: dict
         np.testing.assert_allclose(scaling * product(a, b, scan_axis).reshape(delta.shape), delta, rtol=1e-4, atol=1e-5)
     if case == "plain":  # nothing to fold: the factors are the adapter's own, and so is alpha
         assert made.folding.metadata == {"lora_rank": 4, "lora_alpha": 6}
+
+
+def test_alpha_is_the_number_in_the_file(tmp_path: Path) -> None:
+    """16 / 49 · 49 isn't 16."""
+    make_release(tmp_path / "base")
+    peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (32, 32)}, 49)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 16}))
+    made = plan(tmp_path, adapter_only=True, maxtext_model="llama2-7b")
+    assert made.folding is not None
+    assert made.folding.metadata == {"lora_rank": 49, "lora_alpha": 16}
 
 
 @pytest.mark.parametrize("case", ["dora", "lora_bias", "bias-all", "modules_to_save", "embedding", "experts", "v4"])

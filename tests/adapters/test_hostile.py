@@ -14,9 +14,10 @@ import support
 from safetensors.numpy import save_file
 from support import call, decoded, read_file
 
-from weightbeam.formats.adapters import open_adapter
+from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.config import read_config
 from weightbeam.formats.encodings import ContentError
+from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Options
@@ -132,6 +133,85 @@ def test_every_tensor_is_used_or_refused(written: Path, tmp_path: Path) -> None:
     assert "no such part of a LoRA is known" in said
     assert "has no lora_B beside it" in said
     assert "isn't a name that PEFT writes" in said
+
+
+def test_a_copy_of_an_embedding_must_fit(written: Path, tmp_path: Path) -> None:
+    """It takes the base's place: of another shape, or of a module that has no LoRA, it is refused."""
+    name = "base_model.model.{}.base_layer.weight"
+    strange = {
+        name.format("model.embed_tokens"): np.ones((47, 32), np.float32),
+        name.format("model.nothing"): np.ones(3),
+    }
+    said = problems(
+        written / "embedding" / "base", copy_adapter(written / "embedding" / "adapter", tmp_path / "a", strange)
+    )
+    assert "model.nothing.base_layer.weight: is a copy of the base's, of a module without a LoRA" in said
+    del strange[name.format("model.nothing")]
+    said = problems(
+        written / "embedding" / "base", copy_adapter(written / "embedding" / "adapter", tmp_path / "b", strange)
+    )
+    assert "is (47, 32), the base's model.embed_tokens.weight (48, 32)" in said
+
+
+def test_what_is_there_twice_is_refused(written: Path, tmp_path: Path) -> None:
+    """Under two spellings of one module, or of one expert's number."""
+    q, o = "base_model.model.model.layers.0.self_attn.q_proj", "base_model.model.model.layers.0.self_attn.o_proj"
+    held = read_file(written / "bias-all" / "adapter" / "adapter_model.safetensors")
+    named = next(name for name in held if name.startswith(q) and name.endswith("bias"))
+    both = {f"{q}.bias": held[named], f"{q}.base_layer.bias": held[named] + 1}
+    said = problems(written / "bias-all" / "base", copy_adapter(written / "bias-all" / "adapter", tmp_path / "a", both))
+    assert "is there twice, as" in said
+    assert o not in said
+    held = read_file(written / "v4" / "adapter" / "adapter_model.safetensors")
+    other = {
+        name.replace(".mlp.", ".block_sparse_moe."): values
+        for name, values in held.items()
+        if ".layers.0.mlp.experts.1.down_proj" in name
+    }
+    assert len(other) == 2
+    said = problems(written / "v4" / "base", copy_adapter(written / "v4" / "adapter", tmp_path / "b", other))
+    assert "changes what" in said
+    assert "model.layers.0.mlp.experts.1.down_proj.weight is adapted twice" in said
+
+
+def fused(base: Path, folder: Path) -> Path:
+    """The release with the experts of each layer in two tensors, as transformers has them in memory."""
+    tensors = read_file(base / "model.safetensors")
+    merged = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        each = [
+            [tensors[f"{experts}.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for expert in range(4)
+        ]
+        merged[f"{experts}.gate_up_proj"] = np.stack([np.concatenate(parts[:2]) for parts in each])
+        merged[f"{experts}.down_proj"] = np.stack([parts[2] for parts in each])
+    return support.save(folder, support.read_config(base), merged)
+
+
+def test_one_expert_of_several_in_a_tensor(written: Path, tmp_path: Path) -> None:
+    """Over fused files an expert is there twice as 2 and as 002; a DoRA of one expert is refused, whose norm and
+    magnitude are of that expert alone.
+    """
+    base, adapter = fused(written / "v4" / "base", tmp_path / "base"), written / "v4" / "adapter"
+    held = read_file(adapter / "adapter_model.safetensors")
+    assert not merge_problems(base, adapter)
+    mine = {name: values for name, values in held.items() if ".layers.1.mlp.experts.2.down_proj" in name}
+    other = {name.replace(".experts.2.", ".experts.002."): values for name, values in mine.items()}
+    said = merge_problems(base, copy_adapter(adapter, tmp_path / "twice", other))
+    assert "model.layers.1.mlp.experts.down_proj is adapted twice" in said
+    module = next(iter(mine)).partition(".lora_")[0]
+    alone = {name: np.empty(0, np.float32) for name in held if name not in mine}
+    alone[f"{module}.lora_magnitude_vector.weight"] = np.ones(32, np.float32)
+    said = merge_problems(base, copy_adapter(adapter, tmp_path / "dora", alone, use_dora=True))
+    assert "is a DoRA of one expert, which is a part of model.layers.1.mlp.experts.down_proj" in said
+
+
+def merge_problems(base: Path, adapter: Path) -> str:
+    """What stands against merging, below any table."""
+    checkpoint = open_hf(base)
+    made = merge(open_source(checkpoint).encodings, [open_adapter(adapter)], {}, checkpoint.config["model_type"])
+    return "\n".join(map(str, made.problems))
 
 
 def test_a_head_that_is_tied_is_refused(written: Path) -> None:

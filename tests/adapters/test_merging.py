@@ -26,7 +26,7 @@ F32 = np.dtype(np.float32)
 CASES = (
     "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
-    "experts-gpt_oss", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18",
+    "experts-gpt_oss", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18", "embedding-own-rows", "fan_in_fan_out-linear",
 )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_as_peft_merges_it(written: Path, case: str) -> None:
             np.testing.assert_array_equal(decoded(encoding), base[name])
             np.testing.assert_array_equal(wanted, base[name])
     assert changed == len(merging.touched)  # PEFT changed all that we changed
-    # each tensor is used, or not needed
+    # each tensor is used
     assert set(merging.uses[0]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))
 
 
