@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, read_boxes
+from weightbeam.formats.targets import orbax, release
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.cli import main
 
@@ -48,6 +49,27 @@ def convert(source: Path, output: Path, *options: str) -> Path:
     assert main(["convert", "--source", str(source), "--output", str(output), *options]) == 0
     step = options[options.index("--step") + 1] if "--step" in options else "0"
     return output / step
+
+
+def stop_midway(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a command whose second unit can't be written."""
+    with monkeypatch.context() as patched:
+        for module in (orbax, release):
+            patched.setattr(module, "write_unit", _full_after_one(module.write_unit))
+        assert call(*arguments) == 1
+
+
+def _full_after_one(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose second call and all others meet a full disk."""
+    calls = []
+
+    def write_one(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return write(*given, **named)
+
+    return write_one
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

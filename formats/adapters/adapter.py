@@ -15,7 +15,8 @@ from typing import Any
 from weightbeam.formats.adapters.config import CONFIG, AdapterConfig, read_config
 from weightbeam.formats.safetensors import HfCheckpoint, Tensor
 from weightbeam.formats.safetensors.folder import Shard, open_shard, read_json
-from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage import File, Store, open_store
+from weightbeam.formats.storage.identity import check_together
 from weightbeam.model_mappings.plan import Problem, is_float
 
 WEIGHTS = "adapter_model.safetensors"
@@ -219,7 +220,8 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
     store = open_store(where)
     store.check_readable()
     entries, problems = store.entries(), []
-    config: dict[str, Any] = read_json(store, CONFIG, problems)
+    configs: list[File] = []
+    config: dict[str, Any] = read_json(store, CONFIG, problems, seen=configs)
     shards: tuple[Shard, ...] = ()
     if WEIGHTS in entries:
         opened = open_shard(store, WEIGHTS)
@@ -235,4 +237,5 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
             else ""
         )
         problems.append(Problem("missing", WEIGHTS, f"no such file in {store}{hint}"))
+    check_together(store, (*configs, *shards), store.list(recursive=False))
     return Adapter(HfCheckpoint(store.url, config, shards, problems=tuple(problems)), weight)

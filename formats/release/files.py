@@ -27,6 +27,7 @@ from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
+from weightbeam.formats.storage.identity import Seen, check_together
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.installing import home_page
@@ -146,16 +147,20 @@ class SmallFiles(Mapping[str, bytes]):
         return len(self.sizes)
 
 
-def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
-    """The small files of the release in a folder, a bucket or a repository; links that lead elsewhere are left out
-    unless they are allowed.
+def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] = ()) -> SmallFiles:
+    """The small files of the release in a folder, a bucket or a repository, all of one state of it; links that lead
+    elsewhere are left out unless they are allowed.
+
+    Args:
+      known: files of it that were read before, as they were then.
 
     Raises:
-      StorageError: it can't be listed.
+      StorageError: it can't be listed or read, or was changed meanwhile.
     """
     files: dict[str, File] = {}
     refused: dict[str, str] = {}
-    for file in _listed(store):
+    check_together(store, known, listed := _listed(store))
+    for file in listed:
         if role_of(file.name):
             files[file.name] = file
             try:
@@ -173,17 +178,20 @@ def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
             raise StorageError(f"{store.path(name)}: {reason(e)}") from e
 
     versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
-    return SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
+    made = SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
+    if made.hashes:  # by which each is known from here on
+        check_together(store, (files[name] for name in made), _listed(store))
+    return made
 
 
-def carried_files(url: str) -> SmallFiles:
-    """The small files of the release at a URL that another one is made with; those left out are said.
+def carried_files(url: str, known: Iterable[Seen] = ()) -> SmallFiles:
+    """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said.
 
     Raises:
-      StorageError: it can't be listed.
+      StorageError: it can't be listed or read, or was changed meanwhile.
     """
     store = open_store(url)
-    _say_left(files := small_files(store), store, "carried over")
+    _say_left(files := small_files(store, known=known), store, "carried over")
     return files
 
 
@@ -324,15 +332,16 @@ def packed_files(step: Store) -> SmallFiles | None:
     return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
 
 
-def kept_files(source: Store, allow_links: bool = False) -> SmallFiles:
-    """The small files that are kept with a checkpoint of a release; those of a virtual checkpoint lie with that one.
+def kept_files(source: Store, allow_links: bool = False, known: Iterable[Seen] = ()) -> SmallFiles:
+    """The small files that are kept with a checkpoint of a release, see `small_files`; those of a virtual checkpoint lie
+    with that one.
 
     Raises:
-      StorageError: they can't be listed, or the archive can't be read.
+      StorageError: they can't be listed or read, were changed meanwhile, or the archive can't be read.
     """
     virtual = (source.parent.name, source.name) == (ITEMS, SOURCE)
     packed = packed_files(source.parent.parent) if virtual else None
-    return small_files(source, allow_links) if packed is None else packed
+    return small_files(source, allow_links, known) if packed is None else packed
 
 
 def name_sources(name: str, data: bytes, naming: Naming) -> bytes:

@@ -44,6 +44,7 @@ from weightbeam.formats.storage.identity import (
     SAMPLES,
     Seen,
     check_files,
+    check_together,
     hash_blocks,
     this_machine,
     touched,
@@ -117,6 +118,7 @@ class HfCheckpoint:
       ignored: safetensors files in the folder that the index doesn't name.
       lost: tensors that the index places in files which can't be read.
       problems: what is wrong with the files.
+      configs: the files of `CONFIGS` that were read.
       sums: the crc32c of files that were read whole and had the hash by which they are known, as buckets write it, by
         name.
       cut: what is kept of it, in words, where this is a view (`release/cutting.py`); empty for a whole one.
@@ -130,6 +132,7 @@ class HfCheckpoint:
     ignored: tuple[str, ...] = ()
     lost: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
+    configs: tuple[File, ...] = dataclasses.field(default=(), compare=False)
     sums: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
     cut: str = ""
     edits: Mapping[tuple[str, ...], Any] = dataclasses.field(default_factory=dict)
@@ -154,6 +157,11 @@ class HfCheckpoint:
     def identity(self) -> list[Any]:
         """What a plan's hash knows of the files, see `Shard.identity`."""
         return [shard.identity for shard in self.shards]
+
+    @property
+    def opened(self) -> tuple[Seen, ...]:
+        """Its files, as they were when it was opened."""
+        return (*self.configs, *self.shards)
 
     @property
     def seen(self) -> dict[str, Seen]:
@@ -268,7 +276,8 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
       allow_links: whether files may be links that lead out of the folder.
 
     Raises:
-      StorageError: there is no such folder, or the store doesn't answer; with what was meant, where that can be told.
+      StorageError: there is no such folder, or the store doesn't answer; with what was meant, where that can be told; or
+        a file was replaced meanwhile.
     """
     store = open_store(where)
     store.check_readable()
@@ -279,8 +288,9 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
         return HfCheckpoint(store.url, {}, (), problems=(problem,))
     problems: list[Problem] = []
     budget = Budget()
-    config = _read_configs(store, entries, problems, budget, allow_links)
-    weight_map = _read_index(store, problems, budget, allow_links) if INDEX in entries else {}
+    configs: list[File] = []
+    config = _read_configs(store, entries, problems, budget, allow_links, configs)
+    weight_map = _read_index(store, problems, budget, allow_links, configs) if INDEX in entries else {}
     names = sorted(set(weight_map.values())) if INDEX in entries else _only_file(store, on_disk, problems)
     shards = _open_shards(store, names, problems, budget, allow_links)
     if INDEX in entries:
@@ -288,7 +298,8 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in weight_map.items() if file not in readable)
     ignored = tuple(name for name in on_disk if name not in names)
-    return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems))
+    check_together(store, (*configs, *shards), store.list(recursive=False))
+    return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems), tuple(configs))
 
 
 def view(checkpoint: HfCheckpoint, tensors: Mapping[str, Tensor], **changes: Any) -> HfCheckpoint:
@@ -310,12 +321,17 @@ def _other_model(store: Store, entries: Sequence[str], on_disk: Sequence[str]) -
 
 
 def _read_configs(
-    store: Store, entries: Sequence[str], problems: list[Problem], budget: Budget, allow_links: bool
+    store: Store,
+    entries: Sequence[str],
+    problems: list[Problem],
+    budget: Budget,
+    allow_links: bool,
+    configs: list[File],
 ) -> dict[str, Any]:
     """`config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name."""
-    config = read_json(store, "config.json", problems, budget, allow_links)
+    config = read_json(store, "config.json", problems, budget, allow_links, configs)
     others = [name for name in QUANT_CONFIGS if config and name in entries]
-    return config | {name: read_json(store, name, problems, budget, allow_links) for name in others}
+    return config | {name: read_json(store, name, problems, budget, allow_links, configs) for name in others}
 
 
 def _only_file(store: Store, on_disk: Sequence[str], problems: list[Problem]) -> list[str]:
@@ -343,9 +359,14 @@ def _open_shards(
 
 
 def read_json(
-    store: Store, name: str, problems: list[Problem], budget: Budget | None = None, allow_links: bool = False
+    store: Store,
+    name: str,
+    problems: list[Problem],
+    budget: Budget | None = None,
+    allow_links: bool = False,
+    seen: list[File] | None = None,
 ) -> dict[str, Any]:
-    """A JSON object, or an empty one and a problem."""
+    """A JSON object, or an empty one and a problem. The file that it was read from is added to `seen`."""
     try:
         if not allow_links:
             store.check_file(name)
@@ -353,6 +374,8 @@ def read_json(
         if file.size > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
         raw = read_whole(store, file)
+        if seen is not None:
+            seen.append(file)
         check_pointer(raw)
         value = parse_json(raw, budget=budget, file=store.path(name))
         if isinstance(value, dict) and value:
@@ -372,9 +395,11 @@ def read_json(
     return {}
 
 
-def _read_index(store: Store, problems: list[Problem], budget: Budget, allow_links: bool) -> dict[str, str]:
+def _read_index(
+    store: Store, problems: list[Problem], budget: Budget, allow_links: bool, configs: list[File]
+) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = read_json(store, INDEX, problems, budget, allow_links)
+    index = read_json(store, INDEX, problems, budget, allow_links, configs)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:

@@ -120,9 +120,9 @@ def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[T
     together.
     """
     size = file.size
-    start = store.read(file.name, 0, 8)
+    start = store.read_known(file, 0, 8)
     if start == b"version ":
-        check_pointer(start + store.read(file.name, 8, 108))
+        check_pointer(start + store.read_known(file, 8, 108))
     if len(start) < 8:
         raise HeaderError(f"{size} bytes are too few for a safetensors file")
     length = int.from_bytes(start, "little")
@@ -130,7 +130,7 @@ def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[T
         raise HeaderError(f"a header of {length:,} bytes; at most {MAX_HEADER:,} are allowed")
     if 8 + length > size:
         raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
-    raw = store.read(file.name, 8, 8 + length)
+    raw = store.read_known(file, 8, 8 + length)
     return parse_header(raw, size, store.path(file.name), budget, file)
 
 

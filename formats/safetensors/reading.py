@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from weightbeam.formats.safetensors.header import Tensor
-from weightbeam.formats.storage import ByteRange, LocalFolder, store_and_name
+from weightbeam.formats.storage import ByteRange, store_and_name
 from weightbeam.formats.storage.identity import Seen, check_opened
 from weightbeam.model_mappings.boxes import Box, extent
 
@@ -75,10 +75,8 @@ def read_boxes(reads: Sequence[BoxRead], empty: Allocate = np.empty) -> tuple[li
 
 
 def _read(path: str, planned: Seen | None, ranges: Sequence[ByteRange]) -> int:
-    """Reads ranges of a file. Buckets and the hub have the version in what they are asked for, or don't give it twice;
-    a path of this machine may lead to another file for a while.
-    """
+    """Reads ranges of a file: of the one that was planned with."""
     store, name = store_and_name(path)
-    if planned and isinstance(store, LocalFolder):
-        return store.read_into(name, ranges, functools.partial(check_opened, path, planned))
+    if planned:
+        return store.read_checked(name, ranges, functools.partial(check_opened, path, planned))
     return store.read_into(name, ranges)

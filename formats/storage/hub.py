@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -37,6 +38,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
 from weightbeam.formats.storage import hub_cache
+from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, Trouble, make_requests
 from weightbeam.formats.storage.token import token
@@ -116,9 +118,7 @@ class Repository(Store):
                     f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit"
                 )
             return
-        if self._info().gated and not all(
-            self._cached(name) for name in self.files() if name.endswith((".json", ".safetensors"))
-        ):
+        if self._info().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
             try:
                 retried(api().auth_check)(self.repo)
             except (HfHubHTTPError, httpx2.HTTPError) as e:
@@ -135,18 +135,25 @@ class Repository(Store):
             cached = hub_cache.snapshot(self.repo, self.commit)
             names = [file.name for file in cached.list()] if cached else []
             return {name: file for name in names if cached and (file := hub_cache.file_of(cached, name))}
-        found = self._info().siblings or []
-        hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
-        versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
-        return {
-            name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
-            for file in found
-            for name in [file.rfilename]
-        }
+        return {name: self._cached(name, file)[1] or file for name, file in self._known().items()}
+
+    def _known(self) -> dict[str, File]:
+        """What the hub says of the files."""
+        key = (self.repo, self.commit)
+        if key not in _FILES:
+            found = self._info().siblings or []
+            hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
+            versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
+            _FILES[key] = {
+                name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
+                for file in found
+                for name in [file.rfilename]
+            }
+        return _FILES[key]
 
     def fetched(self) -> list[File]:
         """The files that the hub's cache on this machine doesn't hold, so that reading them fetches them."""
-        return [file for name, file in self.files().items() if self._cached(name) is None]
+        return [file for file in self.files().values() if not file.inode]
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         files = sorted(self.files().items())
@@ -157,30 +164,25 @@ class Repository(Store):
         ]
 
     def stat(self, name: str) -> File | None:
-        if hub_cache.is_offline():
-            cached = hub_cache.snapshot(self.repo, self.commit)
-            return hub_cache.file_of(cached, name) if cached else None
-        return self.files().get(name)
+        known = None if hub_cache.is_offline() else self._known().get(name)
+        return self._cached(name, known)[1] or known
 
-    def _cached(self, name: str) -> LocalFolder | None:
-        """The snapshot in the cache, if it holds this file as the hub knows it: of the same size, and under its hash."""
+    def _cached(self, name: str, known: File | None) -> tuple[LocalFolder | None, File | None]:
+        """The snapshot in the cache, and the file as it lies there, if it is what the hub knows: of the same size, and
+        under its hash. Of one that is replaced there the inode is another one.
+        """
         cached = hub_cache.snapshot(self.repo, self.commit)
-        if cached is None:
-            return None
-        path = cached.path(name)
-        if path not in _SAME:
-            known, found = self.stat(name), hub_cache.file_of(cached, name)
-            if not known or not found or (known.size, known.version) != (found.size, found.version):
-                return None
-            _SAME.add(path)
-        return cached
+        found = hub_cache.file_of(cached, name) if cached else None
+        if found and (hub_cache.is_offline() or (known and (known.size, known.version) == (found.size, found.version))):
+            return cached, found
+        return None, None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if (file := self.stat(name)) is None:
             raise FileNotFoundError(2, "no such file", self.path(name))
         stop = file.size if stop is None else min(stop, file.size)
         is_whole = (start, stop) == (0, file.size)
-        if is_whole and (cached := self._cached(name)):
+        if is_whole and (cached := self._cached(name, file)[0]):
             return hub_cache.read_whole(cached, name)
         buffer = bytearray(max(0, stop - start))
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
@@ -190,8 +192,22 @@ class Repository(Store):
             raise StorageError(f"{self.path(name)}: its {kind} isn't {file.version}, what came is damaged")
         return data
 
+    def read_known(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
+        data, now = self.read(file.name, start, stop), self.stat(file.name)
+        if now and (is_other(file, now) or was_touched(file, now)):
+            raise StorageError(f"{self.path(file.name)}: was replaced in {hub_cache.root()} while it was looked at")
+        return data
+
+    def read_checked(self, name: str, ranges: Iterable[ByteRange], check: Callable[[File], None]) -> int:
+        known = self.stat(name)
+        cached, found = self._cached(name, known) if known else (None, None)
+        if cached and found:
+            version = found.version
+            return cached.read_checked(name, ranges, lambda opened: check(dataclasses.replace(opened, version=version)))
+        return self.read_into(name, ranges)
+
     def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
-        if cached := self._cached(name):
+        if (known := self.stat(name)) and (cached := self._cached(name, known)[0]):
             return cached.read_into(name, ranges)
         if hub_cache.is_offline():
             raise StorageError(f"{self.path(name)}: HF_HUB_OFFLINE is set, and the file isn't in {hub_cache.root()}")
@@ -465,8 +481,8 @@ def answered(answer: httpx2.Response) -> str:
     return f"the hub answered {answer.status_code} {answer.reason_phrase}".rstrip() + when
 
 
-_SAME: set[str] = set()  # files of the cache that are known to be those of the hub
 _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
+_FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
 
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:

@@ -7,6 +7,7 @@ docs/source/en/guides/manage-cache.md, 2.4).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -48,24 +49,27 @@ def snapshot(repo: str, commit: str) -> LocalFolder | None:
 
 
 def file_of(files: LocalFolder, name: str) -> File | None:
-    """A file of a snapshot, under the version that the hub has for it, if that can be told."""
+    """A file of a snapshot, under the version that the hub has for it, if that can be told, and with what tells the one
+    that lies there from another.
+    """
     found = files.stat(name)
     if found is None:
         return None
     etag = _etag(files, name)
     sha256 = etag if SHA256.fullmatch(etag) else None
-    return File(name, found.size, etag or Path(files.url).name, sha256=sha256)
+    version = etag or Path(files.url).name
+    return dataclasses.replace(found, version=version, sha256=sha256, updated=0.0)
 
 
 def read_whole(files: LocalFolder, name: str) -> bytes:
-    """A whole file; one that git knows by its hash is compared with that.
+    """A whole file, compared with the hash that its blob is named by.
 
     Raises:
       StorageError: it has other bytes.
     """
     data = files.read(name)
     etag = _etag(files, name)
-    if GIT.fullmatch(etag) and not has_hash(data, etag):
+    if HASH.fullmatch(etag) and not has_hash(data, etag):
         raise StorageError(
             f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew"
         )

@@ -100,6 +100,13 @@ def was_touched(then: Seen, now: Seen) -> bool:
     return (then.inode, then.links) == (now.inode, now.links) and then.changed != now.changed
 
 
+def is_other(then: Seen, now: Seen) -> bool:
+    """Whether two files, where both were seen on this machine, are two. One of the hub's is seen here once it lies in the
+    hub's cache.
+    """
+    return bool(then.inode and now.inode) and then.inode != now.inode
+
+
 def check_opened(path: str, planned: Seen, opened: Seen) -> None:
     """Checks that what was opened at a path is the file that was planned with: its inode and the time of any change
     too, where they were seen on this machine.
@@ -156,8 +163,9 @@ def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: boo
     before = {file.name: file for file in then.values()}
     pairs = [(before[file.name], file) for file in now.values() if file.name in before]
     return any(
-        old.inode != new.inode or (was_touched(old, new) if linked else old.changed != new.changed)
+        is_other(old, new) or (was_touched(old, new) if linked else old.changed != new.changed)
         for old, new in pairs
+        if old.inode and new.inode
     )
 
 
@@ -182,11 +190,11 @@ def _difference(then: Seen, now: Seen, linked: bool) -> str:
     """How a file isn't what it was, in words; empty where that can't be seen."""
     if now.size != then.size:
         return f"has another size, {now.size:,} instead of {then.size:,} bytes"
-    if now.inode != then.inode:
+    if is_other(then, now):
         return f"is another file of that name, with the inode {now.inode} instead of {then.inode}"
     if now.version != then.version:
         return "was written since" if now.inode else "is another version"
-    if now.changed == then.changed:
+    if now.changed == then.changed or not (now.inode and then.inode):
         return ""
     if now.links == then.links:
         return "was written, renamed or touched since, though its size and time are as before"
@@ -210,13 +218,27 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
         path = store.path(then.name)
         if (file := now.get(then.name)) is None:
             raise changed_error(f"{path}: is gone; it was removed")
-        if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
+        changed = [field for field in ("size", "version") if getattr(file, field) != getattr(then, field)]
+        if changed := changed + ["inode"] * is_other(then, file):
             raise changed_error(f"{path} changed", f" ({', '.join(changed)})")
         if was_touched(then, file):
             raise touched(path)
         if file.changed != then.changed:
             linked.append(then.name)
     return linked
+
+
+def check_together(store: Store, seen: Iterable[Seen], found: Iterable[File]) -> None:
+    """Checks that files which were read one after the other still lie there: what was read is of one state of the
+    folder, though it may be replaced by another release in between. Links to them may have been made.
+
+    Raises:
+      StorageError: one was changed or replaced, or is gone.
+    """
+    then = {store.path(file.name): file for file in seen}
+    now = {path: file for file in found if (path := store.path(file.name)) in then}
+    if changes := describe_changes(then, now, linked=True):
+        raise StorageError(f"{changes[0]}, while the files beside it were read; try again once nobody writes there")
 
 
 def touched(path: str) -> ChangedError:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import google_crc32c
@@ -328,6 +328,41 @@ class Store(abc.ABC):
           StorageError: the file can't be read, or ends before a range does.
         """
 
+    def read_checked(self, name: str, ranges: Iterable[ByteRange], check: Callable[[File], None]) -> int:
+        """Does what `read_into` does, of the file that one means: a path of this machine may lead to another one by now,
+        and back to the right one before anybody looks again. Elsewhere the version is in what is asked for, or there
+        is one only.
+
+        Args:
+          name: of the file.
+          ranges: as `read_into` takes them.
+          check: is called with the file that was opened, and raises StorageError if it isn't the right one.
+
+        Returns:
+          Bytes fetched.
+
+        Raises:
+          StorageError: see `read_into`, and what `check` raises.
+        """
+        return self.read_into(name, ranges)
+
+    def read_known(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
+        """A stretch of a file that `stat` or `list` knows: of this one, whatever came to its name since.
+
+        Args:
+          file: what is known of it.
+          start: the first byte.
+          stop: the byte behind the last one; the file's end unless told.
+
+        Returns:
+          The bytes, as `read` has them.
+
+        Raises:
+          FileNotFoundError: it is gone.
+          OSError: it can't be read, or another one lies there.
+        """
+        return self.read(file.name, start, stop)
+
     def write(self, name: str, data: bytes) -> None:
         """Writes a file whole and durably: readers see all of it or what was there before. Folders below are made, but
         not this one.
@@ -434,15 +469,18 @@ def stretches(
 
 
 def read_whole(store: Store, file: File) -> bytes:
-    """All of a small file, compared with the crc32c that a bucket knows; a byte more where a local one has grown since.
+    """All of a small file, compared with the crc32c or the sha256 that its store knows.
 
     Raises:
       FileNotFoundError: it is gone.
-      StorageError: it ends too early, or has another hash.
+      StorageError: it ends too early, has another hash, or is another file by now.
     """
-    if file.crc32c is None:  # the hub compares what is read whole by itself
-        return store.read(file.name, 0, file.size + 1)
-    return b"".join(stretches(store, file.name, file.size, crc32c=file.crc32c))
+    if file.crc32c is not None:
+        return b"".join(stretches(store, file.name, file.size, crc32c=file.crc32c))
+    data = store.read_known(file)
+    if file.sha256 is not None and hashlib.sha256(data).hexdigest() != file.sha256:
+        raise StorageError(f"{store.path(file.name)}: its sha256 isn't {file.sha256}; it is damaged")
+    return data
 
 
 def in_base64(summed: google_crc32c.Checksum) -> str:

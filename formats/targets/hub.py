@@ -294,16 +294,20 @@ def _hashes(found: ModelInfo) -> dict[str, str]:
 
 
 def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files, create_pr: bool) -> Published | None:
-    """What published this very result, if something did and it is all there; else an open pull request of it."""
+    """What published this very result, if something did and it is all there; else an open pull request of it: the first,
+    while those are closed that a hub opened long after it gave no answer.
+    """
     if head.made == head.commit and files.keys() <= head.files.keys():
         return Published(f"hf://{target.repo}@{head.commit}", _page(hub, target, head.commit))
-    found = _pull(hub, target, title) if create_pr else None
-    return found and Published(*_address(target, found))
+    found = _pulls(hub, target, title) if create_pr else []
+    for late in found[1:]:
+        retried(hub.change_discussion_status)(target.repo, late.num, "closed")
+    return Published(*_address(target, found[0])) if found else None
 
 
-def _pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
-    """The first pull request of that title that is open and of him whose token it is: anyone may open one, of any title.
-    What became of one that was merged, the branch says.
+def _pulls(hub: HfApi, target: HubAddress, title: str) -> list[Discussion]:
+    """The pull requests of that title that are open and of him whose token it is, the first one first: anyone may open one,
+    of any title. What became of one that was merged, the branch says.
     """
 
     def listed() -> list[Discussion]:
@@ -311,7 +315,7 @@ def _pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
 
     found = [each for each in retried(listed)() if each.title == title and each.status in ("open", "draft")]
     author = retried(hub.whoami)()["name"] if found else ""
-    return min((each for each in found if each.author == author), key=lambda each: each.num, default=None)
+    return sorted((each for each in found if each.author == author), key=lambda each: each.num)
 
 
 def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
@@ -409,15 +413,15 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
             parent_commit=parent,
             create_pr=True,
         )
-        first = _pull(hub, target, title)
+        first = next(iter(_pulls(hub, target, title)), None)
         if first and made.pr_num and first.num < made.pr_num:
             hub.change_discussion_status(target.repo, made.pr_num, "closed")
             return _address(target, first)
         return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
 
     def propose() -> tuple[str, str]:
-        found = _pull(hub, target, title)
-        return _address(target, found) if found else _waited_for(hub, target, open_one)
+        found = _pulls(hub, target, title)
+        return _address(target, found[0]) if found else _waited_for(hub, target, open_one)
 
     return retried(propose)()
 

@@ -228,7 +228,7 @@ def plan(
             small = with_tokenizer(small, carried_files(asked.tokenizer), asked.tokenizer)
     except StorageError as e:
         raise Refused(str(e)) from e
-    given = open_given(asked.like) if asked.quantize and asked.like else None
+    given = Given.of(parts) if asked.quantize and asked.like and parts else None
     planned = plan_export(options, checkpoint, form, open_adapters(options), given, slots, parts)
     if planned.plan.problems:
         return planned
@@ -371,7 +371,7 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
         if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
     ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
-    return Like.of(checkpoint, digest(checkpoint)), carried_files(checkpoint.root), checkpoint
+    return Like.of(checkpoint, digest(checkpoint)), carried_files(checkpoint.root, checkpoint.opened), checkpoint
 
 
 def open_given(like: str) -> Given | None:

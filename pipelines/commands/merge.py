@@ -160,9 +160,8 @@ def plan_with(
     if planned.plan.problems:
         return planned
     try:
-        return dataclasses.replace(
-            planned, small=make_small(planned, files_of(checkpoint, carried_files(checkpoint.root)), output)
-        )
+        small = files_of(checkpoint, carried_files(checkpoint.root, checkpoint.opened))
+        return dataclasses.replace(planned, small=make_small(planned, small, output))
     except StorageError as e:
         raise Refused(str(e)) from e
 

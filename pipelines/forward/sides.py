@@ -67,7 +67,7 @@ def of_release(where: str, lora: str | None = None, cut: Cut | None = None) -> S
         checkpoint.config,
         {name: stored_operand(encoding) for name, encoding in source.encodings.items()},
         (checkpoint, *(adapter.files for adapter in adapters)),
-        small_files(open_store(checkpoint.root)),
+        small_files(open_store(checkpoint.root), known=checkpoint.opened),
     )
 
 

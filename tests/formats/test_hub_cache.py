@@ -12,10 +12,14 @@ import pytest
 from huggingface_hub import snapshot_download
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import call, make_release
+from support import call, make_release, stop_midway
 
+from weightbeam.formats.release.files import small_files
+from weightbeam.formats.safetensors import BoxRead, open_hf, read_boxes
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage import hub as hubs
+from weightbeam.formats.storage.identity import ChangedError
+from weightbeam.model_mappings.boxes import whole
 
 REPO = "acme/tiny"
 OPTIONS = ("--maxtext_model", "llama2-7b")
@@ -85,7 +89,7 @@ def test_a_file_of_another_size_is_not_taken(hub: FakeHub, tmp_path: Path, monke
 def test_a_rotten_blob_is_found(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A small file always, by git's hash; a large one with --check_source true, by its sha256."""
+    """A small file always; a large one with --check_source true."""
     snapshot = download(hub, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shard = snapshot / "model-00001-of-00002.safetensors"
@@ -93,11 +97,91 @@ def test_a_rotten_blob_is_found(
     data[-1] ^= 1
     shard.resolve().write_bytes(data)
     assert call("convert", f"hf://{REPO}", tmp_path / "out", *OPTIONS, "--check_source", "true") == 2
-    assert "its sha256 isn't" in capsys.readouterr().err
+    assert "model-00001-of-00002.safetensors: isn't what the hub's cache holds it for" in capsys.readouterr().err
     config = snapshot / "config.json"
     config.resolve().write_text(config.read_text().replace("llama", "lamma"))
     assert call("plan", f"hf://{REPO}") == 2
     assert "config.json: isn't what the hub's cache holds it for" in capsys.readouterr().err
+
+
+def replace_blob(shard: Path) -> None:
+    """Other weights under the same hash, in a file of the same size."""
+    data = bytearray(shard.read_bytes())
+    data[-100:] = bytes(100)
+    new = shard.resolve().with_name("new")
+    new.write_bytes(data)
+    os.replace(new, shard.resolve())
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_blob_that_is_replaced_isnt_what_was_planned_with(
+    offline: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither read, nor gone on with."""
+    shard = download(hub, tmp_path) / "model-00002-of-00002.safetensors"
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    opened = open_hf(f"hf://{REPO}")
+    last = [BoxRead(tensor, whole(tensor.shape)) for tensor in opened.shards[1].tensors][-1:]
+    read_boxes(last)
+    opened.check()
+    replace_blob(shard)
+    with pytest.raises(ChangedError, match="isn't the file that was planned with"):
+        read_boxes(last)
+    with pytest.raises(ChangedError, match="inode"):
+        opened.check()
+    assert open_hf(f"hf://{REPO}").was_touched(opened)
+
+
+def test_a_blob_that_is_replaced_between_a_stop_and_resume(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = download(hub, tmp_path)
+    command = ["convert", f"hf://{REPO}", str(tmp_path / "out"), *OPTIONS, "--unit_bytes", "20000"]
+    stop_midway(command, monkeypatch)
+    replace_blob(snapshot / "model-00002-of-00002.safetensors")
+    capsys.readouterr()
+    assert call(*command, "--resume") == 2
+    said = capsys.readouterr().err
+    assert "model-00002-of-00002.safetensors is another file of that name, with the inode" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_cache_that_is_filled_or_emptied_meanwhile(comes: bool, hub: FakeHub, tmp_path: Path) -> None:
+    """Files are the same by their hash, and aren't taken for others."""
+    if not comes:
+        download(hub, tmp_path)
+    opened = open_hf(f"hf://{REPO}")
+    files = small_files(open_store(opened.root))
+    if comes:
+        download(hub, tmp_path)
+    else:
+        shutil.rmtree(tmp_path / "home" / "hub")
+    now = open_hf(opened.root)
+    assert (now.shards[0].inode != 0) == comes
+    assert now.identity == opened.identity
+    assert not now.was_touched(opened)
+    opened.check()
+    small_files(open_store(opened.root), known=opened.opened)
+    reads = [BoxRead(tensor, whole(tensor.shape)) for tensor in opened.tensors.values()]
+    assert len(read_boxes(reads)[0]) == len(reads)
+    assert files["config.json"] == (tmp_path / "model" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["hf://", "the snapshot"])
+def test_a_small_file_in_lfs_is_compared(
+    form: str, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tokenizer of more than 10 MB is one; its blob is named by its sha256."""
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
+    hub.commit(REPO, tmp_path / "model", ["tokenizer.model"])
+    snapshot = download(hub, tmp_path)
+    (snapshot / "tokenizer.model").resolve().write_bytes(b"PIECES")
+    source, status = (f"hf://{REPO}", 1) if form == "hf://" else (snapshot, 2)
+    assert call("convert", source, tmp_path / "out", *OPTIONS) == status
+    assert not (tmp_path / "out" / "0").exists()
+    assert "tokenizer.model: " in (said := " ".join(capsys.readouterr().err.split()))
+    assert "isn't what the hub's cache holds it for" in said or "its sha256 isn't" in said
 
 
 def test_offline_and_not_in_the_cache(

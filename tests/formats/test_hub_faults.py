@@ -435,6 +435,19 @@ def test_two_machines_open_one_pull_request(hub: FakeHub, files: dict[str, bytes
     assert repository.statuses == {2: "closed"}
 
 
+def test_a_pull_request_that_the_hub_opens_late_is_closed(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
+    """A gateway gave up on a request, we made it again, and then the hub carries the first one out, too: the next command
+    closes what came second.
+    """
+    assert attempt(files, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
+    repository = hub.repositories[REPO]
+    for title in (TITLE, "another", TITLE):
+        repository.pulls.append(repository.prepare(dict(repository.pulls[0].files), "main", title, hub._now()))
+    for ask in (look, publish):
+        assert ask(URL, TITLE, files, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
+        assert repository.statuses == {2: "closed", 4: "closed"}
+
+
 def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
     hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from quantised import fp8_llama
 from safetensors.numpy import save_file
-from support import assert_same_bits, call, convert, make_release, restore
+from support import assert_same_bits, call, convert, make_release, restore, stop_midway
 
 from weightbeam.formats.targets import orbax, release
 
@@ -194,27 +194,6 @@ CASES = [
     for pattern in patterns
     for change in changes
 ]
-
-
-def stop_midway(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a command whose second unit can't be written."""
-    with monkeypatch.context() as patched:
-        for module in (orbax, release):
-            patched.setattr(module, "write_unit", full_after_one(module.write_unit))
-        assert call(*arguments) == 1
-
-
-def full_after_one(write: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose second call and all others meet a full disk."""
-    calls = []
-
-    def write_one(*given: Any, **named: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 1:
-            raise OSError(28, "No space left on device")
-        return write(*given, **named)
-
-    return write_one
 
 
 def assert_same_result(made: Path, quiet: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from weightbeam.pipelines.loading.source import Wanted
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution import boxes as execution
 
+MODEL = ("--maxtext_model", "llama2-7b")
 Switch = Callable[[Path, str], contextlib.AbstractContextManager[None]]
 
 
@@ -259,3 +261,81 @@ def test_a_chunk_that_is_another_one_for_a_while(source: Path) -> None:
     os.rename(source.with_name("aside"), chunk)
     with pytest.raises(ChangedError, match="though its size and time are as before"):
         opened.check()
+
+
+# --- the small files --------------------------------------------------------------------------------------------------
+
+
+def one_by_one(source: Path) -> None:
+    """Small files alone are exchanged, as a download does it."""
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        os.replace(source.with_name("two") / name, source.resolve() / name)
+
+
+def whole_folder(source: Path) -> None:
+    point(source, "two")
+
+
+@pytest.mark.parametrize("exchange", [one_by_one, whole_folder])
+@pytest.mark.parametrize("command", ["convert", "export", "cut"])
+def test_a_release_that_is_exchanged_while_it_is_planned_with(
+    command: str,
+    exchange: Callable[[Path], None],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At each file that is opened: all small files are of one release, or the command refuses."""
+    for number, name in enumerate(("one", "two")):
+        folder = tmp_path / name
+        (folder / "tokenizer.json").write_text(json.dumps({"of": number}))
+        (folder / "generation_config.json").write_text(json.dumps({"of": number}))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"of": number}))
+    opened, found = local.open_file, set[str]()
+    saved = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-saved"), symlinks=True)
+    if command == "export":
+        assert call("convert", source, tmp_path / "ckpt", *MODEL) == 0
+    for moment in range(40):
+        calls = iter(range(1000))
+
+        def open_file(path: str, calls: Iterator[int] = calls, moment: int = moment) -> int:
+            if str(path).startswith((str(source), str(tmp_path / "one"))) and next(calls) == moment:
+                exchange(source)
+            return opened(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(local, "open_file", open_file)
+            arguments = {
+                "convert": ["convert", source, tmp_path / "made", *MODEL],
+                "export": ["export", tmp_path / "ckpt", tmp_path / "made", "--like", source],
+                "cut": ["cut", source, tmp_path / "made", "--layers", "0:1"],
+            }[command]
+            status = call(*arguments)
+        if status:
+            found.add("refused" if status == 2 else "failed")
+            assert not (tmp_path / "made" / "0").exists()
+        elif command == "convert":
+            with zipfile.ZipFile(tmp_path / "made" / "0" / "release.zip") as packed:
+                found.add(str({json.loads(packed.read(name))["of"] for name in packed.namelist()}))
+        else:
+            held = [tmp_path / "made" / name for name in ("config.json", "tokenizer.json", "generation_config.json")]
+            found.add(str({json.loads(path.read_text())["of"] for path in held}))
+        is_over = next(calls) <= moment
+        shutil.rmtree(tmp_path / "made", ignore_errors=True)
+        for name in ("one", "two", "src"):
+            restore(saved / name, tmp_path / name)
+        if is_over:
+            break
+    assert is_over
+    assert "refused" in found
+    assert found <= {"refused", "failed", "{0}", "{1}"}, found
+
+
+def restore(saved: Path, path: Path) -> None:
+    """A file of the beginning, with its time."""
+    if saved.is_symlink():
+        point(path, os.readlink(saved))
+    else:
+        shutil.rmtree(path)
+        shutil.copytree(saved, path, symlinks=True)

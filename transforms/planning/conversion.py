@@ -197,7 +197,8 @@ class Conversion(Transfer):
     @functools.cached_property
     def _small_files(self) -> SmallFiles:
         """Those that are kept with the checkpoint."""
-        return files_of(self.source, kept_files(open_store(self.source.root), self.options.allow_links))
+        kept = kept_files(open_store(self.source.root), self.options.allow_links, self.source.opened)
+        return files_of(self.source, kept)
 
     @property
     def small_hashes(self) -> Mapping[str, str]:
