@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,7 +90,8 @@ class WorkerProcess:
             os.truncate(self._log.name, 0)
             self.connection, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
-            process.start()
+            with _without_interrupts():
+                process.start()
             self._process = process
             self.was_used = False
             theirs.close()
@@ -191,10 +192,23 @@ def _how(status: int) -> str:
     return f"the process was ended by {signal.Signals(-status).name}{hint}"
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Context manager: what is started meanwhile gets no Ctrl-C until `_serve` ignores it: its first imports would print
+    where they were interrupted.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
     """What the process does: work, until nobody asks for it."""
     threading.Thread(target=_follow, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     printed = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

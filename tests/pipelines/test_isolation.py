@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching.isolation import DONE, FAILED, Workers
@@ -51,6 +54,20 @@ def test_a_process_is_ready_and_fresh() -> None:
         assert len(children() - before) == 2
         assert workers.run(tell, {"arguments": []}).facts["pid"] not in ready
     assert children() == before
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2])
+def test_ctrl_c_while_it_begins(seconds: float, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is the watcher's: a process that is still importing prints nothing for it, and then works."""
+    before = children()
+    with Workers(prepare, stays=True) as workers:
+        workers.rest()
+        (started,) = children() - before
+        time.sleep(seconds)
+        os.kill(started, signal.SIGINT)
+        done = workers.run(tell, {"arguments": []})
+        assert (done.status, done.facts["pid"]) == (DONE, started)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_died_while_it_waited() -> None:
