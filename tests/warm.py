@@ -12,6 +12,7 @@ a command meets its own code, folder and environment as in a fresh interpreter.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -74,7 +75,8 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -121,10 +121,10 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"{field} is {str(fields[field])[:80]!r}; it should be true or false"
     if not _is_rank(rank := fields.get("r", 8)):
         yield f"r is {str(rank)[:80]!r}; it should be an integer from 1 to {MAX_RANK:,}"
-    if not _is_alpha(alpha := fields.get("lora_alpha", 8)):
+    if not is_alpha(alpha := fields.get("lora_alpha", 8)):
         yield f"lora_alpha is {str(alpha)[:80]!r}; it should be a number above 0 that float32 holds"
     yield from _check_patterns("rank_pattern", fields.get("rank_pattern"), _is_rank)
-    yield from _check_patterns("alpha_pattern", fields.get("alpha_pattern"), _is_alpha)
+    yield from _check_patterns("alpha_pattern", fields.get("alpha_pattern"), is_alpha)
     if fields.get("bias", "none") not in ("none", "all", "lora_only"):
         yield f"bias is {str(fields['bias'])[:80]!r}; PEFT knows none, all and lora_only"
     parameters = fields.get("target_parameters")
@@ -165,8 +165,9 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
 
 
-def _is_alpha(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3e38
+def is_alpha(value: object) -> bool:
+    """Whether it is a number that products of factors can be scaled by."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-38 < value < 3e38
 
 
 def _is_off(value: object) -> bool:

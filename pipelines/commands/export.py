@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.encodings import stored_bytes
-from weightbeam.formats.orbax import check_beside, step_of
+from weightbeam.formats.orbax import check_beside, files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.record.naming import digest, is_name
 from weightbeam.formats.record.provenance import tensors_of
@@ -218,6 +218,7 @@ def plan(
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, asked.step)
     options = going_to(output, asked)
     try:
+        files_beside(open_store(checkpoint.root).parent)  # refuses what is no file
         parts = None
         if asked.maxtext_config:
             form, small, said = read_maxtext_config(asked.maxtext_config)

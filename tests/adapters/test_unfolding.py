@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,43 @@ def test_peft_loads_it(written: Path, tmp_path: Path) -> None:
     merged = peft.PeftModel.from_pretrained(model, made).merge_and_unload().state_dict()
     for name, values in read_file(folder / "merged.safetensors").items():
         np.testing.assert_allclose(merged[name].numpy(), values, rtol=2e-6, atol=2e-6)
+
+
+ODD = [
+    *(("lora", {"lora_rank": value}) for value in ([4], {}, "4", None, 4.0, 10**400)),
+    *(
+        ("lora", {"lora_alpha": value})
+        for value in (float("inf"), float("nan"), 10**400, 1e308, 1e-320, "8", [8], True, 0)
+    ),
+    *(("options", {"param_scan_axis": value}) for value in (None, "x", [1], {}, float("nan"), True)),
+    *(("options", {"maxtext_model": value}) for value in (True, -1, [1], {}, float("nan"))),
+]
+
+
+@pytest.mark.parametrize(("where", "changed"), ODD, ids=lambda each: str(each)[:40])
+def test_odd_metadata_are_refused(
+    adapter: Path, written: Path, tmp_path: Path, where: str, changed: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In words, before any work, with --lora_alpha, too; it is the adapter that is named."""
+    shutil.copytree(adapter, tmp_path / "ckpt")
+    for path in (tmp_path / "ckpt" / "0").rglob("*"):
+        if path.name == ("_CHECKPOINT_METADATA" if where == "lora" else "conversion.json"):
+            said = json.loads(path.read_text())
+            about = said["custom_metadata"] if where == "lora" else said
+            about[where] |= changed
+            path.write_text(json.dumps(said))
+    base = written / "plain" / "base"
+    for options in ([], ["--lora_alpha", "8"]):
+        assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", base, *options) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "Traceback" not in said
+        assert str(tmp_path / "ckpt") in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def adapter(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return there(written / "plain", tmp_path_factory.mktemp("adapter") / "ckpt", "--maxtext_model", "llama3.1-8b")
 
 
 def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_a_file_beside_a_checkpoint(
     commands: list[list[object]] = [["reshard", tmp_path / "ckpt", tmp_path / "out"]]
     if known:
         commands += [["export", tmp_path / "ckpt", tmp_path / "out"], ["verify", made / "hf", tmp_path / "ckpt"]]
+        commands += [["export", tmp_path / "ckpt", tmp_path / "out", "--like", made / "hf"]]
     for command in commands:
         assert call(*command) == 2, command
         message = capfd.readouterr().err

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters.adapter import PREFIX as PEFT_PREFIX
+from weightbeam.formats.adapters.config import is_alpha
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.adapters import RANK, adapter_table
 from weightbeam.model_mappings.boxes import Box, whole
@@ -169,11 +170,17 @@ def plan_adapter(
       model: the MaxText model, where neither the checkpoint nor `config.json` settles it.
     """
     rank, alpha, problems = _scaling(source, alpha)
-    model = model or _mapping(source.record, "options").get("maxtext_model")
+    said = _mapping(source.record, "options")
+    axis, named = said.get("param_scan_axis", 1), said.get("maxtext_model")
+    if isinstance(axis, bool) or not isinstance(axis, int) or not isinstance(named, str | None):
+        message = f"its record names the axis of layers {str(axis)[:80]!r} and the model {str(named)[:80]!r}, which can't be meant"
+        problems.append(Problem("adapter", source.root, message))
+        return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
+    model = model or named
     weights, config = source.weights, Config(like.config)
     try:
         family = family_of(config, model)
-        layout = _layout(source, name_model(family, config, model).model)
+        layout = _layout(source, axis, name_model(family, config, model).model)
         parts, unknown = _parts(family, config, layout, rank, weights)
     except (ConfigError, UnknownFamilyError) as e:
         problems.append(Problem("config", "config.json", str(e)))
@@ -191,26 +198,34 @@ def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, 
     problems = []
     said = _mapping(source.custom, "lora")
     ranks = {array.shape[-1] for key, array in source.weights.items() if key.endswith("_lora_a") and array.shape}
-    rank = said.get("lora_rank", next(iter(ranks), 0))
-    if ranks != {rank}:
-        message = f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}"
+    rank = next(iter(ranks), 0)
+    if len(ranks) != 1 or repr(said.get("lora_rank", rank)) != repr(rank):
+        message = f"its factors have the ranks {sorted(ranks)}, its metadata say {str(said.get('lora_rank'))[:80]}"
         problems.append(Problem("adapter", source.root, message))
     alpha = said.get("lora_alpha", alpha)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+    if alpha is not None and not is_alpha(alpha):
+        message = (
+            f"its metadata say that alpha is {str(alpha)[:80]!r}; it should be a number above 0 that float32 holds"
+        )
+        problems.append(Problem("adapter", source.root, message))
+    elif alpha is None:
         message = "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha"
         problems.append(Problem("adapter", source.root, message))
-        alpha = float(rank or 1)
-    return rank, alpha, problems
+    return rank, float(alpha) if is_alpha(alpha) else 1.0, problems
 
 
-def _layout(source: OrbaxCheckpoint, model: str | None) -> Layout:
+def _layout(source: OrbaxCheckpoint, axis: int, model: str | None) -> Layout:
     """The layout that an adapter is in."""
     weights, scan = source.weights, source.custom.get("scan_layers")
     return Layout(
         scan=scan if isinstance(scan, bool) else is_scanned(weights),
-        scan_axis=_mapping(source.record, "options").get("param_scan_axis", 1),
-        vocab=None, mtp=any(".mtp_block." in key for key in weights), multimodal=any("_encoder." in key for key in weights), model=model, shapes={},
-    )  # fmt: skip
+        scan_axis=axis,
+        vocab=None,
+        mtp=any(".mtp_block." in key for key in weights),
+        multimodal=any("_encoder." in key for key in weights),
+        model=model,
+        shapes={},
+    )
 
 
 def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -> Iterator[Problem]:
