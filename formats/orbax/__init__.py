@@ -16,12 +16,12 @@ from weightbeam.formats.orbax.metadata import (
     item_handler,
     item_metadata,
     leaves,
-    others_in,
     plan_hash_of,
     read_tree,
     record_of,
     unknown_beside,
 )
+from weightbeam.formats.orbax.others import others_in
 from weightbeam.formats.orbax.reading import (
     FOREIGN,
     MODEL_ITEM,

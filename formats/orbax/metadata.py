@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import RECORD
-from weightbeam.formats.staging import MARKER, PLAN
+from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
 from weightbeam.model_mappings.doors import distrusted
@@ -32,9 +31,6 @@ MAX_BESIDE = {"release.zip": 288 << 20, MAXTEXT: MAX_YAML}
 BESIDE = tuple(MAX_BESIDE)
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
-# the last is a virtual checkpoint's (`links.py`)
-ITEM_FOLDER = re.compile(rf"d|ocdbt\.process_.*|{ARRAY_METADATAS}|source")
-ZARR_FILES = (".zattrs", ".zgroup", ".zmetadata", "zarr.json")  # of a group of arrays
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 30_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -135,12 +131,18 @@ def item_metadata(items: Store) -> dict[str, Any]:
     return custom_metadata(items.parent) or custom_metadata(items)
 
 
-def item_handler(items: Store) -> str:
-    """What Orbax calls the handler of an item; empty where nothing says it."""
+def item_handlers(step: Store) -> dict[str, Any]:
+    """What Orbax calls the handler of each item of a step; empty where nothing says it."""
     try:
-        handler = read_of_step(items.parent, CHECKPOINT_METADATA)["item_handlers"][items.name]
+        handlers = read_of_step(step, CHECKPOINT_METADATA)["item_handlers"]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return {}
+    return handlers if isinstance(handlers, dict) else {}
+
+
+def item_handler(items: Store) -> str:
+    """The same of one item; empty where nothing says it."""
+    handler = item_handlers(items.parent).get(items.name)
     return handler if isinstance(handler, str) else ""
 
 
@@ -260,21 +262,3 @@ def checkpoint_around(folder: Store) -> str:
             break
         folder = folder.parent
     return ""
-
-
-def others_in(step: Store) -> list[str]:
-    """The files in a step, and in its items that hold arrays, that are neither Orbax's nor ours: someone put them there.
-    What another item holds is up to whoever saved it.
-    """
-    items = [name for name in step.folders() if (step / name).exists(METADATA)]
-    places = {"": step, **{f"{name}/": step / name for name in items}}
-    files = [(prefix, file.name) for prefix, place in places.items() for file in place.list(recursive=False)]
-    own = {*STEP_FILES, MARKER, PLAN, DATABASE, "checkpoint", *ZARR_FILES}  # "checkpoint" is of Orbax's former format
-    # where there is no database, a folder of an item is an array
-    folders = [
-        f"{name}/{each}/" for name in items if (step / name).exists(DATABASE) for each in (step / name).folders()
-    ]
-    return [
-        *(f"{place}{name}" for place, name in files if name not in own and not name.startswith("_")),
-        *(path for path in folders if not ITEM_FOLDER.fullmatch(path.split("/")[1])),
-    ]

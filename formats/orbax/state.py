@@ -25,7 +25,7 @@ from weightbeam.formats.orbax import (
     STRINGS,
     read_descriptions,
 )
-from weightbeam.formats.orbax.metadata import read_of_step
+from weightbeam.formats.orbax.metadata import item_handlers, read_of_step
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -175,15 +175,7 @@ def _read(store: Store, name: str) -> bytes:
 
 
 def _handlers(items: Store) -> dict[str, Any]:
-    try:
-        handlers = read_of_step(items.parent, CHECKPOINT_METADATA).get("item_handlers")
-    except (OSError, ValueError, AttributeError):
-        return {}
-    return (
-        {name: handler for name, handler in handlers.items() if name != items.name}
-        if isinstance(handlers, dict)
-        else {}
-    )
+    return {name: handler for name, handler in item_handlers(items.parent).items() if name != items.name}
 
 
 def _json(items: Store, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.staging.bucket import BucketStaging
-from weightbeam.formats.staging.folder import FolderStaging
+from weightbeam.formats.staging.folder import FolderStaging, holds_plan
 from weightbeam.formats.staging.staging import (
     ASIDE,
     ATTEMPT,
@@ -25,7 +25,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_t
 
 __all__ = [
     "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
-    "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "staging_at",
+    "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "holds_plan", "staging_at",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
-from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, sync_folder
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, sync_folder
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
@@ -74,7 +74,7 @@ class FolderStaging(Staging):
         plan of ours lies in there, as in those of earlier versions.
         """
         ids = self._named(pattern)
-        return sorted(name for name in ids if _is_id(ids[name]) or _holds_plan(self.output / name))
+        return sorted(name for name in ids if _is_id(ids[name]) or holds_plan(self.output / name))
 
     def _named(self, pattern: str) -> dict[str, str]:
         """The folders beside the final one whose names go on so, with the id that is in each; whoever made them."""
@@ -161,7 +161,7 @@ class FolderStaging(Staging):
                 else:  # without a rename that swaps, its successor died before it came here
                     rename_new(Path(self.output / name), final)
         # who published it was killed before he could
-        if self.final.exists(self.marker) and _holds_plan(self.final):
+        if self.final.exists(self.marker) and holds_plan(self.final):
             (final / PLAN).unlink(missing_ok=True)
 
     def exists(self) -> bool:
@@ -305,7 +305,7 @@ def _is_id(text: str) -> bool:
     return len(text) == 24 and text[16:] == _checksum(text[:16])
 
 
-def _holds_plan(folder: LocalFolder) -> bool:
+def holds_plan(folder: Store) -> bool:
     """Whether a plan that Weightbeam has staged lies in a folder; somebody else may call a file so."""
     try:
         packed = io.BytesIO(folder.read(PLAN, 0, MAX_BYTES + 1))

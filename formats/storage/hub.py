@@ -195,7 +195,7 @@ class Repository(Store):
     def read_known(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
         data, now = self.read(file.name, start, stop), self.stat(file.name)
         if now and (is_other(file, now) or was_touched(file, now)):
-            raise StorageError(f"{self.path(file.name)}: was replaced in {hub_cache.root()} while it was looked at")
+            raise StorageError(f"{self.path(file.name)}: was replaced in {hub_cache.root()} since it was listed")
         return data
 
     def read_checked(self, name: str, ranges: Iterable[ByteRange], check: Callable[[File], None]) -> int:

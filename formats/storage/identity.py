@@ -238,7 +238,9 @@ def check_together(store: Store, seen: Iterable[Seen], found: Iterable[File]) ->
     then = {store.path(file.name): file for file in seen}
     now = {path: file for file in found if (path := store.path(file.name)) in then}
     if changes := describe_changes(then, now, linked=True):
-        raise StorageError(f"{changes[0]}, while the files beside it were read; try again once nobody writes there")
+        raise StorageError(
+            f"{changes[0]}, and what was read beside it is of before; begin again once nobody writes there"
+        )
 
 
 def touched(path: str) -> ChangedError:

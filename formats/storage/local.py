@@ -303,6 +303,10 @@ class LocalFolder(Store):
     def entries(self) -> Sequence[str]:
         return sorted(os.listdir(self.folder))
 
+    def names(self) -> Sequence[str]:
+        paths = [path for path in self.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        return sorted(str(path.relative_to(self.folder)) for path in paths)
+
     def folders(self) -> Sequence[str]:
         return sorted(path.name for path in self.folder.glob("*") if path.is_dir())
 
@@ -334,7 +338,7 @@ class LocalFolder(Store):
             now = file_of(file.name, os.fstat(opened.fileno()))
             is_touched = now.links == file.links and now.changed != file.changed
             if (now.inode, now.size, now.version) != (file.inode, file.size, file.version) or is_touched:
-                raise StorageError(f"{self.path(file.name)}: was changed or replaced while it was looked at")
+                raise StorageError(f"{self.path(file.name)}: was changed or replaced since it was listed")
             opened.seek(start)
             return opened.read(-1 if stop is None else max(0, stop - start))
 

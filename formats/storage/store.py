@@ -224,6 +224,10 @@ class Store(abc.ABC):
         """The names of what lies directly in the folder, be it files that can be read or not."""
         return [file.name for file in self.list(recursive=False)]
 
+    def names(self) -> Sequence[str]:
+        """The names of all that lies in the folder and below, be it files that can be read or not."""
+        return [file.name for file in self.list()]
+
     def folders(self) -> Sequence[str]:
         """The names of the folders directly below."""
         raise NotImplementedError(f"{type(self).__name__} has no folders")

@@ -31,11 +31,11 @@ from weightbeam.formats.orbax.metadata import (
     checkpoint_metadata,
     hash_beside,
     is_checkpoint,
-    others_in,
     plan_hash_of,
     record_of,
     tree_metadata,
 )
+from weightbeam.formats.orbax.others import others_in
 from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
@@ -330,7 +330,9 @@ def _put_record(staging: Staging, target: OrbaxTarget, record: Mapping[str, Any]
     beside: dict[str, str] = {}
     for place in dict.fromkeys((staging.aside, staging.checkpoint)):
         beside |= hash_beside(place)
-    record = {**record, **({"files": beside} if beside else {}), "digests": digests}
+    carried = sorted({name.partition("/")[0] for name in target.files if "/" in name} - {ITEMS})
+    record = {**record, **({"files": beside} if beside else {}), **({"carried": carried} if carried else {})}
+    record["digests"] = digests
     staging.put(RECORD, record_json(record))
     scan = {} if target.scan_layers is None else {"scan_layers": target.scan_layers}
     about = _json(checkpoint_metadata({**scan, **target.custom, "weightbeam": summary(record)}, target.handlers))

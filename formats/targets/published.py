@@ -11,7 +11,7 @@ from typing import Any
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.safetensors import INDEX
 from weightbeam.formats.safetensors.header import HeaderError, header_of
-from weightbeam.formats.staging import MARKER, PLAN
+from weightbeam.formats.staging import MARKER, PLAN, holds_plan
 from weightbeam.formats.storage import LocalFolder, StorageError, Store
 from weightbeam.formats.storage.strict_json import read_json
 
@@ -53,24 +53,16 @@ def others_in(release: Store) -> list[str]:
     """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
     record = record_of(release) or {}
     files, digests = record.get("files"), record.get("digests")
-    own = {RECORD, PLAN, *(files if isinstance(files, dict) else ())}
+    own = {RECORD, *([PLAN] if holds_plan(release) else []), *(files if isinstance(files, dict) else ())}
     tensors = digests.keys() if isinstance(digests, dict) else set[str]()
     if "files" not in record:  # of an earlier version
         own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}
     shards = _shards_by_index(release) if INDEX in own else None
     return [
         name
-        for name in names_in(release)
+        for name in release.names()
         if name not in own and not (_is_shard(release, name, tensors) if shards is None else name in shards)
     ]
-
-
-def names_in(release: Store) -> list[str]:
-    """All that lies in a release, links and whatever else isn't a file, too."""
-    if not isinstance(release, LocalFolder):
-        return [file.name for file in release.list()]
-    paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return sorted(str(path.relative_to(release.folder)) for path in paths)
 
 
 def strays_in(release: Store) -> list[str]:

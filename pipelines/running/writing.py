@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.staging import ITEMS, FolderStaging, Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.targets.target import listed
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import refuse
@@ -124,7 +125,9 @@ def _replaced(planned: Transfer, place: Staging) -> str:
     source = None
     with contextlib.suppress(StorageError):  # a record that can't be read
         source = planned.target.record_of(place.final).get("source")
-    return f"replaces {place.final}" + (f", which was made of {printable(source)}" if isinstance(source, str) else "")
+    made = f", which was made of {printable(source)}" if isinstance(source, str) else ""
+    beside = [printable(name) for name in place.final.folders() if name != ITEMS]
+    return f"replaces {place.final}{made}" + (f", with {listed(beside)} in it" if beside else "")
 
 
 def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:

@@ -50,7 +50,7 @@ from weightbeam.formats.targets.hub import (
     publish,
     told,
 )
-from weightbeam.formats.targets.published import names_in, others_in, whole_files
+from weightbeam.formats.targets.published import others_in, whole_files
 from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
@@ -218,12 +218,12 @@ class StorePlace(Place):
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         step = open_store(url)
         if self.report(url).get("key") != key:
-            return names_in(step)
+            return step.names()
         found = others_in_checkpoint(step) if is_checkpoint(step) else others_in(step)
         return [name for name in found if name not in BESIDE]
 
     def is_taken(self, url: str, key: str) -> bool:
-        return self.report(url).get("key") != key and bool(names_in(open_store(url)))
+        return self.report(url).get("key") != key and bool(open_store(url).names())
 
     def remove(self, url: str) -> None:
         assert url.startswith(f"{self.url}/")
@@ -292,7 +292,7 @@ class BucketPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
-        if strays := sorted({*names_in(place)} - {file.name for file in files}):
+        if strays := sorted({*place.names()} - {file.name for file in files}):
             raise StorageError(f"{url} holds what isn't of this step: {listed(strays)}; move it away")
         late = [
             file

@@ -167,7 +167,7 @@ def test_a_small_file_that_changes_after_it_was_hashed(tmp_path: Path) -> None:
     files = small_files(open_store(tmp_path))
     assert set(files.hashes) == {"tokenizer.json"}
     set_back(tmp_path / "tokenizer.json", b"two", 0)
-    with pytest.raises(StorageError, match="was it changed"):
+    with pytest.raises(StorageError, match="was changed or replaced since it was listed"):
         files["tokenizer.json"]
 
 

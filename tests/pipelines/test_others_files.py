@@ -19,6 +19,7 @@ from servers.gcs import FakeGcs
 from support import call, convert
 
 import weightbeam as wb
+from weightbeam.formats.orbax import others_in
 from weightbeam.formats.staging import ASIDE, PLAN, BucketStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
@@ -132,25 +133,86 @@ def test_a_plan_that_a_sleeper_staged_beside_what_is_whole(
     assert not beside.list(f"{name}.weightbeam/")
 
 
-@pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt", ".mine", "items/.mine", "items/eval/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "precious.txt",
+        "items/precious.txt",
+        ".mine",
+        "items/.mine",
+        "items/eval/results.csv",
+        "items/d/thesis.txt",
+        "items/source/model.safetensors",
+        "items/_mine",
+        "items/array_metadatas/process_7",
+        "plan.json.gz",
+    ],
+)
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a training job keeps in items beside is part of the checkpoint that `--overwrite` replaces."""
+    """Files, at whatever place, and an item that another one saved beside ours."""
     step = convert(source, tmp_path / "out", *MODEL)
     (step / "metrics").mkdir()
-    (step / "metrics" / "metrics").touch()
-    mine = step / name / "results.csv" if name.endswith("/") else step / name
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
+    for mine in (step / "metrics" / "metrics", step / name):
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
     command = ("convert", "--source", source, "--output", tmp_path / "out", *MODEL, "--overwrite")
     assert call(*command) == 2
-    assert f"would delete: {name}; move it away" in capfd.readouterr().err
+    assert f"would delete: {', '.join(sorted(['metrics/', name]))}; move it away" in capfd.readouterr().err
     assert mine.read_text() == "mine"
     mine.unlink()
-    if name.endswith("/"):
-        mine.parent.rmdir()
+    shutil.rmtree(step / "metrics")
     assert call(*command) == 0
+
+
+OWN_FORMS = (
+    ["--use_ocdbt", "false"],
+    ["--use_ocdbt", "false", "--use_zarr3", "false"],
+    ["--virtual", "--link", "copy", "--sha256"],
+)
+
+
+@pytest.mark.parametrize("options", [[], *OWN_FORMS], ids=" ".join)
+def test_a_checkpoint_of_ours_holds_nothing_of_others(source: Path, tmp_path: Path, options: list[str]) -> None:
+    """In each form, so that `--overwrite` does what is asked for; beside a chunk a note is somebody's."""
+    step = convert(source, tmp_path / "out", *MODEL, *options)
+    assert others_in(LocalFolder(str(step))) == []
+    chunk = next(path for path in sorted((step / "items").rglob("*")) if path.is_file() and path.parent.name != "items")
+    chunk.with_name("notes.txt").write_text("mine")
+    assert others_in(LocalFolder(str(step))) == [str(chunk.with_name("notes.txt").relative_to(step))]
+    chunk.with_name("notes.txt").unlink()
+    assert call("convert", source, tmp_path / "out", *MODEL, *options, "--overwrite") == 0
+
+
+def test_items_of_a_training_state_are_ours_once_they_were_copied(source: Path, tmp_path: Path) -> None:
+    """With handlers in the metadata or without, by the record; of somebody's checkpoint they are named when it goes."""
+    step = convert(source, tmp_path / "ckpt", *MODEL)
+    for name in ("iter", "more"):
+        (step / name).mkdir()
+        (step / name / "process_0.json").write_text("{}")
+    assert call("reshard", tmp_path / "ckpt", tmp_path / "out", "--mesh", "fsdp=2") == 0
+    copy = tmp_path / "out" / "0"
+    assert json.loads((copy / "conversion.json").read_text())["carried"] == ["iter", "more"]
+    assert (copy / "iter" / "process_0.json").read_text() == "{}"
+    assert others_in(LocalFolder(str(copy))) == []
+    (copy / "third").mkdir()
+    (copy / "third" / "x").touch()
+    assert others_in(LocalFolder(str(copy))) == ["third/"]
+
+
+def test_other_items_are_named_when_a_checkpoint_goes(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that isn't ours, which `--overwrite` replaces as a whole."""
+    step = convert(source, tmp_path / "out", *MODEL)
+    for path in step.glob("*"):
+        if path.name != "items":
+            path.unlink()
+    (step / "metrics").mkdir()
+    (step / "metrics" / "metrics").touch()
+    assert call("convert", source, tmp_path / "out", *MODEL, "--overwrite") == 0
+    assert f"replaces {step}, with metrics in it" in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.parametrize("place", ["bucket"], indirect=True)

@@ -4,6 +4,7 @@ become ordinary ones.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -173,8 +174,8 @@ def test_each_kind_of_link(mixed: Path, tmp_path: Path, link: str) -> None:
     blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "main"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
-    for number, file in enumerate(sorted(mixed.iterdir())):
-        blob = blobs / f"{number:064x}"
+    for file in sorted(mixed.iterdir()):
+        blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
         shutil.copy(file, blob)
         (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
     step = convert(snapshot, tmp_path / "out", "--virtual", "--link", link)
