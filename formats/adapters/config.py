@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from weightbeam.formats.adapters.patterns import MAX_TOTAL, PatternError, Patterns, parse
 from weightbeam.model_mappings.plan import Problem
@@ -165,7 +165,7 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
 
 
-def is_alpha(value: object) -> bool:
+def is_alpha(value: object) -> TypeGuard[float]:
     """Whether it is a number that products of factors can be scaled by."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-38 < value < 3e38
 
