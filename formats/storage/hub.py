@@ -135,7 +135,7 @@ class Repository(Store):
             cached = hub_cache.snapshot(self.repo, self.commit)
             names = [file.name for file in cached.list()] if cached else []
             return {name: file for name in names if cached and (file := hub_cache.file_of(cached, name))}
-        return {name: self._cached(name, file)[1] or file for name, file in self._known().items()}
+        return {name: self._cached(name)[1] or file for name, file in self._known().items()}
 
     def _known(self) -> dict[str, File]:
         """What the hub says of the files."""
@@ -164,25 +164,25 @@ class Repository(Store):
         ]
 
     def stat(self, name: str) -> File | None:
-        known = None if hub_cache.is_offline() else self._known().get(name)
-        return self._cached(name, known)[1] or known
+        return self._cached(name)[1] or (None if hub_cache.is_offline() else self._known().get(name))
 
-    def _cached(self, name: str, known: File | None) -> tuple[LocalFolder | None, File | None]:
+    def _cached(self, name: str) -> tuple[LocalFolder, File] | tuple[None, None]:
         """The snapshot in the cache, and the file as it lies there, if it is what the hub knows: of the same size, and
-        under its hash. Of one that is replaced there the inode is another one.
+        under its hash. Of one that is replaced there the inode is another one. The hub isn't asked where there is none.
         """
         cached = hub_cache.snapshot(self.repo, self.commit)
-        found = hub_cache.file_of(cached, name) if cached else None
-        if found and (hub_cache.is_offline() or (known and (known.size, known.version) == (found.size, found.version))):
-            return cached, found
-        return None, None
+        if cached is None or (found := hub_cache.file_of(cached, name)) is None:
+            return None, None
+        known = found if hub_cache.is_offline() else self._known().get(name)
+        is_same = known is not None and (known.size, known.version) == (found.size, found.version)
+        return (cached, found) if is_same else (None, None)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if (file := self.stat(name)) is None:
             raise FileNotFoundError(2, "no such file", self.path(name))
         stop = file.size if stop is None else min(stop, file.size)
         is_whole = (start, stop) == (0, file.size)
-        if is_whole and (cached := self._cached(name, file)[0]):
+        if is_whole and (cached := self._cached(name)[0]):
             return hub_cache.read_whole(cached, name)
         buffer = bytearray(max(0, stop - start))
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
@@ -199,15 +199,14 @@ class Repository(Store):
         return data
 
     def read_checked(self, name: str, ranges: Iterable[ByteRange], check: Callable[[File], None]) -> int:
-        known = self.stat(name)
-        cached, found = self._cached(name, known) if known else (None, None)
-        if cached and found:
-            version = found.version
-            return cached.read_checked(name, ranges, lambda opened: check(dataclasses.replace(opened, version=version)))
-        return self.read_into(name, ranges)
+        cached, found = self._cached(name)
+        if cached is None or found is None:
+            return self.read_into(name, ranges)
+        version = found.version
+        return cached.read_checked(name, ranges, lambda opened: check(dataclasses.replace(opened, version=version)))
 
     def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
-        if (known := self.stat(name)) and (cached := self._cached(name, known)[0]):
+        if cached := self._cached(name)[0]:
             return cached.read_into(name, ranges)
         if hub_cache.is_offline():
             raise StorageError(f"{self.path(name)}: HF_HUB_OFFLINE is set, and the file isn't in {hub_cache.root()}")
