@@ -68,7 +68,12 @@ class Change:
         """One of the adapters' tensors, for messages."""
         return next(
             tensor.name
-            for tensor in (*self.whole, *(delta.a for delta in self.deltas), *(tensor for tensor, _ in self.added))
+            for tensor in (
+                *self.whole,
+                *(delta.a for delta in self.deltas),
+                *(tensor for tensor, _ in self.added),
+                *self.copies,
+            )
         )
 
 

@@ -151,6 +151,11 @@ def test_a_copy_of_an_embedding_must_fit(written: Path, tmp_path: Path) -> None:
         written / "embedding" / "base", copy_adapter(written / "embedding" / "adapter", tmp_path / "b", strange)
     )
     assert "is (47, 32), the base's model.embed_tokens.weight (48, 32)" in said
+    alone = {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 47), np.float32)}
+    said = problems(
+        written / "embedding" / "base", copy_adapter(written / "embedding" / "adapter", tmp_path / "c", alone)
+    )
+    assert "model.embed_tokens" in said
 
 
 def test_what_is_there_twice_is_refused(written: Path, tmp_path: Path) -> None:
