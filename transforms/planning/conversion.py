@@ -197,7 +197,7 @@ class Conversion(Transfer):
     @functools.cached_property
     def _small_files(self) -> SmallFiles:
         """Those that are kept with the checkpoint."""
-        kept = kept_files(open_store(self.source.root), self.options.allow_links, self.source.opened)
+        kept = kept_files(open_store(self.source.root), self.options.allow_links, self.source.configs)
         return files_of(self.source, kept)
 
     @property
