@@ -5,6 +5,7 @@ reads them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -446,9 +447,10 @@ def test_links_inside_the_folder_and_from_a_hub_cache(tmp_path: Path) -> None:
     (repository / "blobs").mkdir(parents=True)
     snapshot = repository / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
-    for number, path in enumerate(sorted(sharded(tmp_path / "other").iterdir())):
-        path.rename(repository / "blobs" / f"{number:064x}")
-        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    for path in sorted(sharded(tmp_path / "other").iterdir()):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(repository / "blobs" / digest)
+        (snapshot / path.name).symlink_to(f"../../blobs/{digest}")
     assert problems(snapshot) == []
     linked = tmp_path / "link"
     linked.symlink_to(snapshot)
