@@ -105,6 +105,7 @@ def _begin(files: tuple[int, int, int], folder: str, environment: Mapping[str, s
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # where a watcher's process began the server
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
 

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -197,6 +198,7 @@ def _without_interrupts() -> Iterator[None]:
     """Context manager: what is started meanwhile gets no Ctrl-C until `_serve` ignores it: its first imports would print
     where they were interrupted.
     """
+    resource_tracker.ensure_running()  # else it is begun with the process, and lets the signal through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
