@@ -27,6 +27,7 @@ from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, o
 
 SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
 MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
+WRITTEN, READ, ANEW = " while it was converted", " while it was read", "; start anew with --overwrite"  # of messages
 MOUNTS = "/proc/self/ns/mnt"  # Linux: names the process's own view of what is mounted
 READERS = 8  # files whose blocks are read at a time: on a mounted bucket each takes a while
 
@@ -48,8 +49,13 @@ class ChangedError(StorageError):
 
 def changed_error(what: str, detail: str = "") -> ChangedError:
     """The error that says so in both ways."""
-    written, read = f"{what} while it was converted{detail}", f"{what} while it was read{detail}"
-    return ChangedError(f"{written}; start anew with --overwrite", read)
+    written, read = f"{what}{WRITTEN}{detail}", f"{what}{READ}{detail}"
+    return ChangedError(f"{written}{ANEW}", read)
+
+
+def as_read(message: str) -> str:
+    """What to tell one who only reads, of a text that has the message of a `ChangedError`, as a worker tells it."""
+    return message.replace(WRITTEN, READ).replace(ANEW, "; compare it again")
 
 
 class Seen(Protocol):

@@ -10,7 +10,9 @@ from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
-from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.storage import Store, open_store, reason
+from weightbeam.formats.storage.held import held
+from weightbeam.formats.storage.identity import check_together
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.registry import family_of
@@ -28,13 +30,20 @@ def plan_against_checkpoint(release: str, checkpoint: str, given: Mapping[str, A
     """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same
     table and model.
     """
+    with held(open_store(release)) as view:
+        return _plan(view, checkpoint, given)
+
+
+def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
+    """The same of an export that is held: what is said of its small files is of those beside its tensors."""
     opened = open_orbax(checkpoint)
     accept = given.get("accept") or ()
     asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}
-    exported = open_source(release)
+    exported = open_source(release.url)
+    check_together(release, exported.opened, release.list())
     options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     conversion = prepare(options, exported)
@@ -42,7 +51,7 @@ def plan_against_checkpoint(release: str, checkpoint: str, given: Mapping[str, A
     record, remembered = read_record(release), opened.record.get("config")
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     faults, notes = find_release_faults(
-        open_store(release),
+        release,
         record,
         remembered if isinstance(remembered, Mapping) else {},
         [accept] if isinstance(accept, str) else accept,

@@ -14,7 +14,8 @@ from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store, open_store
-from weightbeam.formats.storage.identity import Files
+from weightbeam.formats.storage.held import held_item
+from weightbeam.formats.storage.identity import Files, check_together
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets import published
 from weightbeam.formats.targets.published import RECORD
@@ -61,12 +62,14 @@ def plan_verification(
         if (pair := find_export(checkpoint, source)) is not None:
             return plan_against_checkpoint(*pair, given)
         _refuse_options_of_exports(given)
-        found = _open_checkpoint(checkpoint, source, given)
-        options = _options(found, given)
-        conversion = prepare(options, found.source, open_adapters(options))
+        with held_item(find_items(checkpoint)) as items:
+            found = _open_checkpoint(items, checkpoint, source, given)
+            options = _options(found, given)
+            conversion = prepare(options, found.source, open_adapters(options))
+            subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
     refuse(conversion.plan.problems, conversion.source)
-    with reading(checkpoint):
-        return _compare_metadata(found, conversion)
+    assert subject
+    return subject
 
 
 def _refuse_options_of_exports(given: Mapping[str, Any]) -> None:
@@ -86,6 +89,7 @@ class _Checkpoint:
     """A checkpoint, and the release that it is compared with.
 
     Attributes:
+      items: what it says of itself, held.
       stores: its arrays, by their keys.
       weights: the keys of its weights, by MaxText's names for them.
       files: which are watched while they are read.
@@ -100,20 +104,20 @@ class _Checkpoint:
     is_own: bool
 
 
-def _open_checkpoint(checkpoint: str, source: str | None, given: Mapping[str, Any]) -> _Checkpoint:
+def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: Mapping[str, Any]) -> _Checkpoint:
     """Looks at a checkpoint, and at the release that it is compared with.
 
     Raises:
       Refused: it can't be compared, or doesn't say with what.
       Failed: the files that a virtual checkpoint refers to have changed.
     """
-    items = find_items(checkpoint)
     own, said = (
         (None, check_files(items)) if source or not is_virtual(items) else open_own_source(items, given.get("family"))
     )
     if said:
         LOG.info(said)
-    stores, files, weights = open_arrays(items), Files.of(items), weights_of(items)
+    stores, files, weights = open_arrays(items), Files.of(open_store(items.url)), weights_of(items)
+    check_together(items, items.list(recursive=False), files.files)
     if not given.get("lora"):
         _refuse_merged(items)
     made = record_of(items).get("options", {})
@@ -179,7 +183,15 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
     wrong = tuple(dict.fromkeys(faults))
     notes = () if found.is_own else _source_notes(found.source, record)
     notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
-    return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, found.files))
+    return Subject(
+        open_store(items.url),
+        conversion,
+        wrong,
+        keys,
+        state=state,
+        notes=notes,
+        sources=(*conversion.sources, found.files),
+    )
 
 
 def weights_of(items: Store) -> Mapping[str, str]:

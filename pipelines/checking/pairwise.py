@@ -11,6 +11,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.identity import as_read
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.pipelines.checking.comparison import MISSING, SHAPE, Comparison, Verdict
 from weightbeam.pipelines.checking.pairs import ComparedPair
@@ -53,7 +54,7 @@ def compare_pairs(
                 future.result()
         except (StorageError, ContentError) as e:
             check_read(source for pair in pairs for source in pair.sources)  # which says more
-            raise Failed(f"  {e}") from e
+            raise Failed(f"  {as_read(str(e))}") from e
         finally:
             comparing.ended.set()
     check_read(source for pair in pairs for source in pair.sources)

@@ -11,13 +11,14 @@ from typing import Any
 
 import apache_beam as beam
 
+from weightbeam.formats.storage.identity import as_read
 from weightbeam.model_mappings.plan import Array
 from weightbeam.pipelines.checking.of_source import plan_verification
 from weightbeam.pipelines.checking.subject import Subject, is_spare
 from weightbeam.pipelines.checking.verification import Verification
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
 from weightbeam.pipelines.running.prepare import check_read
-from weightbeam.pipelines.running.runners.failure import last_words
+from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.notebook import as_in_a_script
@@ -135,6 +136,6 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
             found = read_findings(file, len(todo))
         except Exception as e:
             check_read(subject.sources)  # which says more
-            raise Failed(f"  {last_words(e)}") from e
+            raise Failed(f"  {as_read(OUR_KIND.sub('', last_words(e)))}") from e
     check_read(subject.sources)
     return found

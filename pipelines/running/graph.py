@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
-from weightbeam.pipelines.running.runners.failure import last_words
+from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
 from weightbeam.pipelines.running.runners.runner import Job
 from weightbeam.pipelines.running.runners.table import runner_of
 from weightbeam.pipelines.running.stopping import stopping
@@ -47,7 +46,6 @@ from weightbeam.transforms.stages.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.stages.staged import remember
 
 DELIVERY = Delivery()
-OUR_KIND = re.compile(r"\bweightbeam(\.\w+)+: ")  # before the message of an error of ours, as workers tell it
 
 
 def build(

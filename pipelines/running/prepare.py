@@ -142,7 +142,7 @@ def open_source(source: str, allow_links: bool = False, cut: Cut | None = None) 
         raise Refused(f"--source={source}: {reason(e)}") from e
 
 
-def read_record(release: str) -> Mapping[str, Any]:
+def read_record(release: str | Store) -> Mapping[str, Any]:
     """What `weightbeam.json` in a release says; nothing where there is none."""
     try:
         found = read_json(open_store(release), RECORD)
@@ -151,7 +151,7 @@ def read_record(release: str) -> Mapping[str, Any]:
     return distrusted(found) if isinstance(found, dict) else {}
 
 
-def options_of_export(release: str) -> dict[str, Any]:
+def options_of_export(release: str | Store) -> dict[str, Any]:
     """The model, and the other options of a conversion back, with which a release was exported; empty where it wasn't."""
     record = read_record(release)
     made = record.get("options")

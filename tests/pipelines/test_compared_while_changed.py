@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
+from weightbeam.formats.storage import local
 
 MODEL = QWEN3_MOE | dict(architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16")
 
@@ -63,3 +65,40 @@ def test_a_side_that_is_replaced_meanwhile(command: str, side: str, inputs: Path
     assert "compare it again" in said
     assert "--overwrite" not in said
     assert compare(str(here / first), str(here / second), progress=False).ok
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_side_that_is_another_one_while_it_is_read(
+    command: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the right one again afterwards, so that only the read itself can tell: said as one who reads would say it."""
+    shutil.copytree(inputs, here := tmp_path / "here")
+    compare, first, second = COMMANDS[command]
+    side = next((side for side in (first, second) if side != "ckpt"), None)
+    if side is None:
+        pytest.skip("TensorStore reads checkpoints")
+    file = max((here / side).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    other = tmp_path / "other"
+    shutil.copy2(file, other)
+    read_ranges, lock = local.read_ranges, threading.Lock()
+
+    def switching(path: str, *given: Any) -> int:
+        with lock:
+            os.rename(file, tmp_path / "aside")
+            os.rename(other, file)
+            try:
+                return read_ranges(path, *given)
+            finally:
+                os.rename(file, other)
+                os.rename(tmp_path / "aside", file)
+
+    def told(progress: Any) -> None:
+        monkeypatch.setattr(local, "read_ranges", switching)
+
+    with pytest.raises(wb.Failed) as raised:
+        compare(str(here / first), str(here / second), progress=told)
+    said = str(raised.value)
+    assert f"{file} changed while it was read" in said
+    assert "compare it again" in said
+    assert "--overwrite" not in said
+    assert "weightbeam." not in said

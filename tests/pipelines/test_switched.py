@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -339,3 +340,47 @@ def restore(saved: Path, path: Path) -> None:
     else:
         shutil.rmtree(path)
         shutil.copytree(saved, path, symlinks=True)
+
+
+@pytest.mark.parametrize("side", ["the checkpoint", "the export"])
+def test_a_verdict_is_of_one_state(side: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are both wrong, one in its weights and one in a small file, whichever lies there for a while: never that
+    all is well.
+    """
+    (tmp_path / "one" / "tokenizer.json").write_text("{}")
+    for name in ("one", "two"):
+        assert call("convert", tmp_path / name, tmp_path / f"ckpt-{name}", *MODEL) == 0
+    if side == "the checkpoint":
+        good, wrong, judged = tmp_path / "ckpt-one", "0/maxtext.yml", ["verify", source, tmp_path / "in"]
+        other = tmp_path / "ckpt-two"
+        for name in ("conversion.json", "release.zip", "maxtext.yml"):
+            shutil.copy2(good / "0" / name, other / "0" / name)
+    else:
+        good, wrong, judged = tmp_path / "hf", "tokenizer.json", ["verify", tmp_path / "ckpt-one", tmp_path / "in"]
+        assert call("export", tmp_path / "ckpt-one", good) == 0
+        other = Path(shutil.copytree(good, tmp_path / "other"))
+        with open(other / "model.safetensors", "r+b") as file:
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+    path = Path(shutil.copytree(good, tmp_path / "edited")) / wrong
+    path.write_text(path.read_text() + "\n")
+    for name, status in ((good.name, 0), ("edited", 1), (other.name, 1)):
+        point(tmp_path / "in", name)
+        assert call(*judged) == status
+    opened, found = local.open_file, set[int]()
+    for first, more in itertools.product(range(0, 120, 4), (2, 9)):
+        calls = iter(range(1000))
+        point(tmp_path / "in", "edited")
+
+        def open_file(path: str, calls: Iterator[int] = calls, first: int = first, more: int = more) -> int:
+            if str(path).startswith(str(tmp_path / "in")) and (number := next(calls)) in (first, first + more):
+                point(tmp_path / "in", other.name if number == first else "edited")
+            return opened(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(local, "open_file", open_file)
+            found.add(call(*judged))
+        if next(calls) <= first:
+            break
+    assert 2 in found
+    assert 0 not in found

@@ -12,6 +12,9 @@ class RunnerError(Exception):
     """Where the pipeline ran something failed, not in one of its stages; the message says all."""
 
 
+OUR_KIND = re.compile(r"\bweightbeam(\.\w+)+: ")  # before the message of an error of ours, as workers tell it
+
+
 def last_words(error: BaseException) -> str:
     """The line that names the error: its kind and message, and the stage where one of ours raised it.
 
