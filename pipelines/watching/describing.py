@@ -28,14 +28,15 @@ ADDRESS = ("place", "revision", "named", "full_paths")
 Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
 
 
-def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares a release with the step before and with the release that the run began with; writes what changed beside
-    it, as JSON and as a picture.
+def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str, Any]:
+    """Compares a release with the step before and with the release that the run began with; writes what changed, as JSON
+    and as a picture.
 
     Args:
       release: whole.
       about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one
         before.
+      aside: where what changed is written: not beside the release, which may be read by `verify` meanwhile.
 
     Returns:
       Nothing that is worth recording: `describe` takes it from there.
@@ -65,20 +66,21 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
         "unchanged": changes.unchanged(compared.get("before", {})),
         "notes": notes,
     }
-    release.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
+    aside.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
     grids = {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
-    if drawn:
-        release.write(changes.PICTURE, drawn)
+    aside.write(changes.PICTURE, drawn) if drawn else aside.delete(changes.PICTURE)
     return {}
 
 
-def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the card beside a release, takes away what was found while it was written, and at last writes its report.
+def describe(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str, Any]:
+    """Writes beside a release what changed and a card, takes away what was found while it was written, and at last writes
+    its report.
 
     Args:
       release: compared, with its source and by `compare`.
       about: see there.
+      aside: see there.
 
     Returns:
       What is worth recording: `said`, `warnings`, and in how many tensors an element is `not_finite`.
@@ -87,14 +89,17 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
       StorageError: something can't be read or written.
     """
     try:
-        found = json.loads(release.read(changes.JSON))
-        drawn = release.exists(changes.PICTURE)
+        found = json.loads(written := aside.read(changes.JSON))
+        drawn = aside.read(changes.PICTURE) if aside.exists(changes.PICTURE) else None
     except (OSError, ValueError) as e:
-        raise StorageError(f"{release.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
+        raise StorageError(f"{aside.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
+    release.write(changes.JSON, written)
+    if drawn:
+        release.write(changes.PICTURE, drawn)
     warnings, sentences = found["warnings"], found["said"]
     said = {name: value for name, value in about.items() if name not in ADDRESS}
     report = _naming(about).told({**said, "warnings": warnings, "changes": sentences})
-    _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn)
+    _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn is not None)
     release.delete(baselines.FILE)
     release.write(REPORT, json.dumps(report, indent=1).encode())
     return {"warnings": warnings, "said": sentences, "not_finite": len(found["not_finite"])}

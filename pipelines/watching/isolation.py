@@ -489,22 +489,23 @@ def verify_reshard(a: str, b: str) -> dict[str, Any]:
     return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
 
 
-def compare(url: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares what was made with what it was before, and writes that beside it.
+def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
+    """Compares what was made with what it was before.
 
     Args:
       url: what was made.
       about: what its report says.
+      aside: where that is written.
     """
     from weightbeam.formats.storage import open_store
     from weightbeam.pipelines.watching import describing
 
-    return describing.compare(open_store(url), about)
+    return describing.compare(open_store(url), about, open_store(aside))
 
 
-def describe(url: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the card and the report of what was made beside it; see `compare`."""
+def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
+    """Writes what changed, the card and the report of what was made beside it; see `compare`."""
     from weightbeam.formats.storage import open_store
     from weightbeam.pipelines.watching import describing
 
-    return describing.describe(open_store(url), about)
+    return describing.describe(open_store(url), about, open_store(aside))

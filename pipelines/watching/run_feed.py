@@ -454,7 +454,7 @@ class RunFeed(Feed):
                 verify["beam"] = self._config.runner_arguments(here=True)
                 judges = [FeedTask(isolation.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
-        about = {"url": release.url, "about": self._about(history, target, compared)}
+        about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
         yield (*judges, FeedTask(isolation.compare, about))
         yield (FeedTask(isolation.describe, about, "changes"),)
 
