@@ -4,7 +4,7 @@ What the hub's cache on this machine holds of that commit is read from there, an
 is.
 
 A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is
-asked for anew when it has expired. So a hub sees one request a file, and its token goes nowhere else.
+asked for anew when it has expired, or its host can't be reached. So a hub sees one request a file, and its token goes nowhere else.
 """
 
 from __future__ import annotations
@@ -254,6 +254,7 @@ class Repository(Store):
                     done += len(data)
         except httpx2.TransportError:
             if done == start:
+                _locations.forget(self.repo, self.commit, name)  # it may be that of a host that is away
                 raise
         if done == start:
             raise httpx2.RemoteProtocolError("the answer was empty")
@@ -318,11 +319,11 @@ class _Locations:
         ours = place[:2] == urlsplit(_endpoint())[:2]
         return location, build_hf_headers(token=token() or False if ours else False)
 
-    def forget(self, repo: str, commit: str, name: str, location: str) -> None:
-        """Asks anew next time, unless someone has done so already."""
+    def forget(self, repo: str, commit: str, name: str, location: str | None = None) -> None:
+        """Asks anew next time, unless someone has done so already: it isn't `location` any more."""
         with self._locks[repo, commit, name]:
-            if self._found.get((repo, commit, name)) == location:
-                del self._found[repo, commit, name]
+            if location in (None, self._found.get((repo, commit, name))):
+                self._found.pop((repo, commit, name), None)
 
 
 _locations = _Locations()
@@ -431,7 +432,7 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
         error = state.outcome.exception() if state.outcome else None
         answer = getattr(error, "response", None)  # the error's own text may have an address that is signed
         why = f"it answered {answer.status_code}" if answer is not None else type(error).__name__
-        _TROUBLE.note(_endpoint(), why, state.upcoming_sleep)
+        _TROUBLE.note(_host_of(error), why, state.upcoming_sleep)
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_passing),
@@ -442,6 +443,15 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
         before_sleep=note,
         reraise=True,
     )
+
+
+def _host_of(error: BaseException | None) -> str:
+    """Who was asked in vain: the hub, or the host that it redirects to."""
+    try:
+        asked = urlsplit(str(error.request.url)) if isinstance(error, httpx2.HTTPError) else None
+    except RuntimeError:  # the error knows no request
+        asked = None
+    return asked.hostname if asked and asked.hostname and asked[:2] != urlsplit(_endpoint())[:2] else _endpoint()
 
 
 _PAGES = threading.local()  # `left`: how many a question of this thread to the hub may still ask for

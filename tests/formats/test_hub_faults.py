@@ -257,6 +257,29 @@ def test_a_redirect_to_no_address(
         open_store(URL).read("config.json")
 
 
+def test_a_redirect_to_a_host_that_is_away(
+    hub: FakeHub,
+    files: dict[str, bytes | Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is named, and the hub is asked for another one: who waited for this one alone never ended."""
+    assert attempt(files)
+    monkeypatch.setattr("weightbeam.formats.storage.store.SILENCE", 0.0)
+    answer, elsewhere, asked = hub.answer, Reply(302, b"", {"Location": "http://127.0.0.2:9/file"}), list[str]()
+
+    def redirect(call: Call) -> Reply:
+        if "/resolve/" in call.path:
+            asked.append(call.path)
+        return elsewhere if "/resolve/" in call.path and len(asked) < 3 else answer(call)
+
+    monkeypatch.setattr(hub, "answer", redirect)
+    caplog.set_level("WARNING")
+    assert open_store(URL).read("model-00001-of-00002.safetensors") == content(files)["model-00001-of-00002.safetensors"]
+    assert len(asked) == 3
+    assert "waiting for 127.0.0.2, which is asked again" in caplog.text
+
+
 @pytest.mark.parametrize("of", ["/commits/", "/discussions"])
 def test_a_list_without_an_end(
     hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, of: str
