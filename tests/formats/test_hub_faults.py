@@ -275,7 +275,9 @@ def test_a_redirect_to_a_host_that_is_away(
 
     monkeypatch.setattr(hub, "answer", redirect)
     caplog.set_level("WARNING")
-    assert open_store(URL).read("model-00001-of-00002.safetensors") == content(files)["model-00001-of-00002.safetensors"]
+    assert (
+        open_store(URL).read("model-00001-of-00002.safetensors") == content(files)["model-00001-of-00002.safetensors"]
+    )
     assert len(asked) == 3
     assert "waiting for 127.0.0.2, which is asked again" in caplog.text
 
