@@ -252,9 +252,14 @@ class Repository(Store):
                         )
                     request.scatter(done, memoryview(data)[: request.stop - done])
                     done += len(data)
+        except (
+            httpx2.ConnectError,
+            httpx2.ConnectTimeout,
+        ):  # the host is away, and may not be where the file is any more
+            _locations.forget(self.repo, self.commit, name)
+            raise
         except httpx2.TransportError:
             if done == start:
-                _locations.forget(self.repo, self.commit, name)  # it may be that of a host that is away
                 raise
         if done == start:
             raise httpx2.RemoteProtocolError("the answer was empty")

@@ -156,10 +156,14 @@ TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being
 def _write_temporary(path: Path, data: bytes) -> Path:
     """Writes the data durably to a file beside `path`, whose name begins with a dot."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return temporary
 
 

@@ -29,10 +29,10 @@ from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
-from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shell import say, why_unwritable
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces
 from weightbeam.transforms.planning.options import LogitsOptions
@@ -148,10 +148,8 @@ def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str
         yield f"--maxtext={asked.maxtext}: compares {source} with MaxText; leave {other} out, or --maxtext"
     if asked.maxtext and asked.dtype != "float32":
         yield f"--dtype={asked.dtype}: with --maxtext both compute in float32; leave it out"
-    if asked.save_logits and not Path(asked.save_logits).absolute().parent.is_dir():
-        yield f"--save_logits={asked.save_logits}: no such folder"
-    if asked.save_logits and Path(asked.save_logits).is_dir():
-        yield f"--save_logits={asked.save_logits}: is a folder; name a file in it"
+    if asked.save_logits and (why := why_unwritable(asked.save_logits)):
+        yield f"--save_logits={asked.save_logits}: {why}"
 
 
 def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
@@ -301,12 +299,12 @@ def _saved(found: Logits, file: str | None) -> Logits:
     """Writes the logits where they are asked for.
 
     Raises:
-      Refused: the file can't be written.
+      Failed: the file can't be written.
     """
     if file:
         try:
             with Path(file).open("wb") as out:
                 np.save(out, found.logits)
         except OSError as e:
-            raise Refused(f"--save_logits={file}: {e.strerror}") from e
+            raise Failed(f"--save_logits={file}: {e.strerror}; all else is done") from e
     return found

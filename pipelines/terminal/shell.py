@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from weightbeam.formats.storage.local import write_file
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import say_above_bar
@@ -77,22 +78,62 @@ def _formatter(args: argparse.Namespace) -> logging.Formatter:
 
 
 def check_written(args: argparse.Namespace) -> None:
-    """Makes sure that no file which an option writes is one of those that the command reads, or makes.
+    """Makes sure, before any work is done, that each file which an option writes can be, and is none of those that the
+    command reads, or makes.
 
     Raises:
-      Refused: one is.
+      Refused: some can't be, or are.
     """
     written = {"json", "log_file", "save_logits"} | ({"maxtext_config"} if args.command == "plan" else set())
     others = [
         value if isinstance(value, list) else [value] for name, value in vars(args).items() if name not in written
     ]
     places = [place for place in itertools.chain(*others) if isinstance(place, str) and place]
+    problems = []
     for option in sorted(written):
         file = getattr(args, option, None)
-        if file and os.path.isfile(file):
-            path = Path(os.path.realpath(file))
-            if there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None):
-                raise Refused(f"--{option}={file}: is a file of {there}, and would be changed; name another")
+        if not file or file == STDOUT:
+            continue
+        path = Path(os.path.realpath(file))
+        if option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
+            problems.append(f"--{option}={file}: {why}")
+        elif path.is_file() and (
+            there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)
+        ):
+            problems.append(f"--{option}={file}: is a file of {there}, and would be changed; name another")
+    if problems:
+        raise Refused("\n".join(problems))
+
+
+def why_unwritable(file: str) -> str | None:
+    """Why a file can't be written, as far as that is known before; None where it can."""
+    path = Path(os.path.realpath(file))
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
+
+
+class _LogFile(logging.FileHandler):
+    """Messages in a file: one that takes no more of them, such as of a full disk, is told of once, and stops nothing."""
+
+    is_over = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.is_over:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
+        """Called by `emit` where it failed."""
+        error = sys.exception()
+        self.is_over = True
+        why = error.strerror if isinstance(error, OSError) else error
+        LOG.warning("--log_file=%s: %s; nothing more is written to it", self.baseFilename, why)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of what couldn't be written, which was told
+            super().close()
 
 
 @contextlib.contextmanager
@@ -115,7 +156,7 @@ def messages(args: argparse.Namespace) -> Iterator[None]:
     handlers: list[logging.Handler] = [screen]
     if args.log_file:
         try:
-            handlers.append(logging.FileHandler(args.log_file, encoding="utf-8"))
+            handlers.append(_LogFile(args.log_file, encoding="utf-8"))
         except OSError as e:
             raise Refused(f"--log_file={args.log_file}: {e.strerror}") from e
         handlers[-1].setFormatter(logging.Formatter(DATED))
@@ -152,36 +193,42 @@ def say(args: argparse.Namespace, value: Shown) -> None:
     Where its text isn't printed, a line on standard error says what it complains of.
 
     Raises:
-      Refused: the file can't be written.
+      Failed: the file can't be written.
     """
     wanted = getattr(args, "json", None)
-    if wanted:
-        write_json(wanted, value.to_dict())
-    if wanted != STDOUT and not args.quiet:
-        value.show()
-    elif complaint := value.complaint():
-        LOG.warning(complaint)
+    try:
+        if wanted:
+            write_json(wanted, value.to_dict())
+    finally:
+        if wanted != STDOUT and not args.quiet:
+            value.show()
+        elif complaint := value.complaint():
+            LOG.warning(complaint)
 
 
 def write_json(file: str, value: object) -> None:
     """Writes what `--json FILE` asks for; `-` is standard output.
 
     Raises:
-      Refused: the file can't be written.
+      Failed: the file can't be written.
     """
     write_text("--json", file, json.dumps(value, indent=1) + ("\n" if file == STDOUT else ""))
 
 
 def write_text(option: str, file: str, text: str) -> None:
-    """Writes what an option asks for as text; `-` is standard output.
+    """Writes what an option asks for as text, whole or not at all; `-` is standard output.
 
     Raises:
-      Refused: the file can't be written.
+      Failed: the file can't be written.
     """
     if file == STDOUT:
         print(text, end="")
         return
+    path = Path(os.path.realpath(file))
     try:
-        Path(file).write_text(text)
+        if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):  # a device; a file alone
+            path.write_text(text)
+        else:
+            write_file(path, text.encode())
     except OSError as e:
-        raise Refused(f"{option}={file}: {e.strerror}") from e
+        raise Failed(f"{option}={file}: {e.strerror}; all else is done") from e

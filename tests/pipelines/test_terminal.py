@@ -389,6 +389,44 @@ def test_quiet_verbose_and_a_log(source: Path, tmp_path: Path, capfd: pytest.Cap
     assert "convert: refused" in text
 
 
+def test_what_cant_be_written_is_told_before_the_work(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both files at once; a conversion took hours before the same was said of its result."""
+    (tmp_path / "folder").mkdir()
+    files = ("--json", tmp_path / "none/told.json", "--log_file", tmp_path / "folder")
+    assert call("convert", source, tmp_path / "out", *files) == 2
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        f"--json={tmp_path / 'none/told.json'}: there is no folder {tmp_path / 'none'}",
+        f"--log_file={tmp_path / 'folder'}: is a folder; name a file in it",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_files_that_take_nothing_more(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A full disk under a log is told of once; one under `--json` fails what is published, and says that it is."""
+    assert call("convert", source, tmp_path / "a", "-v", "--log_file", "/dev/full") == 0
+    said = capfd.readouterr().err
+    assert said.count("warning: --log_file=/dev/full: No space left on device; nothing more is written to it") == 1
+    assert "Traceback" not in said
+    assert call("convert", source, tmp_path / "b", "--json", "/dev/full") == 1
+    told = capfd.readouterr()
+    assert told.err.endswith("convert: failed\n--json=/dev/full: No space left on device; all else is done\n")
+    assert f"check it:   weightbeam verify {tmp_path / 'b'}" in told.out
+    assert call("verify", source, tmp_path / "b", "-q") == 0
+
+
+def test_json_is_written_whole_or_not_at_all(source: Path, tmp_path: Path) -> None:
+    """What an earlier command told stays, and nothing lies beside it."""
+    (tmp_path / "told").mkdir()
+    (file := tmp_path / "told" / "told.json").write_text("earlier")
+    status, lines = on_terminal("inspect", source, "--json", file, limits={resource.RLIMIT_FSIZE: 50})
+    assert status == 1
+    assert f"--json={file}: File too large; all else is done" in "".join(lines)
+    assert (file.read_text(), os.listdir(file.parent)) == ("earlier", ["told.json"])
+
+
 def test_verbose_shows_the_work(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where it is staged, each unit that is done, and where it is published; nothing of it otherwise."""
     words = ("staged in", "units are done already", "unit 0 is done: ", "all units are done", "published as")
