@@ -622,9 +622,21 @@ class RunFeed(Feed):
         if not self._is_newest_by_now(history):
             return
         report = {**self._place(history).report(url), "checkpoint": url}
-        name = f"{history.first['target']}.json"
         named = history.naming().told(report)
-        self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(named, indent=1).encode())
+        self.output.write(self._pointer(history.first["target"]), json.dumps(named, indent=1).encode())
+
+    def _pointer(self, target: str) -> str:
+        return f"{target}.json" if self._flat else f"{self.run.name}/{target}.json"
+
+    def _is_pointed_at(self, history: History) -> bool:
+        """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to
+        one that was published before, by which the pointer isn't moved.
+        """
+        try:
+            report = json.loads(self.output.read(self._pointer(history.first["target"])))
+        except (FileNotFoundError, ValueError):  # there is none, or it is somebody else's
+            return False
+        return isinstance(report, Mapping) and report.get("key") == history.key
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep; pull requests are up to those whom they ask."""
@@ -644,6 +656,8 @@ class RunFeed(Feed):
                 continue
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
+                    if self._is_pointed_at(other):
+                        continue
                     removed.append(other.add(REMOVED, self._remove(other)))
                 except (OSError, LostError) as e:
                     warn(f"{self._checkpoint(other)} can't be removed: {e}")

@@ -1730,3 +1730,34 @@ def test_keep_after_the_output_was_changed(model: tuple[Path, dict[str, Any]], t
     reasons = [history[-1].get("reason") for history in records(tmp_path / "out")]
     assert f"it isn't at {tmp_path}/pub2/step-1 any more" in reasons
     assert (tmp_path / "pub" / "step-1" / "model.safetensors").exists()
+
+
+def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A run goes back to a step 2 that is older, and then to the one that was published first, for which the pointer isn't
+    moved: it named what `keep` had removed.
+    """
+    publishing(model, tmp_path, tmp_path / "out")
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    for name, seed in {"1": 0, "older": 0, "later": 1}.items():
+        step = 1 if name == "1" else 2
+        write(run, step, model=model, seed=seed)
+        aside.mkdir(exist_ok=True)
+        (run / str(step)).rename(aside / name)
+
+    def watch_with(*steps: str) -> Path:
+        for name in steps:
+            (aside / name).rename(run / ("1" if name == "1" else "2"))
+        assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
+        return Path(json.loads((tmp_path / "out" / "run" / "t.json").read_text())["checkpoint"])
+
+    first = watch_with("later")
+    (run / "2").rename(aside / "later")
+    second = watch_with("older")
+    assert second.name.startswith("step-2-")
+    (run / "2").rename(aside / "older")
+    pointed = watch_with("later", "1")
+    assert pointed == second
+    assert [(place / "model.safetensors").exists() for place in (first, second)] == [True, True]
+    write(run, 3, model=model)
+    assert watch_with() == tmp_path / "out" / "step-3"
+    assert not first.exists() and not second.exists()
