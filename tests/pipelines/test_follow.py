@@ -1760,4 +1760,5 @@ def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, An
     assert [(place / "model.safetensors").exists() for place in (first, second)] == [True, True]
     write(run, 3, model=model)
     assert watch_with() == tmp_path / "out" / "step-3"
-    assert not first.exists() and not second.exists()
+    assert not first.exists()
+    assert not second.exists()
