@@ -4,7 +4,8 @@ What the hub's cache on this machine holds of that commit is read from there, an
 is.
 
 A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is
-asked for anew when it has expired, or its host can't be reached. So a hub sees one request a file, and its token goes nowhere else.
+asked for anew when it has expired, or its host can't be reached. So a hub sees one request a file, and its token goes
+nowhere else.
 """
 
 from __future__ import annotations
@@ -252,11 +253,8 @@ class Repository(Store):
                         )
                     request.scatter(done, memoryview(data)[: request.stop - done])
                     done += len(data)
-        except (
-            httpx2.ConnectError,
-            httpx2.ConnectTimeout,
-        ):  # the host is away, and may not be where the file is any more
-            _locations.forget(self.repo, self.commit, name)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            _locations.forget(self.repo, self.commit, name)  # the host is away, and the file may be elsewhere by now
             raise
         except httpx2.TransportError:
             if done == start:

@@ -108,11 +108,14 @@ def check_written(args: argparse.Namespace) -> None:
 def why_unwritable(file: str) -> str | None:
     """Why a file can't be written, as far as that is known before; None where it can."""
     path = Path(os.path.realpath(file))
-    if path.is_dir():
-        return "is a folder; name a file in it"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
+    try:
+        if path.is_dir():
+            return "is a folder; name a file in it"
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
+    except OSError as e:  # such as a name that is too long
+        return e.strerror
 
 
 class _LogFile(logging.FileHandler):

@@ -400,6 +400,8 @@ def test_what_cant_be_written_is_told_before_the_work(
         f"--json={tmp_path / 'none/told.json'}: there is no folder {tmp_path / 'none'}",
         f"--log_file={tmp_path / 'folder'}: is a folder; name a file in it",
     ]
+    assert call("convert", source, tmp_path / "out", "--json", tmp_path / ("x" * 300)) == 2
+    assert capfd.readouterr().err.endswith(": File name too long\n")
     assert not (tmp_path / "out").exists()
 
 
