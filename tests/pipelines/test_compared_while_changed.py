@@ -71,7 +71,10 @@ def test_a_side_that_is_replaced_meanwhile(command: str, side: str, inputs: Path
 def test_a_side_that_is_another_one_while_it_is_read(
     command: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the right one again afterwards, so that only the read itself can tell: said as one who reads would say it."""
+    """And the right one again afterwards, so that only the read itself can tell: said as one who reads would say it.
+
+    The name is never without a file: other threads look at it meanwhile.
+    """
     shutil.copytree(inputs, here := tmp_path / "here")
     compare, first, second = COMMANDS[command]
     side = next((side for side in (first, second) if side != "ckpt"), None)
@@ -84,12 +87,12 @@ def test_a_side_that_is_another_one_while_it_is_read(
 
     def switching(path: str, *given: Any) -> int:
         with lock:
-            os.rename(file, tmp_path / "aside")
+            os.link(file, tmp_path / "aside")
             os.rename(other, file)
             try:
                 return read_ranges(path, *given)
             finally:
-                os.rename(file, other)
+                os.link(file, other)
                 os.rename(tmp_path / "aside", file)
 
     def told(progress: Any) -> None:
