@@ -8,7 +8,9 @@ headers can't tell.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -226,14 +228,16 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
     return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), spare_biases(encodings))
 
 
-def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, name: str) -> set[str]:
-    """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
-    encoding = source.encodings[name]
-    read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
-    stem = name.removesuffix(".weight")
-    below = {
-        stored
-        for stored in checkpoint.tensors
-        if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings
-    }
-    return read | below | {encoding.weight.name}
+def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, names: Iterable[str]) -> dict[str, set[str]]:
+    """The stored tensors of each quantised weight: those that it is decoded from, and others that lie below its name."""
+    ordered = sorted(checkpoint.tensors.keys() - source.encodings.keys())
+
+    def stored(name: str) -> set[str]:
+        encoding = source.encodings[name]
+        read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
+        prefix = f"{name.removesuffix('.weight')}."
+        after = (ordered[at] for at in range(bisect.bisect_left(ordered, prefix), len(ordered)))
+        below = itertools.takewhile(lambda other: other.startswith(prefix), after)
+        return {*read, *below, encoding.weight.name}
+
+    return {name: stored(name) for name in names}

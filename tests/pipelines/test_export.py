@@ -287,6 +287,17 @@ def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
     assert config["vocab_size"] == LLAMA["vocab_size"]
 
 
+def test_a_unit_of_padding_alone(tmp_path: Path) -> None:
+    """It makes nothing, and is done as any other one."""
+    tensors = random_tensors(LLAMA, F32)
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    convert(source, tmp_path / "ckpt", "--vocab_size", "256")
+    made = export(tmp_path / "ckpt", tmp_path / "back", "--unit_bytes", "4096")
+    assert made.keys() == tensors.keys()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert made[name].tobytes() == tensors[name].astype(BF16).astype(made[name].dtype).tobytes(), name
+
+
 def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`config.json` of MaxText's configuration, the user's tokenizer, and what ends a text: transformers loads it and
     computes the same.

@@ -253,7 +253,7 @@ def _carry(
     names = sorted(map(table.spelled, tensors.taken))
     if not as_stored:
         return {name: table.parts.encodings[name] for name in names}
-    stored = {one for name in names for one in stored_tensors(parts, table.parts, name)}
+    stored = set().union(*stored_tensors(parts, table.parts, names).values())
     return {name: Plain(parts.tensors[name]) for name in sorted(stored)}
 
 

@@ -135,8 +135,8 @@ def _replaced(
         **(source.dropped if options.dequantize else {}),
         **{
             tensor: f"codes or scales of {name}, which is written as its values"
-            for name in decoded
-            for tensor in stored_tensors(checkpoint, source, name)
+            for name, tensors in stored_tensors(checkpoint, source, decoded).items()
+            for tensor in tensors
         },
     }
 
