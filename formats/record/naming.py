@@ -29,6 +29,8 @@ GENERIC = ("items", "checkpoints")  # folders that Orbax and MaxText call so
 CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)")  # in a hub's cache
 # in the middle of a text: two folders at least, which no text has for another reason
 PATHS = re.compile(r"(?<![\w:/.])~?(?:/[^\s/'\",;:()|]+){2,}|gs://[^\s'\",;()|]+")
+# a whole cell of a table, as in a model card, which may hold spaces
+CELLS = re.compile(r"(?<=\| )~?(?:/(?:\\.|[^/\n|\\])+){2,}(?= \|)|(?<=\| )~/(?:\\.|[^\n|\\])+(?= \|)")
 VERBATIM = ("config", "tensors")  # of a record: the release's own words
 ORIGIN = "_name_or_path"  # in a `config.json` of transformers 4: the folder that it was loaded from
 
@@ -121,7 +123,9 @@ class Naming:
         for url in sorted(self.known.keys() - {""}, key=len, reverse=True):  # one source may lie in another one
             text = text.replace(url, self.name(url))
         text = text.replace(str(Path.home()), "~") if len(Path.home().parts) > 1 else text
-        return HOLDER.sub("", PATHS.sub(lambda found: self.name(found[0].removeprefix("~")), text))
+        for paths in (CELLS, PATHS):
+            text = paths.sub(lambda found: self.name(found[0].removeprefix("~")), text)
+        return HOLDER.sub("", text)
 
     def told(self, value: Any) -> Any:
         """What JSON can say, with every path in it as a name; what a release says of itself stays, but for where it

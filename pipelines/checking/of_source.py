@@ -181,7 +181,7 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
     there = {names.get(key, key): store for key, store in stores.items() if key not in state}
     faults = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
     wrong = tuple(dict.fromkeys(faults))
-    notes = () if found.is_own else _source_notes(found.source, record)
+    notes = () if found.is_own else tuple(_source_notes(found.source, record))
     notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
     return Subject(
         open_store(items.url),
@@ -202,15 +202,31 @@ def weights_of(items: Store) -> Mapping[str, str]:
         return {}
 
 
-def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     """What is to be known of a source that isn't the one that a checkpoint says it was made of: how its `config.json`
     differs. It may be an export whose record is lost.
     """
-    made_of, config = record.get("source"), record.get("config")
-    if made_of in (None, source.root) or is_named(made_of, source) or not isinstance(config, Mapping):
+    made_of, config, release = record.get("source"), record.get("config"), open_store(source.root)
+    if made_of == source.root or is_named(made_of, source):
         return ()
-    release = open_store(source.root)
-    lost = "is no record" if release.exists(RECORD) else "isn't there"
-    why = f"{lost}, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
-    notes = compare_remembered(release, config)
-    return (*([] if published.record_of(release) is not None else [(RECORD, why)]), *notes)
+    if is_recorded := release.exists(RECORD):
+        _check_record(release)
+    if made_of is None or not isinstance(config, Mapping):
+        return ()
+    why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
+    return [*([] if is_recorded else [(RECORD, why)]), *compare_remembered(release, config)]
+
+
+def _check_record(release: Store) -> None:
+    """Makes sure that the record of a release is whole: one that is damaged may be that of an export, of which more is
+    judged than its tensors.
+
+    Raises:
+      Refused: it isn't.
+    """
+    record = published.record_of(release) or {}
+    if published.plan_hash_of(release) is None or not (record.get("command") == "export" or "kind" in record):
+        raise Refused(
+            f"{release.path(RECORD)}: is no record of Weightbeam's, or is damaged; without it nobody knows what "
+            f"{release} was made of, and what its small files were. If it is an export, export it again"
+        )

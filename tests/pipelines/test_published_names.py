@@ -338,6 +338,14 @@ def test_where_it_goes_decides(place: str, full_paths: bool | None, url: str, wa
     assert Naming.of(place, full_paths).name(url) == wanted
 
 
+def test_cells_of_a_card() -> None:
+    """Paths that hold spaces are told there by where they end."""
+    naming, home = Naming.of("hf://me/out"), Path.home()
+    for path in (f"{home}/my models/r", f"{home}/mine, too (b)/r", "/data/my models/r", f"{home}/r", "/data/x \\| y/r"):
+        card = f"| config from | {path} |\n| and | 3 / 4 |\n"
+        assert naming.text(card) == "| config from | r |\n| and | 3 / 4 |\n"
+
+
 def test_texts() -> None:
     """Paths in sentences, with blanks in those that are known; nothing else is touched."""
     naming = Naming.of("hf://me/out", None, others=["/data/my models/x"])

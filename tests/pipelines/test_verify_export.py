@@ -91,14 +91,15 @@ FAULTS = {  # what is planted -> how, and what names it
 }
 
 
-@pytest.mark.parametrize("record", [b"[]", b"", b"null"])
-def test_a_record_that_is_none_is_said(
-    record: bytes, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", [b"[]", b"", b"null", (b'"command"', b'"cmmmand"')])
+def test_a_damaged_record_is_refused(
+    damage: bytes | tuple[bytes, bytes], export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (export / "weightbeam.json").write_bytes(record)
-    call("verify", "--source", export, "--checkpoint", made[0])
-    told = capsys.readouterr()
-    assert "weightbeam.json is no record, so" in told.out + told.err
+    """It isn't one that isn't there: nobody knows what the small files were."""
+    record = export / RECORD
+    record.write_bytes(damage if isinstance(damage, bytes) else record.read_bytes().replace(*damage, 1))
+    assert call("verify", "--source", export, "--checkpoint", made[0]) == 2
+    assert f"{RECORD}: is no record of Weightbeam's, or is damaged" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("model", [[], 7])
