@@ -151,6 +151,7 @@ def sync_folder(path: Path) -> None:
 
 
 TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being written
+_TEMPORARY = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}")
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:
@@ -165,6 +166,11 @@ def _write_temporary(path: Path, data: bytes) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has the name of one that is still being written."""
+    return bool(_TEMPORARY.fullmatch(name.rpartition("/")[2]))
 
 
 def write_file(path: Path, data: bytes) -> None:

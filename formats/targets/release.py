@@ -31,6 +31,7 @@ from weightbeam.model_mappings.boxes import Box
 Rows = tuple[Tensor, Box, np.ndarray]
 Files = Sequence[tuple[str, bytes, int]]  # safetensors files: name, header, and size in bytes
 FOREIGN = "isn't a release that Weightbeam wrote"
+HOLDS_OTHERS = "holds what Weightbeam didn't write there"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ReleaseTarget(Target[ReleasePlace]):
     def _deletes(self, others: Collection[str]) -> str:
         if not others:
             return ""
-        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {listed(sorted(others))}"
+        why = f"{HOLDS_OTHERS}, and --overwrite would delete: {listed(sorted(others))}"
         return f"{why}; move it away, or {self.another}"
 
     def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:

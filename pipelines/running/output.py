@@ -172,7 +172,7 @@ def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool
         what = f"a stopped {planned.title.lower()}"
         why = f"exists beside {what}; --resume --overwrite goes on with that and replaces it at the end"
     else:
-        why = "exists, and was made with other options or of another source; --overwrite replaces it"
+        why = f"{ANOTHER_RESULT}; --overwrite replaces it"
     return problem_at(place.final, why)
 
 
@@ -196,6 +196,7 @@ def check_room(place: LocalFolder, needed: int) -> list[Problem]:
 
 CHANGED, SHOWN = "the source's files have changed", 3  # and files of them that are named at most
 ANOTHER_PLAN = "holds what a stopped command staged with another plan"
+ANOTHER_RESULT = "exists, and was made with other options or of another source"
 
 
 def why_not_go_on(staging: Staging, wanted: Transfer) -> str:

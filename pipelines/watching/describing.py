@@ -11,6 +11,7 @@ from weightbeam.formats.record.naming import HUB, Naming
 from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, written_by
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage.local import is_temporary
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import ComparedPair, open_pair
@@ -93,6 +94,9 @@ def describe(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str
         drawn = aside.read(changes.PICTURE) if aside.exists(changes.PICTURE) else None
     except (OSError, ValueError) as e:
         raise StorageError(f"{aside.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
+    for name in release.names():
+        if is_temporary(name):  # of a watcher that was killed in the next lines
+            release.delete(name)
     release.write(changes.JSON, written)
     if drawn:
         release.write(changes.PICTURE, drawn)

@@ -426,16 +426,21 @@ def merge(**keywords: Any) -> dict[str, Any]:
 
 
 def _write(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Goes on with what an attempt before staged, or begins anew where the source isn't the same any more: what is
-    staged there is the watcher's own.
+    """Goes on with what an attempt before made, or begins anew where the source isn't the same any more: what is staged
+    there, or whole, is the watcher's own.
     """
-    from weightbeam.pipelines.running.output import ANOTHER_PLAN
+    from weightbeam.formats.storage import open_store
+    from weightbeam.formats.targets.release import HOLDS_OTHERS
+    from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
 
     try:
         print(function(**keywords, progress=False))
     except RefusedError as e:
-        if not any(problem.message.startswith(ANOTHER_PLAN) for problem in e.problems):
+        messages = [problem.message for problem in e.problems]
+        if not any(message.startswith((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)) for message in messages):
             raise
+        if not any(message.startswith(ANOTHER_PLAN) for message in messages):
+            open_store(keywords["output"]).delete_folder()
         how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
         print(function(**{**keywords, "how": how}, progress=False))
     return {}

@@ -219,8 +219,7 @@ class StorePlace(Place):
         step = open_store(url)
         if self.report(url).get("key") != key:
             return step.names()
-        found = others_in_checkpoint(step) if is_checkpoint(step) else others_in(step)
-        return [name for name in found if name not in BESIDE]
+        return [name for name in _others_in(step) if name not in BESIDE]
 
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())
@@ -405,6 +404,15 @@ class HubPlace(Place):
 
     def owner(self) -> str | None:
         return self.report(self.url).get("run")
+
+
+def _others_in(step: Store) -> Sequence[str]:
+    """What others have put into a step: a release, or a checkpoint in a folder of its own number."""
+    inner = next((name for name in step.folders() if is_checkpoint(step / name)), None)
+    if inner is None:
+        return others_in(step)
+    beside = (name for name in step.names() if not name.startswith(f"{inner}/"))
+    return [*(f"{inner}/{name}" for name in others_in_checkpoint(step / inner)), *beside]
 
 
 def _depth(file: File) -> int:

@@ -347,15 +347,20 @@ class RunFeed(Feed):
         works: dict[str, Action] = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
         return FeedTask(works.get(target.kind, isolation.plan_export), {"source": source, "asked": self._asked(target)})
 
-    def _asked(self, target: RunTarget) -> ExportOptions | QuantizeOptions | ReshardOptions:
-        """The options of the command that makes a step, with what the run says: like what it is, and how sources are named
-        where it goes, since a step is made in a folder first.
+    def _asked(
+        self, target: RunTarget, history: History | None = None
+    ) -> ExportOptions | QuantizeOptions | ReshardOptions:
+        """The options of the command that makes a step, with what the run says: like what it is, once it is planned as the
+        plan found that, and how sources are named where it goes, since a step is made in a folder first.
         """
         said: dict[str, Any] = {"full_paths": self._full_paths(target)}
         if target.kind == RESHARD:
             said["state"] = PARAMS
         if self.run.like is not None:
-            said["maxtext_config" if is_maxtext_config(self.run.like) else "like"] = self.run.like
+            if is_maxtext_config(self.run.like):
+                said["maxtext_config"] = self.run.like
+            else:
+                said["like"] = self._like_of(history) if history else self.run.like
         return dataclasses.replace(target.options, **said)
 
     def _full_paths(self, target: RunTarget) -> bool | None:
@@ -394,8 +399,16 @@ class RunFeed(Feed):
         return self._place(history).workplace(history.key, here=bool(is_adapter))
 
     def _clear(self, history: History) -> None:
+        """Removes what a step was made in; its report first: without it, nothing there is whole. Where that can't be done,
+        the step is settled all the same.
+        """
         for here in (False, True):
-            self._place(history).workplace(history.key, here).delete_folder()
+            work = self._place(history).workplace(history.key, here)
+            try:
+                (work / RELEASE).delete(REPORT)
+                work.delete_folder()
+            except OSError as e:
+                warn(f"{work.url} can't be removed: {reason(e)}")
 
     def is_made(self, history: History) -> bool:
         if history.state != VERIFIED:
@@ -419,7 +432,7 @@ class RunFeed(Feed):
         facts, work = history.facts, self._work(history)
         source, release = self.source(history), work / RELEASE
         work.make()
-        made = {"source": source, "output": release.url, "asked": self._asked(target)}
+        made = {"source": source, "output": release.url, "asked": self._asked(target, history)}
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
@@ -437,7 +450,7 @@ class RunFeed(Feed):
                 yield (
                     FeedTask(
                         isolation.export,
-                        {**made, "output": adapter.url, "asked": self._adapter(target), "how": ToHub()},
+                        {**made, "output": adapter.url, "asked": self._adapter(target, history), "how": ToHub()},
                     ),
                 )
             if target.lora == MERGED:
@@ -458,9 +471,9 @@ class RunFeed(Feed):
         yield (*judges, FeedTask(isolation.compare, about))
         yield (FeedTask(isolation.describe, about, "changes"),)
 
-    def _adapter(self, target: RunTarget) -> ExportOptions:
+    def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
-        asked = self._asked(target)
+        asked = self._asked(target, history)
         names = ("like", "maxtext_config", "maxtext_model", "lora_alpha")
         known = {name: getattr(asked, name) for name in names if hasattr(asked, name)}
         is_far = "://" in self.places[target.name].url and asked.full_paths is None
@@ -500,7 +513,6 @@ class RunFeed(Feed):
         about = {
             name: facts.get(name)
             for name in (
-                "run",
                 "step",
                 "commit",
                 "updated",
@@ -515,6 +527,7 @@ class RunFeed(Feed):
         }
         before, like = self._before(history), self._like_of(history)
         return about | {
+            "run": self.run.checkpoints,  # a record in a bucket has a name of it
             "name": self.run.name,
             "like": like,
             "lora": target.lora if facts.get("lora") else None,

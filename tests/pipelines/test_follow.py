@@ -57,7 +57,8 @@ from training_run import write
 
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.pipelines.terminal.errors import FailedError, Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import changes, describing, places, preflight, watcher
 from weightbeam.pipelines.watching import records as watching_records
@@ -1762,3 +1763,128 @@ def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, An
     assert watch_with() == tmp_path / "out" / "step-3"
     assert not first.exists()
     assert not second.exists()
+
+
+def test_keep_removes_checkpoints(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A step that is resharded lies in a folder of its number: what is ours there was taken for somebody's."""
+    run, file, output = tmp_path / "run", tmp_path / "watch.yaml", tmp_path / "out" / "run" / "t"
+    about = dict(checkpoints=str(run), keep=dict(last=1), targets=[dict(name="t", kind="reshard")])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+    for step in (1, 2):
+        write(run, step, model=model)
+        assert call("watch", "--config", file, "--once") == 0
+    assert [path.name for path in output.glob("step-*")] == ["step-2"]
+    (output / "step-2" / "2" / "notes.txt").write_text("mine")
+    write(run, 3, model=model)
+    assert call("watch", "--config", file, "--once") == 0
+    assert (output / "step-2" / "2" / "notes.txt").exists()
+
+
+class Interrupt:
+    """Has something be `done` after so many tasks of the first attempt at a step, which then fails if it `fails`."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tasks: int, done: Callable[[], Any] = lambda: None, fails: bool = True
+    ):
+        self.left, self.done, self.fails, self.tasks = tasks, done, fails, RunFeed.tasks
+        monkeypatch.setattr(RunFeed, "tasks", lambda *given: self._interrupted(*given))
+
+    def _interrupted(self, *given: Any) -> Iterator[Any]:
+        for task in self.tasks(*given):
+            if self.left == 0:
+                self.done()
+                if self.fails:
+                    self.left = -1
+                    raise FailedError("interrupted")
+            self.left -= 1
+            yield task
+
+
+@pytest.mark.parametrize("change", ["nothing", "like", "a file that is being written"])
+def test_a_whole_release_of_another_attempt(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """It is gone on with, or made anew where its source isn't the same any more; nothing of a killed one is published."""
+    shutil.copytree(model[0], like := tmp_path / "like")
+    work = tmp_path / "out" / ".weightbeam" / "work"
+
+    def happens() -> None:
+        (release,) = work.glob("*/release")
+        if change == "like":
+            (like / "tokenizer.json").write_text('{"another": 1}')
+            (release / "changes.json").write_text("{}")
+        elif change != "nothing":
+            (release / f".changes.json.{'7' * 16}.weightbeam-tmp").write_text("{")
+
+    Interrupt(monkeypatch, 1, happens)
+    write(tmp_path / "run", 1, model=model)
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 1
+    assert watch(tmp_path / "run", like, tmp_path / "out", "--once", "--retry", "run") == 0
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 0
+    step = tmp_path / "out" / "step-1"
+    assert not [path for path in step.iterdir() if path.name.startswith(".")]
+    assert (step / "changes.json").stat().st_size > 100
+    if change == "like":
+        assert json.loads((step / "tokenizer.json").read_text()) == {"another": 1}
+
+
+def test_a_form_on_the_hub_that_moves_once_a_step_is_planned(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
+    """The step is made like what was planned, and says so."""
+    shutil.copytree(model[0], other := tmp_path / "other")
+    (other / "tokenizer.json").write_text('{"another": 1}')
+    hub.add("me/base", model[0])
+    planned = hub.repositories["me/base"].head.sha
+    Interrupt(monkeypatch, 0, lambda: hub.commit("me/base", other), fails=False)
+    write(tmp_path / "run", 1, model=model)
+    assert watch(tmp_path / "run", "hf://me/base", tmp_path / "out") == 0
+    step = tmp_path / "out" / "step-1"
+    likes = [json.loads((step / name).read_text())["like"] for name in ("run.json", "weightbeam.json")]
+    assert likes == [f"hf://me/base@{planned}"] * 2
+    assert (step / "tokenizer.json").exists() == (model[0] / "tokenizer.json").exists()
+
+
+def test_a_run_whose_records_lie_in_a_bucket(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, hub: FakeHub
+) -> None:
+    """An attempt that goes on by the records says whose the steps are as the first one would have."""
+    publish = publishing(model, tmp_path, f"hf://{REPO}")
+    file = tmp_path / "watch.yaml"
+    file.write_text(file.read_text().replace(str(tmp_path / "out"), "gs://out/records"))
+    Interrupt(monkeypatch, 0)
+    assert publish(1) == 1
+    assert call("watch", "--config", file, "--once", "--retry", "run") == 0
+    assert call("watch", "--config", file, "--once") == 0
+    assert publish(2) == 0
+    branches = hub.repositories[REPO].branches
+    said = {json.loads(bytes(branches[name].files["run.json"].data))["run"] for name in ("main", "step-2")}
+    assert len(said) == 1
+    assert said.pop().startswith("run@")
+
+
+def test_an_error_while_the_work_of_a_published_step_is_removed(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gcs: FakeGcs,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The step is published, and what stays is said; it has no report any more, and isn't taken for a whole release."""
+    write(tmp_path / "run", 1, model=model)
+    delete_all = Bucket.delete_all
+
+    def failing(self: Bucket, files: Any) -> None:
+        listed = list(files)
+        if "pub/step-1/run.json" in gcs.objects["out"] and "/work/" in self.url:
+            delete_all(self, [file for file in listed if file.name.endswith("/config.json")])
+            raise StorageError("away")
+        delete_all(self, listed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete_all", failing)
+        assert watch(tmp_path / "run", model[0], "gs://out/pub") == 0
+    assert "can't be removed: away" in capsys.readouterr().err
+    assert states("gs://out/pub") == {"step-1": WHOLE}
+    assert not [name for name in gcs.objects["out"] if "/work/" in name and name.endswith("/run.json")]
+    assert watch(tmp_path / "run", model[0], "gs://out/pub") == 0
