@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
-from weightbeam.formats.record.naming import HUB, Naming
+from weightbeam.formats.record.naming import HUB, Naming, digest
 from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, written_by
-from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.local import is_temporary
 from weightbeam.model_mappings.boxes import whole
@@ -49,8 +49,10 @@ def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str,
     others = {"before": before["url"]} if before else {}
     if (like := about.get("like")) and not is_adapter and has_weights(like):
         others["like"] = like
-    changed_since = _adapter_changed_since if is_adapter else _changed_since
-    compared, notes = changed_since(others, release)
+    if is_adapter:
+        compared, notes = _adapter_changed_since(others, release)
+    else:
+        compared, notes = _changed_since(others, release, about.get("named", {}).get(str(like), ""))
     every = compared.get("before") or compared.get("like") or _compared_with_itself(release.url, is_adapter)
     odd = changes.not_finite(every)
     naming = _naming(about)
@@ -116,22 +118,33 @@ def _naming(about: Mapping[str, Any]) -> Naming:
     return Naming.of(about["place"], about["full_paths"], others=others).knowing(about["named"])
 
 
-def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str, Changes], list[str]]:
+def _changed_since(others: Mapping[str, str], release: Store, like: str) -> tuple[dict[str, Changes], list[str]]:
     """What changed in a release since each of others was one; and why it can't be compared with some. What was found
-    while it was written isn't looked for again.
+    while it was written isn't looked for again, but for that of others that have been replaced since.
+
+    Args:
+      others: the releases, by what they are to it.
+      release: what was made.
+      like: what tells the content of the one that it was made like; empty where nothing does.
     """
-    known = baselines.read_found(release)
+    found = baselines.read_found(release)
     pairs: dict[str, ComparedPair] = {}
+    known: list[Mapping[str, differences.Difference]] = []
     notes: list[str] = []
     for what, other in others.items():
         try:
-            pairs[what] = open_pair(other, release.url)
+            pair = open_pair(other, release.url)
         except Refused as e:
             notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
-    found = (
-        compare_pairs(list(pairs.values()), known=[known.get(pair.a, {}) for pair in pairs.values()]) if pairs else []
-    )
-    return {what: _summary(comparison) for what, comparison in zip(pairs, found, strict=True)}, notes
+            continue
+        source = pair.sources[0]
+        if what == "like" and like and digest(source) != like:
+            notes.append(f"not compared with {other}: it isn't what the step was made like any more")
+            continue
+        pairs[what] = pair
+        known.append(found.get(baselines.told_of(source), {}) if isinstance(source, HfCheckpoint) else {})
+    compared = compare_pairs(list(pairs.values()), known=known) if pairs else []
+    return {what: _summary(comparison) for what, comparison in zip(pairs, compared, strict=True)}, notes
 
 
 def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[dict[str, Changes], list[str]]:

@@ -425,25 +425,46 @@ def merge(**keywords: Any) -> dict[str, Any]:
     return _write(merge, keywords)
 
 
-def _write(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
     """Goes on with what an attempt before made, or begins anew where the source isn't the same any more: what is staged
-    there, or whole, is the watcher's own.
+    there, or whole, is the watcher's own. What the keyword `told` tells is the content of the release that the step was
+    planned to be like, or to be merged into.
+
+    Raises:
+      FailedError: it was made of another one; nothing of it is kept, and the next attempt plans anew.
     """
     from weightbeam.formats.storage import open_store
     from weightbeam.formats.targets.release import HOLDS_OTHERS
     from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
 
+    told, output = keywords.pop("told", ""), open_store(keywords["output"])
     try:
-        print(function(**keywords, progress=False))
+        made = function(**keywords, progress=False)
     except RefusedError as e:
         messages = [problem.message for problem in e.problems]
         if not any(message.startswith((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)) for message in messages):
             raise
         if not any(message.startswith(ANOTHER_PLAN) for message in messages):
-            open_store(keywords["output"]).delete_folder()
+            output.delete_folder()
         how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
-        print(function(**{**keywords, "how": how}, progress=False))
+        made = function(**{**keywords, "how": how}, progress=False)
+    print(made)
+    root, now = _form_of(made)
+    if told and now and now != told:
+        output.delete_folder()
+        raise FailedError(f"{root} isn't what the step was planned with any more")
     return {}
+
+
+def _form_of(made: Any) -> tuple[str, str]:
+    """The release that a result is like, or was merged into, and what tells its content; empty where there is none."""
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.pipelines.commands.export import Exported
+    from weightbeam.pipelines.commands.merge import Merged
+
+    if isinstance(made, Exported):
+        return made.export.like.root, made.export.like.told
+    return (made.merge.source.root, digest(made.merge.source)) if isinstance(made, Merged) else ("", "")
 
 
 def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:

@@ -500,7 +500,8 @@ class RunFeed(Feed):
         before, like = self._before(history), self._like_of(history)
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
-        return FeedTask(action, {**made, "how": how, "beam": self._config.runner_arguments()})
+        told = history.facts.get("form_told", "")
+        return FeedTask(action, {**made, "how": how, "beam": self._config.runner_arguments(), "told": told})
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.release.source import open_source
-from weightbeam.formats.safetensors import Tensor, open_hf
+from weightbeam.formats.safetensors import HfCheckpoint, Tensor, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.strict_json import read_json
 from weightbeam.formats.targets.release import Rows
@@ -33,18 +34,26 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.comparing.differences import Difference, compare_each, cut
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 
-NOTE = "differences"  # of a ledger entry: by the baseline's URL and the tensor's name the fields of a `Difference`
+NOTE = "differences"  # of a ledger entry: by the baseline and the tensor's name the fields of a `Difference`
 FILE = "differences.json"  # the same of all units, in a release that nobody reads yet
 
 VALUES = frozenset(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))  # no codes are stored so
 
-Found = dict[str, dict[str, Difference]]  # by the baseline's URL and the tensor's name
+Found = dict[str, dict[str, Difference]]  # by the baseline, as `told_of` tells it, and the tensor's name
+
+
+def told_of(release: HfCheckpoint) -> str:
+    """What tells a baseline from others, and from what lies at its place after it was replaced, or for a while."""
+    is_here = "://" not in release.root  # else the version tells, and a file may be seen here once it is cached
+    seen = [(file.name, file.inode, file.changed) for file in release.shards if is_here]
+    return hashlib.sha256(json.dumps([release.root, release.identity, seen]).encode()).hexdigest()[:32]
 
 
 class Baseline:
     """The tensors of a release, under the names of its family's table; quantised ones by their values.
 
     Attributes:
+      told: what tells it from others.
       is_lost: whether it couldn't be read once, so that nobody tries again.
     """
 
@@ -55,6 +64,7 @@ class Baseline:
           StorageError: they can't be read.
         """
         release = open_hf(open_store(url))
+        self.told = told_of(release)
         try:
             self._aliases = family_of(Config(release.config)).aliases
         except (ConfigError, UnknownFamilyError):  # then each has one name only
@@ -78,7 +88,7 @@ _OPENING = threading.Lock()
 
 
 def open_baselines(run: str, urls: tuple[str, ...]) -> Mapping[str, Baseline]:
-    """Those that can be opened, by their URLs; once in a process for a `run` of a pipeline, by the first thread that asks."""
+    """Those that can be opened, by what tells them; once in a process for a `run` of a pipeline, by the first thread that asks."""
     with _OPENING:
         return _open(run, urls)
 
@@ -88,45 +98,46 @@ def _open(run: str, urls: tuple[str, ...]) -> dict[str, Baseline]:
     opened = {}
     for url in urls:
         with contextlib.suppress(OSError):
-            opened[url] = Baseline(url)
+            baseline = Baseline(url)
+            opened[baseline.told] = baseline
     return opened
 
 
 def compare_rows(baselines: Mapping[str, Baseline], rows: Iterable[Rows]) -> Found:
     """How far the rows of a release are from the same rows of each baseline, `BOX_BYTES` of each at a time."""
-    found: Found = {url: {} for url in baselines}
+    found: Found = {told: {} for told in baselines}
     for tensor, box, values in rows:
-        sides = {url: side for url, baseline in baselines.items() if (side := baseline.find(tensor))}
+        sides = {told: side for told, baseline in baselines.items() if (side := baseline.find(tensor))}
         itemsize = max((operand.dtype.itemsize for _, operand in sides.values()), default=0)
         shaped, axes = values.reshape(extent(box)), range(len(box))
         for inner in cut(shaped.shape, itemsize, axes, (1,) * len(box)) if sides else ():
             outer = tuple((start + at, stop + at) for (start, stop), (at, _) in zip(inner, box, strict=True))
             part = shaped[tuple(slice(*span) for span in inner)]
-            for url, name, difference in _compare(baselines, sides, outer, part):
-                found[url][name] = found[url].get(name, Difference()) + difference
+            for told, name, difference in _compare(baselines, sides, outer, part):
+                found[told][name] = found[told].get(name, Difference()) + difference
     return found
 
 
 def _compare(
     baselines: Mapping[str, Baseline], sides: Mapping[str, tuple[str, Operand]], box: Box, values: np.ndarray
 ) -> Iterator[tuple[str, str, Difference]]:
-    """The baselines' URLs, the names of a tensor, and how far its values in a box are from theirs; nothing of those that
+    """What tells the baselines, the names of a tensor, and how far its values in a box are from theirs; nothing of those that
     can't be read.
     """
     firsts: dict[str, np.ndarray] = {}
-    for url, (_, operand) in sides.items():
+    for told, (_, operand) in sides.items():
         try:
-            if not baselines[url].is_lost:
-                firsts[url] = operand.read(box)
+            if not baselines[told].is_lost:
+                firsts[told] = operand.read(box)
         except (OSError, ContentError):  # who compares afterwards says what is wrong
-            baselines[url].is_lost = True
-    for url, difference in zip(firsts, compare_each(list(firsts.values()), values), strict=True):
-        yield url, sides[url][0], difference
+            baselines[told].is_lost = True
+    for told, difference in zip(firsts, compare_each(list(firsts.values()), values), strict=True):
+        yield told, sides[told][0], difference
 
 
 def note(found: Found) -> dict[str, Any]:
     """What a unit's ledger entry says of it."""
-    return {NOTE: {url: {name: dataclasses.astuple(each) for name, each in of.items()} for url, of in found.items()}}
+    return {NOTE: {told: {name: dataclasses.astuple(each) for name, each in of.items()} for told, of in found.items()}}
 
 
 def gather(entries: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
@@ -135,8 +146,8 @@ def gather(entries: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
     """
     found: Found = {}
     for entry in entries:
-        for url, noted in entry.get(NOTE, {}).items():
-            held = found.setdefault(url, {})
+        for told, noted in entry.get(NOTE, {}).items():
+            held = found.setdefault(told, {})
             for name, fields in noted.items():
                 held[name] = held.get(name, Difference()) + Difference(*fields)
     return {FILE: json.dumps(note(found)[NOTE]).encode()} if found else {}
@@ -148,4 +159,4 @@ def read_found(release: Store) -> Found:
         noted = read_json(release, FILE)
     except FileNotFoundError:
         return {}
-    return {url: {name: Difference(*fields) for name, fields in of.items()} for url, of in noted.items()}
+    return {told: {name: Difference(*fields) for name, fields in of.items()} for told, of in noted.items()}
