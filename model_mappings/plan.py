@@ -17,6 +17,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 
 MAX_ELEMENTS = 1 << 43  # of a model: 8.8 trillion parameters
+MAX_ARRAYS = 100_000  # of a checkpoint; the largest models have some thousands where their layers aren't stacked
 # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
@@ -151,6 +152,11 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
                     f"{part.path}: two rules disagree: {same[0].shape} {same[0].logical_axes}, {part.shape} {part.logical_axes}"
                 )
             same.append(part)
+    if len(parts) > MAX_ARRAYS:
+        raise ConfigError(
+            f"{len(layout.names):,} tensors become {len(parts):,} arrays by the table {family.name}; more than {MAX_ARRAYS:,} "
+            "aren't planned: a family's own table has layers and experts in one array"
+        )
     if (elements := sum(math.prod(same[0].shape) for same in parts.values())) > MAX_ELEMENTS:
         raise ConfigError(
             f"config.json: its sizes make a model of {elements:,} elements; more than {MAX_ELEMENTS:,} can't be meant"

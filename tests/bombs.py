@@ -181,6 +181,10 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
         write_release(f, LLAMA, bf16(LLAMA)),
         (f / INDEX).write_text(json.dumps({"weight_map": {str(i): "model.safetensors" for i in range(1_000_000)}})),
     ),
+    "an index of 500,000 files": lambda f: (
+        write_release(f, LLAMA, bf16(LLAMA)),
+        (f / INDEX).write_text(json.dumps({"weight_map": {f"{i}": f"{i}.safetensors" for i in range(500_000)}})),
+    ),
 }
 
 

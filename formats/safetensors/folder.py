@@ -61,6 +61,7 @@ BESIDE = ("consolidated", "adapter_model")
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
+MAX_NAMES, MAX_FILES = 1_000_000, 10_000  # of an index
 CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)  # what is read beside the weights
 
 _FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
@@ -404,6 +405,10 @@ def _read_index(
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
             problems.append(Problem("index", INDEX, "has no weight_map that maps tensors to files"))
+        return {}
+    if len(weight_map) > MAX_NAMES or len({*map(str, weight_map.values())}) > MAX_FILES:
+        message = f"names more than {MAX_NAMES:,} tensors, or {MAX_FILES:,} files, which no model has"
+        problems.append(Problem("index", INDEX, message))
         return {}
     good = {}
     for name, file in weight_map.items():

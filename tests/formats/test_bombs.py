@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bombs import FOLDERS, empty, releases, write_release
+from bombs import FOLDERS, LLAMA, empty, releases, write_release
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from measured import Measure
@@ -53,6 +53,23 @@ def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, measure
     assert_within_bounds(measure, folder, "plan", *model)
     assert_within_bounds(measure, folder, "inspect")
     shutil.rmtree(folder)
+
+
+def test_many_quantized_weights(tmp_path: Path, measure: Measure) -> None:
+    """The time grows with their number, and not with its square."""
+    config = LLAMA | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    names = [f"layers.{i}.q_proj.weight" for i in range(25_000)]
+    codes = dict.fromkeys(names, ("F8_E4M3", (1, 1))) | {f"{name}_scale_inv": ("F32", (1, 1)) for name in names}
+    write_release(tmp_path / "hf", config, codes)
+    assert_within_bounds(measure, tmp_path / "hf", "dequantize", str(tmp_path / "out"), "--dry_run")
+
+
+def test_more_arrays_than_are_planned(tmp_path: Path, measure: Measure) -> None:
+    """A table that makes an array of each tensor is for models whose tensors can be counted."""
+    write_release(tmp_path / "hf", LLAMA, {f"{i}": ("BF16", (1,)) for i in range(150_000)})
+    options = (str(tmp_path / "out"), "--family", "identity", "--dry_run")
+    told = assert_within_bounds(measure, tmp_path / "hf", "convert", *options)
+    assert told["status"] == 2
 
 
 @settings(

@@ -10,6 +10,7 @@ many into one shard. What each mesh reads of them is arithmetic: `transforms/cut
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -360,7 +361,15 @@ def _common_device_shard(array: Array, assignments: Sequence, experts: bool, lea
     have grown.
     """
     growing = selecting_axes(array) - {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
-    layers = math.prod(array.shape[axis] for axis in growing)
+    return list(_common_shard(array.shape, tuple(assignments), growing, experts, -(-least // array.dtype.itemsize)))
+
+
+@functools.cache  # many arrays have the same shape and axes
+def _common_shard(
+    shape: tuple[int, ...], assignments: tuple[Assignment, ...], growing: frozenset[int], experts: bool, least: int
+) -> tuple[int, ...]:
+    """The same for a shape; `least` in elements."""
+    layers = math.prod(shape[axis] for axis in growing)
     devices = COMMON_DEVICES if experts else COMMON_FSDP
     while True:
         fsdp = min(devices, COMMON_FSDP)
@@ -369,13 +378,13 @@ def _common_device_shard(array: Array, assignments: Sequence, experts: bool, lea
             {"tensor": COMMON_TENSOR},
             {"expert": min(devices, COMMON_EXPERT) if experts else 1},
         )
-        finest = list(array.shape)
+        finest = list(shape)
         for mesh in (Mesh("", sizes) for sizes in meshes):
-            for axis, size in enumerate(array.shape):
+            for axis, size in enumerate(shape):
                 finest[axis] = math.gcd(finest[axis], size // math.gcd(size, mesh.ways(assignments[axis])))
         elements = math.prod(n for axis, n in enumerate(finest) if axis not in growing) * layers
-        if devices == 1 or elements * array.dtype.itemsize >= least:
-            return finest
+        if devices == 1 or elements >= least:
+            return tuple(finest)
         devices //= 2
 
 
