@@ -24,6 +24,7 @@ from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
 from weightbeam.pipelines.checking.subject import Subject, compare_trees
+from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, reading, refuse
@@ -120,6 +121,7 @@ def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: M
     check_together(items, items.list(recursive=False), files.files)
     if not given.get("lora"):
         _refuse_merged(items)
+    _refuse_widened(items)
     made = record_of(items).get("options", {})
     opened = own or open_source(
         source or _named_source(items, checkpoint), bool(made.get("allow_links")), Cut.of(made, given.get("family"))
@@ -152,6 +154,25 @@ def _refuse_merged(items: Store) -> None:
                 f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it; weightbeam diff compares it "
                 "with another checkpoint, or --lora names the adapter as PEFT has it"
             )
+
+
+def _refuse_widened(items: Store) -> None:
+    """Refuses a checkpoint whose values were rounded, and then resharded to a wider dtype: by the release alone they can't
+    be told.
+
+    Raises:
+      Refused: it is one.
+    """
+    record = record_of(items)
+    made, before, lossy = (record.get(name) for name in ("options", "resharded_from", "lossy"))
+    if not (isinstance(made, Mapping) and isinstance(before, Mapping) and isinstance(lossy, Mapping)):
+        return
+    saved, reasons = made.get("save_dtype"), map(str, lossy.values())
+    if saved == "float32" and any("rounded" in reason and not reason.endswith(saved) for reason in reasons):
+        raise Refused(
+            f"{items}: was rounded, and then resharded to {saved}, which the release doesn't tell; it is compared with what it "
+            f"was resharded of:\n  {diff_command(str(before.get('checkpoint')), str(items))}"
+        )
 
 
 def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:

@@ -136,10 +136,14 @@ def set_value_type(checkpoint: Path) -> None:
     file.write_text(json.dumps(good))
 
 
-def rename_leaf(checkpoint: Path) -> None:
-    """Stock Orbax raises KeyError."""
-    file = checkpoint / "0/items/_METADATA"
-    file.write_text(file.read_text().replace("('params', 'params'", "('params', 'qarams'", 1))
+def renaming(old: str, new: str) -> Callable[[Path], object]:
+    """What is said of a leaf; stock Orbax raises KeyError."""
+
+    def damage(checkpoint: Path) -> None:
+        file = checkpoint / "0/items/_METADATA"
+        file.write_text(file.read_text().replace(old, new, 1))
+
+    return damage
 
 
 def set_step(checkpoint: Path) -> None:
@@ -157,7 +161,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
     "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),
     "the kind of a value": (set_value_type, "value_type scalar"),
-    "the name of a leaf": (rename_leaf, "is called ('params', 'qarams'"),
+    "a field of a leaf": (renaming('"skip_deserialize": false', '"skip_deserialiZe": false'), "isn't of Orbax's form"),
+    "the kind of a key": (renaming('"key_type": 2', '"key_type": 0'), "isn't of Orbax's form"),
+    "the name of a leaf": (renaming("('params', 'params'", "('params', 'qarams'"), "is called ('params', 'qarams'"),
     "the step": (set_step, "is 999, expected 0"),
 }
 

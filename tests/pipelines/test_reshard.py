@@ -18,6 +18,7 @@ from pairs import each
 from support import (
     LLAMA,
     assert_same_bits,
+    call,
     convert,
     digest,
     digests,
@@ -190,6 +191,16 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
     assert set(record["lossy"].values()) == {"float32, rounded to bfloat16"}
     wide = reshard(step, tmp_path / "wide", "--save_dtype", "float32")  # rounds nothing
     assert json.loads((wide / "conversion.json").read_text())["lossy"] == record["lossy"]
+
+
+def test_rounded_values_in_a_wider_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The release doesn't tell them: `verify` says what does, and nothing wrong."""
+    convert(make_release(tmp_path / "hf", LLAMA), tmp_path / "ckpt")
+    reshard(tmp_path / "ckpt", tmp_path / "out", "--save_dtype", "float32")
+    assert call("verify", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "was rounded, and then resharded to float32" in said
+    assert f"weightbeam diff {tmp_path}/ckpt/0/items {tmp_path}/out" in said
 
 
 def test_integers_stay_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -23,6 +23,7 @@ from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import Array
 
 SHOWN = 200  # letters of a stray's name
+KEY, SAID = {"key", "key_type"}, {"value_type", "skip_deserialize"}  # of an entry of `_METADATA`
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
@@ -71,6 +72,8 @@ def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
         key = ".".join(path)
         if name != str(path):  # by which Orbax finds it
             yield key, f"is called {name} in {METADATA}, expected {path}"
+        if said.keys() != SAID or any(part.keys() != KEY or part["key_type"] != 2 for part in entry["key_metadata"]):
+            yield key, f"isn't of Orbax's form in {METADATA}"
         if said.get("skip_deserialize"):
             continue
         wanted = VALUE_TYPES.get(key, "np.ndarray")
