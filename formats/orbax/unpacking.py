@@ -34,8 +34,8 @@ from weightbeam.formats.record.provenance import begin
 from weightbeam.formats.record.provenance import pieces as pieces_of
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.staging import UNPACKED
-from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.identity import ChangedError, same_folders
+from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store
+from weightbeam.formats.storage.identity import same_folders
 from weightbeam.formats.storage.strict_json import parse_json
 from weightbeam.model_mappings.boxes import Box, extent, volume
 

@@ -20,6 +20,7 @@ from typing import Any
 from weightbeam.formats.safetensors import CONFIGS, INDEX, HfCheckpoint, Shard, open_shard
 from weightbeam.formats.storage import (
     TEMPORARY,
+    ChangedError,
     File,
     LocalFolder,
     StorageError,
@@ -28,7 +29,7 @@ from weightbeam.formats.storage import (
     stretches,
     sync_folder,
 )
-from weightbeam.formats.storage.identity import ChangedError, check_opened
+from weightbeam.formats.storage.identity import check_opened
 from weightbeam.formats.storage.local import file_of, open_file
 from weightbeam.formats.storage.strict_json import parse_json
 from weightbeam.formats.text import json_text

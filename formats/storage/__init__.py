@@ -19,6 +19,7 @@ from weightbeam.formats.storage.local import (
 from weightbeam.formats.storage.meant import hint
 from weightbeam.formats.storage.store import (
     ByteRange,
+    ChangedError,
     File,
     LeadsOutError,
     StorageError,
@@ -32,6 +33,7 @@ from weightbeam.model_mappings import doors
 __all__ = [
     "TEMPORARY",
     "ByteRange",
+    "ChangedError",
     "File",
     "LeadsOutError",
     "LocalFolder",

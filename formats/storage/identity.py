@@ -23,28 +23,13 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.storage import ChangedError, File, LocalFolder, Store, open_store
 
 SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
 MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
 WRITTEN, READ, ANEW = " while it was converted", " while it was read", "; start anew with --overwrite"  # of messages
 MOUNTS = "/proc/self/ns/mnt"  # Linux: names the process's own view of what is mounted
 READERS = 8  # files whose blocks are read at a time: on a mounted bucket each takes a while
-
-
-class ChangedError(StorageError):
-    """A file of a source isn't the one that was planned with.
-
-    Args:
-      message: for one who writes; Beam makes the error again of this alone.
-
-    Attributes:
-      what: which, and how it differs, for one who only reads.
-    """
-
-    def __init__(self, message: str, what: str = ""):
-        super().__init__(message)
-        self.what = what or message
 
 
 def changed_error(what: str, detail: str = "") -> ChangedError:
@@ -239,12 +224,12 @@ def check_together(store: Store, seen: Iterable[Seen], found: Iterable[File]) ->
     folder, though it may be replaced by another release in between. Links to them may have been made.
 
     Raises:
-      StorageError: one was changed or replaced, or is gone.
+      ChangedError: one was changed or replaced, or is gone.
     """
     then = {store.path(file.name): file for file in seen}
     now = {path: file for file in found if (path := store.path(file.name)) in then}
     if changes := describe_changes(then, now, linked=True):
-        raise StorageError(
+        raise ChangedError(
             f"{changes[0]}, and what was read beside it is of before; begin again once nobody writes there"
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from weightbeam.formats.storage.meant import hint
 from weightbeam.formats.storage.renaming import link_new
-from weightbeam.formats.storage.store import PROBE, ByteRange, File, LeadsOutError, StorageError, Store
+from weightbeam.formats.storage.store import PROBE, ByteRange, ChangedError, File, LeadsOutError, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
@@ -348,7 +348,7 @@ class LocalFolder(Store):
             now = file_of(file.name, os.fstat(opened.fileno()))
             is_touched = now.links == file.links and now.changed != file.changed
             if (now.inode, now.size, now.version) != (file.inode, file.size, file.version) or is_touched:
-                raise StorageError(f"{self.path(file.name)}: was changed or replaced since it was listed")
+                raise ChangedError(f"{self.path(file.name)}: was changed or replaced since it was listed")
             opened.seek(start)
             return opened.read(-1 if stop is None else max(0, stop - start))
 

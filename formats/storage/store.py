@@ -27,6 +27,21 @@ class StorageError(OSError):
     """Something can't be read or written, or isn't what it was; the message is for the user."""
 
 
+class ChangedError(StorageError):
+    """A file isn't the one that was looked at, or planned with.
+
+    Args:
+      message: for one who writes; Beam makes the error again of this alone.
+
+    Attributes:
+      what: which, and how it differs, for one who only reads.
+    """
+
+    def __init__(self, message: str, what: str = ""):
+        super().__init__(message)
+        self.what = what or message
+
+
 class LeadsOutError(StorageError):
     """A file of a folder is a link to elsewhere."""
 

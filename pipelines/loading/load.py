@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.identity import ChangedError
+from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.abstract import Abstract, RequestedArray, every_parameter, mismatches, read_tree

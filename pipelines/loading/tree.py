@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightbeam.formats.storage.identity import ChangedError
+from weightbeam.formats.storage import ChangedError
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box

@@ -17,8 +17,8 @@ from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
-from weightbeam.formats.storage.identity import ChangedError, Files, Watched
+from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store, reason
+from weightbeam.formats.storage.identity import Files, Watched
 from weightbeam.formats.storage.strict_json import read_json
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD

@@ -228,12 +228,19 @@ def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
     except BusyError as e:
         return Outcome(BUSY, str(e).strip())
     except RefusedError as e:
-        return Outcome(REFUSED, str(e).strip())
+        return Outcome(FAILED if _has_changed(e) else REFUSED, str(e).strip())
     except FailedError as e:
         return Outcome(FAILED, str(e).strip())
     except Exception as e:
         traceback.print_exc()
         return Outcome(FAILED, f"{type(e).__name__}: {e}")
+
+
+def _has_changed(error: BaseException | None) -> bool:
+    """Whether something was refused for a file that was changed while it was read, which is different another time."""
+    from weightbeam.formats.storage import ChangedError
+
+    return error is not None and (isinstance(error, ChangedError) or _has_changed(error.__cause__))
 
 
 def _follow() -> None:

@@ -16,9 +16,8 @@ from support import call, make_release, stop_midway
 
 from weightbeam.formats.release.files import small_files
 from weightbeam.formats.safetensors import BoxRead, open_hf, read_boxes
-from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage import ChangedError, StorageError, open_store
 from weightbeam.formats.storage import hub as hubs
-from weightbeam.formats.storage.identity import ChangedError
 from weightbeam.model_mappings.boxes import whole
 
 REPO = "acme/tiny"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weightbeam.formats.release.files import small_files
-from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.formats.storage.identity import SAMPLE_BYTES, ChangedError, Files, describe_changes, spread
+from weightbeam.formats.storage import ChangedError, StorageError, open_store
+from weightbeam.formats.storage.identity import SAMPLE_BYTES, Files, describe_changes, spread
 from weightbeam.formats.targets.release import release_staging
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightbeam.pipelines.terminal.errors import FailedError
-from weightbeam.pipelines.watching.isolation import DONE, FAILED, Workers
+from weightbeam.formats.storage import ChangedError, StorageError
+from weightbeam.pipelines.terminal.errors import FailedError, Refused
+from weightbeam.pipelines.watching.isolation import DONE, FAILED, REFUSED, Workers
 
 PREPARED: list[bool] = []
 
@@ -32,6 +33,14 @@ def sleep(arguments: Sequence[str]) -> dict[str, Any]:
 
 def fail(arguments: Sequence[str]) -> dict[str, Any]:
     raise FailedError(" ".join(arguments))
+
+
+def refuse(cause: Sequence[Any]) -> dict[str, Any]:
+    kind, message = cause
+    try:
+        raise kind(message)
+    except StorageError as e:
+        raise Refused(str(e)) from e
 
 
 def children() -> set[int]:
@@ -54,6 +63,13 @@ def test_a_process_is_ready_and_fresh() -> None:
         assert len(children() - before) == 2
         assert workers.run(tell, {"arguments": []}).facts["pid"] not in ready
     assert children() == before
+
+
+@pytest.mark.parametrize(("cause", "status"), [(ChangedError, FAILED), (StorageError, REFUSED)])
+def test_what_is_refused_for_a_file_that_changed_is_tried_again(cause: type[StorageError], status: str) -> None:
+    with Workers(prepare) as workers:
+        outcome = workers.run(refuse, {"cause": (cause, "x changed")})
+        assert (outcome.status, outcome.message) == (status, "x changed")
 
 
 @pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2])

@@ -24,8 +24,7 @@ from weightbeam.formats.orbax.state import surroundings
 from weightbeam.formats.orbax.unpacking import chunks, unpack
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
 from weightbeam.formats.staging.links import COPY, HARD, put_source
-from weightbeam.formats.storage import LocalFolder, local, open_store
-from weightbeam.formats.storage.identity import ChangedError
+from weightbeam.formats.storage import ChangedError, LocalFolder, local, open_store
 from weightbeam.formats.targets import orbax
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.loading.checkpoint import Orbax
