@@ -124,6 +124,9 @@ class Place(abc.ABC):
     def remove(self, url: str) -> None:
         """Removes a published step; nothing happens where there is none."""
 
+    def go_on_removing(self, url: str) -> None:  # noqa: B027
+        """Removes what is left of a step whose removal was begun by a watcher that was stopped."""
+
     @abc.abstractmethod
     def check_writable(self, dry_run: bool = False) -> None:
         """Makes sure that steps can be published here; for a dry run as far as that can be told without writing.
@@ -224,9 +227,10 @@ class StorePlace(Place):
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())
 
-    def remove(self, url: str) -> None:
+    def _noted(self, url: str) -> str:
+        """The name below this place for what is removed of a step."""
         assert url.startswith(f"{self.url}/")
-        self.store.delete_folder(url.removeprefix(f"{self.url}/"))
+        return f"{WORK}/removed-{url.rpartition('/')[2]}"
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_writable(self.store, dry_run)
@@ -274,12 +278,15 @@ class FolderPlace(StorePlace):
 
     def remove(self, url: str) -> None:
         """Takes it out of sight first, whole."""
-        aside = self.store / WORK / f"removed-{Path(url).name}"
-        self.store.delete_folder(f"{WORK}/{aside.name}")
+        self.go_on_removing(url)
+        aside = self.store / self._noted(url)
         with contextlib.suppress(FileNotFoundError):
             aside.parent.make()
             os.rename(url, aside.url)
-        self.store.delete_folder(f"{WORK}/{aside.name}")
+        self.go_on_removing(url)
+
+    def go_on_removing(self, url: str) -> None:
+        self.store.delete_folder(self._noted(url))
 
 
 class BucketPlace(StorePlace):
@@ -312,9 +319,26 @@ class BucketPlace(StorePlace):
         return {}
 
     def remove(self, url: str) -> None:
-        """Its report goes first: without it, it is none."""
-        open_store(url).delete(REPORT)
-        super().remove(url)
+        """Its report goes first: without it, it is none. What else is removed is written down before."""
+        step = open_store(url)
+        self.store.write(self._noted(url), json.dumps(list(step.names())).encode())
+        step.delete(REPORT)
+        self.go_on_removing(url)
+
+    def go_on_removing(self, url: str) -> None:
+        """Nothing of a step that has a report: it was published since."""
+        step, noted = open_store(url), self._noted(url)
+        try:
+            names = set(map(str, read_json(self.store, noted)))
+        except (FileNotFoundError, JsonError, TypeError):
+            return
+        left = [] if step.exists(REPORT) else [file for file in step.list() if file.name in names]
+        if isinstance(step, Bucket):
+            step.delete_all(left)
+        else:
+            for file in left:
+                step.delete(file.name)
+        self.store.delete(noted)
 
 
 class HubPlace(Place):

@@ -687,6 +687,7 @@ class RunFeed(Feed):
         """
         place, url, keep = self._place(history), self._checkpoint(history), self.run.keep
         assert keep is not None
+        place.go_on_removing(url)
         if others := place.others(url, history.key, self._title(history)):
             raise StorageError(f"it holds what isn't of the step: {listed(others)}; move that away")
         if not self._is_published(history):

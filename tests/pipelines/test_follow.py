@@ -1916,3 +1916,33 @@ def test_a_form_that_is_replaced_once_a_step_is_planned(
     found = json.loads((step / "changes.json").read_text())
     assert bool(found["notes"]) == bool(tasks)
     assert ("like" in found) == (not tasks)
+
+
+def test_a_stop_while_a_step_is_removed(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gcs: FakeGcs,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The next watcher goes on with it: what is left of a step in a bucket, which has no report any more, is the step's."""
+    publish = publishing(model, tmp_path, "gs://out/pub")
+    assert publish(1) == 0
+    delete_all = Bucket.delete_all
+
+    def failing(self: Bucket, files: Any) -> None:
+        listed = list(files)
+        if self.url.endswith("pub/step-1"):
+            delete_all(self, listed[:2])
+            raise StorageError("away")
+        delete_all(self, listed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete_all", failing)
+        assert publish(2) == 0
+    assert "pub/step-1 can't be removed: away" in capsys.readouterr().err
+    assert "pub/step-1/run.json" not in gcs.objects["out"]
+    assert publish(3) == 0
+    left = {name.split("/")[1] for name in gcs.objects["out"] if name.startswith("pub/")}
+    assert left == {"step-3", ".weightbeam"}
+    assert not [name for name in gcs.objects["out"] if "removed-" in name]
