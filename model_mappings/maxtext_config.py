@@ -25,7 +25,6 @@ from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.values import Value
 
 FILE = "maxtext.yml"
-MAX_YAML = 1 << 20  # bytes of a configuration of MaxText's: to parse it takes seconds for each MB
 WIDTH = 120
 NAMES = {  # why a model runs under another one's name
     "kimi-k2-1t": "under the name kimi-k2-1t MaxText e591f30's router doesn't normalise scores and takes them after the bias (73 % of tokens agree)",

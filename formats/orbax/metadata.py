@@ -16,9 +16,9 @@ from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
+from weightbeam.formats.storage.strict_yaml import MAX_YAML
 from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
-from weightbeam.model_mappings.maxtext_config import MAX_YAML
 
 # the scalar that MaxText's TrainState keeps beside the parameters
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())

@@ -29,6 +29,7 @@ from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
 from weightbeam.formats.storage.identity import Seen, check_together
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
+from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.installing import home_page
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
@@ -570,7 +571,8 @@ def model_card(
     ]
     if edits:
         lines += ["`config.json` differs from the release's in:", "", *(f"* `{edit}`" for edit in edits), ""]
-    return f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n\n" + "\n".join(lines)
+    card = f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n\n" + "\n".join(lines)
+    return card.encode(errors="backslashreplace").decode()  # a path needn't be UTF-8
 
 
 def written_by() -> str:
@@ -598,8 +600,8 @@ def _kept_fields(card: str) -> dict[str, str | list[str]]:
     if parts[0].strip() or len(parts) < 3:
         return {}
     try:
-        fields = yaml.load(parts[1][:MAX_HEAD], yaml.BaseLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        fields = parse_yaml(parts[1][:MAX_HEAD], yaml.BaseLoader)
+    except yaml.YAMLError:
         return {}
     kept = {key: fields[key] for key in KEPT_FIELDS if key in fields} if isinstance(fields, dict) else {}
     return {

@@ -120,6 +120,10 @@ def store_to_write(where: str | Path | Store) -> Store:
     store = open_store(where)
     if not store.stages:
         raise StorageError(f"{where}: can be read, but not written to; name a folder, or gs://bucket/folder")
+    try:
+        store.url.encode()
+    except UnicodeEncodeError as e:
+        raise StorageError(f"{os.fsencode(store.url)!r}: isn't UTF-8; choose another name") from e
     return store
 
 

@@ -141,6 +141,8 @@ class OrbaxTarget(Target[Staging]):
         if isinstance(place, FolderStaging):
             if place.output.folder.exists() and not place.output.folder.is_dir():
                 return str(place.output), "is a file"
+            if not place.output.name:
+                return str(place.output), "is the root of the file system; name a folder"
             place.final.kvstore()  # raises where TensorStore can't write
             keys = [] if self.format.use_ocdbt else [spec.key for spec in self.arrays]
             if why := clash(place.output.folder, [*keys, *self.files]):

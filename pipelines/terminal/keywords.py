@@ -6,7 +6,6 @@ import argparse
 import difflib
 import functools
 import inspect
-import json
 import math
 import shlex
 import textwrap
@@ -17,7 +16,8 @@ from typing import Any, TypeVar
 import yaml
 
 from weightbeam.formats.storage import StorageError, open_store, read_named
-from weightbeam.model_mappings.maxtext_config import MAX_YAML
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
+from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.wording import in_python
@@ -235,6 +235,9 @@ def read_lora(text: str) -> tuple[str, float]:
         raise Refused(f"--lora={e}") from e
 
 
+MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
+
+
 class _MaxTextLoader(yaml.SafeLoader):
     """YAML with the tags that Python's dump leaves: a tuple is a list, an enum its value. Nothing is made but these."""
 
@@ -257,10 +260,8 @@ def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
     Raises:
       Refused: it is no YAML, says no keys, or is larger than any that is meant: to parse it takes seconds for each MB.
     """
-    if len(text) > MAX_YAML:
-        raise Refused(f"{where}: has more than {MAX_YAML:,} bytes; that can't be meant")
     try:
-        given = yaml.load(text, _MaxTextLoader)
+        given = parse_yaml(text, _MaxTextLoader)
     except (UnicodeDecodeError, yaml.YAMLError) as e:
         raise Refused(f"{where}: no YAML: {e}") from e
     if not isinstance(given, dict):
@@ -268,12 +269,12 @@ def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
     return given
 
 
-def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
+def read_maxtext_yaml(option: str, file: str, above: Sequence[Path] = ()) -> dict[str, Any]:
     """The keys that a file of MaxText's (`.yml`) says, over those of the file beside it that its `base_config` names;
-    `option` is what named it, for messages.
+    `option` is what named it, for messages; `above` are the files whose base it is.
 
     Raises:
-      Refused: it can't be read, or says no keys.
+      Refused: it can't be read, or says no keys; or the files are each other's base.
     """
     try:
         given = parse_maxtext_yaml(read_named(file), f"{option}={file}")
@@ -281,7 +282,10 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
         raise Refused(f"{option}={file}: {e.strerror}") from e
     base = Path(file).parent / str(given.pop("base_config", ""))  # MaxText's own base.yml isn't there
     if base.is_file() and base.resolve() != Path(file).resolve():
-        return read_maxtext_yaml(option, str(base)) | given
+        above = (*above, Path(file).resolve())
+        if base.resolve() in above or len(above) > MAX_BASES:
+            raise Refused(f"{option}={file}: its base_config leads back to it, or through more than {MAX_BASES} files")
+        return read_maxtext_yaml(option, str(base), above) | given
     return given
 
 
@@ -302,11 +306,11 @@ def sharding_rules(given: object, model: str | None) -> Rules | None:
         except RulesError as e:
             raise Refused(f"--sharding_rules: {e}") from e
     try:
-        text = read_named(given).decode("utf-8")
+        raw = read_named(given)
         try:
-            rules = json.loads(text)
-        except ValueError:
-            rules = yaml.safe_load(text)
+            rules = parse_json(raw)
+        except JsonError:
+            rules = parse_yaml(raw.decode("utf-8"))
         return read_rules(rules, model_rules(model))
     except OSError as e:
         raise Refused(f"--sharding_rules={given}: {e.strerror}") from e

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Instanc
 from pydantic_core import ErrorDetails
 
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
+from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import RefusedError
@@ -500,7 +501,7 @@ def read_config(path: str) -> WatchConfig:
     """
     try:
         store, name = store_and_name(path if "://" in path else os.path.abspath(path))
-        given = yaml.load(store.read(name), _Loader)
+        given = parse_yaml(store.read(name), _Loader)
     except FileNotFoundError as e:
         raise RefusedError(f"--config={path}: no such file") from e
     except OSError as e:

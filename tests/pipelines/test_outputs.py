@@ -72,6 +72,24 @@ def test_a_name_that_is_too_long(
     assert "the name is too long: 256 characters, at most 255" in capfd.readouterr().err
 
 
+def test_a_name_that_isnt_utf8(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A model card couldn't name it. A source may have such a name."""
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    for command in (("cut", source, odd, "--layers", "0:1"), ("quantize", source, odd), ("convert", source, odd)):
+        assert call(*command) == 2
+        assert "isn't UTF-8; choose another name" in capfd.readouterr().err
+    shutil.copytree(source, odd)
+    assert call("cut", odd, tmp_path / "made", "--layers", "0:1") == 0
+    assert b"odd\\udcff" in (tmp_path / "made" / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_the_root_of_the_file_system(source: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
+    assert "is the root of the file system" in refused_release(capfd, source, Path("/"), *options)
+    assert call("convert", source, "/", *options) == 2
+    assert "/: is the root of the file system; name a folder" in capfd.readouterr().err
+
+
 def test_the_longest_names(source: Path, tmp_path: Path) -> None:
     longest = tmp_path / ("x" * (255 - len(f".{new_id()}.weightbeam-tmp")))
     assert call("quantize", source, longest, "--format", "fp8") == 0

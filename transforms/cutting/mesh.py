@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightbeam.formats.text.printable import printable
+
 Assignment = None | str | tuple[str, ...]  # the mesh axes that shard one axis of an array
 Rules = Sequence[tuple[str, Assignment]]
 PARALLELISM = re.compile(r"(?:ici|dcn)_(.+)_parallelism")  # MaxText's settings: how many ways within and between slices
@@ -90,7 +92,7 @@ def read_rules(given: Any, base: Rules) -> Rules:
             or len(set(axes)) < len(axes)
         ):
             raise RulesError(
-                f"{json.dumps(rule, default=str)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]"
+                f"{printable(json.dumps(rule, default=str), 200)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]"
             )
     return merge_rules(base, _rules(given)) if merged else _rules(given)
 

@@ -1,0 +1,57 @@
+"""YAML from a stranger: bounded in bytes, and in the values that aliases repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MAX_YAML = 1 << 20  # bytes of a text: to parse it takes seconds for each MB
+INTEGER, MAX_DIGITS = "tag:yaml.org,2002:int", 1000  # Python prints numbers of 4,300 digits at most
+MAX_VALUES = 100_000  # with those that aliases repeat; MaxText's base.yml has some two thousand
+
+
+def parse_yaml(text: str | bytes, loader: type[yaml.BaseLoader | yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """What a text says; None where it is empty.
+
+    Raises:
+      YAMLError: it isn't YAML, or is larger than anything that is meant.
+    """
+    if len(text) > MAX_YAML:
+        raise yaml.YAMLError(f"has more than {MAX_YAML:,} bytes; that can't be meant")
+    try:
+        reader = loader(text)
+        root = reader.get_single_node()
+        if root is None:
+            return None
+        _count(root, {})
+        return reader.construct_document(root)
+    except yaml.YAMLError:
+        raise
+    except UnicodeDecodeError:
+        raise
+    except RecursionError as e:
+        raise yaml.YAMLError("is nested too deep") from e
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:  # of a date or a number
+        raise yaml.YAMLError(f"holds what can't be meant: {e}") from e
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """The values that a node holds, with those of the nodes that it repeats; `known` are those that were counted, and
+    those around it, with more than any may have.
+
+    Raises:
+      YAMLError: there are too many, it holds itself, or a number is too long.
+    """
+    if node.tag == INTEGER and len(node.value) > MAX_DIGITS:
+        raise yaml.YAMLError(f"has a number of {len(node.value):,} characters; that can't be meant")
+    if (count := known.get(id(node))) is None:
+        known[id(node)] = MAX_VALUES  # of one that holds itself
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for each in below for part in (each if isinstance(each, tuple) else (each,))]
+        count = known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    if count > MAX_VALUES:
+        raise yaml.YAMLError(
+            f"has more than {MAX_VALUES:,} values, with those that aliases repeat; that can't be meant"
+        )
+    return count
