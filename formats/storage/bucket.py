@@ -425,6 +425,9 @@ class Bucket(Store):
         written = self._upload(name, data, int(version or 0))
         return written.version if written else None
 
+    def write_over(self, name: str, data: bytes, before: File | None) -> bool:
+        return self.replace(name, data, before.version if before else None) is not None
+
     def now(self) -> float:
         """The time by the bucket's clock, in seconds since 1970: when an object was made, which is deleted again."""
         name = f"{PROBE}.{uuid.uuid4().hex}"  # nobody else's
@@ -472,35 +475,49 @@ class Bucket(Store):
                 raise FileNotFoundError(2, "no such object", str(e)) from e
 
     def copy(self, source: Store, file: File) -> None:
+        self._copy(source, file, None)
+
+    def copy_new(self, source: Store, file: File) -> None:
+        self._copy(source, file, 0)
+
+    def _copy(self, source: Store, file: File, generation: int | None) -> None:
+        """Copies a file; only over that generation, if one is named."""
         with self._translate_errors(file.name):
             try:
                 if isinstance(source, Bucket):
-                    self._rewrite(source, file)
+                    self._rewrite(source, file, generation)
                 else:
-                    self._stream(source, file)
+                    self._stream(source, file, generation)
             except exceptions.NotFound as e:
                 raise StorageError(
                     f"{source.path(file.name)}: is gone, or there is no bucket gs://{self.bucket}"
                 ) from e
             except exceptions.PreconditionFailed as e:
-                raise StorageError(f"{source.path(file.name)}: is another one by now") from e
+                there = None if generation is None else self.stat(file.name)
+                if there is None:
+                    raise StorageError(f"{source.path(file.name)}: is another one by now") from e
+                if not there.is_copy_of(file):  # else an answer was lost
+                    raise StorageError(f"{self.path(file.name)}: somebody has put it there; move it away") from e
 
-    def _rewrite(self, source: Bucket, file: File) -> None:
+    def _rewrite(self, source: Bucket, file: File, generation: int | None) -> None:
         """Has the store copy an object, if it is still of that version."""
         blob, original, token = self._blob(file.name), source._blob(file.name), None
         while True:
             token, _, _ = blob.rewrite(
-                original, token=token, if_source_generation_match=int(file.version), timeout=TIMEOUT, retry=RETRY
-            )
+                original, token=token, if_generation_match=generation, if_source_generation_match=int(file.version),
+                timeout=TIMEOUT, retry=RETRY,
+            )  # fmt: skip
             if token is None:
                 return
 
-    def _stream(self, source: Store, file: File) -> None:
+    def _stream(self, source: Store, file: File, generation: int | None) -> None:
         """Uploads a file of another kind of store."""
         blob, summed = self._blob(file.name), google_crc32c.Checksum()
         blob.metadata = {ORIGINAL: file.version}
         try:
-            opened: Any = blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY)
+            opened: Any = blob.open(
+                "wb", chunk_size=PIECE, if_generation_match=generation, timeout=TIMEOUT, retry=RETRY
+            )
             with opened as upload:
                 for piece in stretches(source, file.name, file.size, file.sha256):
                     summed.update(piece)
@@ -527,14 +544,15 @@ class Bucket(Store):
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
             list(pool.map(lambda file: self.delete(file.name, file.version), files))
 
-    def copy_all(self, source: Bucket, files: Iterable[File]) -> None:
-        """Has the store copy objects that were listed in another folder.
+    def copy_all(self, source: Bucket, files: Iterable[File], only_new: bool = False) -> None:
+        """Has the store copy objects that were listed in another folder; `only_new` as `copy_new` does.
 
         Raises:
-          StorageError: one of them is gone, or was written anew since.
+          StorageError: one of them is gone, or was written anew since; or can't be copied there.
         """
+        copy = self.copy_new if only_new else self.copy
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
-            list(pool.map(functools.partial(self.copy, source), files))
+            list(pool.map(functools.partial(copy, source), files))
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end

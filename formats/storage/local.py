@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.storage.meant import hint
-from weightbeam.formats.storage.renaming import link_new
+from weightbeam.formats.storage.renaming import UnsupportedError, exchange, link_new
 from weightbeam.formats.storage.store import PROBE, ByteRange, ChangedError, File, LeadsOutError, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
@@ -194,6 +194,55 @@ def create_file(path: Path, data: bytes) -> bool:
     return True
 
 
+def replace_file(path: Path, data: bytes, before: File | None) -> bool:
+    """Writes a file whole and durably, unless another one has written it since; returns whether it did.
+
+    The two are swapped, and what comes out is looked at: a process that slept may come late, and whoever wrote since
+    gets his file back, which others may have replaced in turn.
+
+        sleeper writes B over A       path: N   aside: B      N was written while it slept
+        swap                          path: B   aside: N      N isn't A
+        swap                          path: N   aside: B      B is what it put there: done, nothing was written
+    """
+    if before is None and (path.is_dir() or path.is_symlink()):  # a folder is in the way, or a link to nothing
+        write_file(path, data)
+        return True
+    if before is None:
+        return create_file(path, data)
+    aside = _write_temporary(path, data)
+    try:
+        ours = aside.stat().st_ino
+        try:
+            exchange(aside, path)
+        except UnsupportedError:
+            if not path.exists() or _seen(path) != _seen_as(before):
+                return False
+            os.replace(aside, path)
+            return True
+        except FileNotFoundError:  # it was removed since
+            return False
+        if _seen(aside) == _seen_as(before):
+            return True
+        while True:  # until what comes out is what was put there: else it is of another one who wrote since
+            held = aside.stat().st_ino
+            exchange(aside, path)
+            if aside.stat().st_ino == ours:
+                return False
+            ours = held
+    finally:
+        aside.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+def _seen(path: Path) -> tuple[int, str]:
+    found = path.stat()
+    return found.st_ino, str(found.st_mtime_ns)
+
+
+def _seen_as(file: File) -> tuple[int, str]:
+    return file.inode, file.version
+
+
 class LocalFolder(Store):
     """A folder of this machine, or of a file system that it has mounted."""
 
@@ -357,6 +406,12 @@ class LocalFolder(Store):
         if self.folder.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
+
+    def write_over(self, name: str, data: bytes, before: File | None) -> bool:
+        path = self.folder / name
+        if self.folder.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return replace_file(path, data, before)
 
     def create(self, name: str, data: bytes) -> bool:
         return create_file(self.folder / name, data)

@@ -97,6 +97,12 @@ class File:
     changed: int = 0
     links: int = 0
 
+    def is_copy_of(self, other: File | None) -> bool:
+        """Whether a copy may be one of another file, as far as the stores say what they hold."""
+        if other is None or self.size != other.size:
+            return False
+        return self.crc32c == other.crc32c or self.original == other.version
+
 
 class Store(abc.ABC):
     """A folder of files. Cheap to make and to pickle: clients are made when they are first needed, one in a process.
@@ -395,6 +401,23 @@ class Store(abc.ABC):
         """
         raise StorageError(f"{self.url} can't be written to")
 
+    def write_over(self, name: str, data: bytes, before: File | None) -> bool:
+        """The same as `write`, unless another one has written that file since. A store that can't tell writes it.
+
+        Args:
+          name: of the file.
+          data: all of it.
+          before: what was there; None for nothing.
+
+        Returns:
+          Whether it was written.
+
+        Raises:
+          StorageError: it can't be written.
+        """
+        self.write(name, data)
+        return True
+
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file whole unless there is one. No folder is made for it, so that whoever comes too late notices that
         the folder is gone.
@@ -444,6 +467,14 @@ class Store(abc.ABC):
           StorageError: it can't be, or isn't what its hash says.
         """
         raise StorageError(f"{self.url} can't be written to")
+
+    def copy_new(self, source: Store, file: File) -> None:
+        """The same, unless something else has the copy's name. A store that can't tell copies it.
+
+        Raises:
+          StorageError: something else has.
+        """
+        self.copy(source, file)
 
     def forget(self, name: str) -> None:  # noqa: B027
         """Asks this machine to keep nothing of some files in memory for later readers, if it does.

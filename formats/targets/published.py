@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.release.files import CARD, role_of
-from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.adapters.adapter import WEIGHTS as ADAPTER
+from weightbeam.formats.release.files import CARD, WRITTEN, role_of
+from weightbeam.formats.safetensors import INDEX, SINGLE
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
 from weightbeam.formats.storage import LocalFolder, StorageError, Store
@@ -61,8 +63,24 @@ def others_in(release: Store) -> list[str]:
     return [
         name
         for name in release.names()
-        if name not in own and not (_is_shard(release, name, tensors) if shards is None else name in shards)
+        if name not in own and not (_is_single(release, name, tensors) if shards is None else name in shards)
     ]
+
+
+def changed_in(release: Store) -> list[str]:
+    """The small files of a release of ours that others have changed since: those that its record names, and its card.
+
+    Raises:
+      StorageError: one can't be read.
+    """
+    files, found = (record_of(release) or {}).get("files"), []
+    for name, digest in files.items() if isinstance(files, dict) else ():
+        with contextlib.suppress(FileNotFoundError):
+            data = release.read(name)
+            is_edited = name == CARD and not WRITTEN.search(data.decode(errors="replace"))
+            if is_edited or not _is_as_noted(name, data, digest):
+                found.append(name)
+    return found
 
 
 def strays_in(release: Store) -> list[str]:
@@ -77,10 +95,12 @@ def _shards_by_index(release: Store) -> set[str]:
         return set()
 
 
-def _is_shard(release: Store, name: str, tensors: Collection[str]) -> bool:
-    """Whether a file holds tensors of the release, and nothing else."""
+def _is_single(release: Store, name: str, tensors: Collection[str]) -> bool:
+    """Whether a file is the one that holds all of a release without an index: by its name, since a copy beside it has
+    the same tensors.
+    """
     try:
-        file = release.stat(name) if name.endswith(".safetensors") else None
+        file = release.stat(name) if name in (SINGLE, ADAPTER) else None
         return file is not None and all(tensor.name in tensors for tensor in header_of(release, file))
     except (OSError, HeaderError):
         return False

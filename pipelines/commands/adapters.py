@@ -16,7 +16,7 @@ import numpy as np
 
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.record.naming import HUB, Naming
+from weightbeam.formats.record.naming import HUB, Naming, digest
 from weightbeam.formats.record.provenance import versions
 from weightbeam.formats.release.files import CARD, model_card
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
@@ -50,6 +50,7 @@ class ExportedAdapter(Shown):
       state: `done`, or `nothing to do`.
       page: of the commit, where it was published on the hub.
       removed, replaced: files of the repository that the commit took away, and that have another content now.
+      source: what tells the content of the checkpoint.
     """
 
     folder: str
@@ -61,6 +62,7 @@ class ExportedAdapter(Shown):
     page: str = ""
     removed: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    source: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -246,7 +248,7 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str, naming: 
 
 def _told(planned: AdapterExport, folder: str, tensors: Mapping[str, np.ndarray]) -> ExportedAdapter:
     size = sum(values.nbytes for values in tensors.values())
-    return ExportedAdapter(folder, len(tensors), size, planned.rank, planned.alpha)
+    return ExportedAdapter(folder, len(tensors), size, planned.rank, planned.alpha, source=digest(planned.source))
 
 
 @contextlib.contextmanager

@@ -185,6 +185,10 @@ class Feed(abc.ABC):
         """
         return ()
 
+    def tidy(self) -> Sequence[Record]:
+        """Does at the end of a look what a watcher that was stopped in `announce` has left; returns such records."""
+        return ()
+
     def is_gone(self, history: History, patient: bool = False) -> str | None:
         """Why a version can't be read any more; None where it can be. `patient`: something has just failed, it may be
         going.

@@ -354,6 +354,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
+    from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands.export import plan_adapter_with
     from weightbeam.pipelines.running.prepare import refuse
 
@@ -369,6 +370,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
         "target_bytes": nbytes,
         "warnings": [],
         "lora": True,
+        "read": digest(adapter.source),
         "form": adapter.like.root,
         "form_told": adapter.like.told,
     }
@@ -380,6 +382,7 @@ def _planned(planned: Any) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
+    from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.running.prepare import refuse
 
     refuse(planned.plan.problems)
@@ -392,7 +395,12 @@ def _planned(planned: Any) -> dict[str, Any]:
         "target_bytes": size,
         "warnings": list(planned.warnings),
     }
-    return about | {"rounded": rounded, "form": planned.like.root, "form_told": planned.like.told}
+    return about | {
+        "read": digest(planned.sources[0]),
+        "rounded": rounded,
+        "form": planned.like.root,
+        "form_told": planned.like.told,
+    }
 
 
 def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
@@ -434,17 +442,17 @@ def merge(**keywords: Any) -> dict[str, Any]:
 
 def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
     """Goes on with what an attempt before made, or begins anew where the source isn't the same any more: what is staged
-    there, or whole, is the watcher's own. What the keyword `told` tells is the content of the release that the step was
-    planned to be like, or to be merged into.
+    there, or whole, is the watcher's own. What the keywords `read` and `told` tell is the content of the step that was
+    planned, and of the release that it is to be like, or to be merged into.
 
     Raises:
-      FailedError: it was made of another one; nothing of it is kept, and the next attempt plans anew.
+      FailedError: it was made of others; nothing of it is kept, and the next attempt plans anew.
     """
     from weightbeam.formats.storage import open_store
     from weightbeam.formats.targets.release import HOLDS_OTHERS
     from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
 
-    told, output = keywords.pop("told", ""), open_store(keywords["output"])
+    read, told, output = keywords.pop("read", ""), keywords.pop("told", ""), open_store(keywords["output"])
     try:
         made = function(**keywords, progress=False)
     except RefusedError as e:
@@ -457,10 +465,26 @@ def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
         made = function(**{**keywords, "how": how}, progress=False)
     print(made)
     root, now = _form_of(made)
-    if told and now and now != told:
+    changed = [root] if told and now and now != told else []
+    if read and read not in _read_by(made):
+        changed.append(keywords["source"])
+    if changed:
         output.delete_folder()
-        raise FailedError(f"{root} isn't what the step was planned with any more")
+        raise FailedError(f"{changed[0]} isn't what the step was planned with any more")
     return {}
+
+
+def _read_by(made: Any) -> list[str]:
+    """What tells the content of each source of a result."""
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.pipelines.commands.adapters import ExportedAdapter
+    from weightbeam.pipelines.commands.export import Exported
+    from weightbeam.pipelines.commands.merge import Merged
+
+    if isinstance(made, ExportedAdapter):
+        return [made.source]
+    planned = made.export if isinstance(made, Exported) else made.merge if isinstance(made, Merged) else made.planned
+    return [digest(source) for source in planned.sources]
 
 
 def _form_of(made: Any) -> tuple[str, str]:
@@ -481,6 +505,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
       RefusedError: it has problems.
     """
     from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands import reshard
     from weightbeam.pipelines.running.prepare import refuse
 
@@ -490,6 +515,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     planned = made.planned
     return {
         "plan": planned.hash,
+        "read": digest(planned.sources[0]),
         "family": planned.tree.kind,
         "target_bytes": planned.target_bytes,
         "warnings": list(planned.warnings),

@@ -36,6 +36,7 @@ from weightbeam.formats.storage import (
 )
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
+from weightbeam.formats.storage.renaming import rename_new
 from weightbeam.formats.storage.strict_json import JsonError, read_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.targets.hub import (
@@ -50,7 +51,7 @@ from weightbeam.formats.targets.hub import (
     publish,
     told,
 )
-from weightbeam.formats.targets.published import others_in, whole_files
+from weightbeam.formats.targets.published import changed_in, others_in, whole_files
 from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
@@ -121,11 +122,29 @@ class Place(abc.ABC):
         """
 
     @abc.abstractmethod
-    def remove(self, url: str) -> None:
-        """Removes a published step; nothing happens where there is none."""
+    def remove(self, url: str, key: str, title: str) -> bool:
+        """Removes the step that was published with this key and title, and nothing else: a watcher that slept may find
+        another one at its URL. What a watcher has left that was stopped meanwhile goes first.
 
-    def go_on_removing(self, url: str) -> None:  # noqa: B027
-        """Removes what is left of a step whose removal was begun by a watcher that was stopped."""
+        Returns:
+          Whether it was there.
+
+        Raises:
+          OSError: it can't be removed, or what others have put there would go with it.
+        """
+
+    def _holds(self, url: str, key: str, title: str) -> bool:
+        """Whether the step of this key is at a URL, and nothing else.
+
+        Raises:
+          OSError: others have put something there, or it can't be told.
+        """
+        found = self.report(url).get("key")
+        if found not in (None, key):  # another step was published there since
+            return False
+        if others := self.others(url, key, title):
+            raise StorageError(f"it holds what isn't of the step: {listed(others)}; move that away")
+        return found == key
 
     @abc.abstractmethod
     def check_writable(self, dry_run: bool = False) -> None:
@@ -222,15 +241,15 @@ class StorePlace(Place):
         step = open_store(url)
         if self.report(url).get("key") != key:
             return step.names()
-        return [name for name in _others_in(step) if name not in BESIDE]
+        return [*(name for name in _others_in(step) if name not in BESIDE), *changed_in(step)]
 
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())
 
-    def _noted(self, url: str) -> str:
+    def _aside(self, url: str, state: str = "removed") -> str:
         """The name below this place for what is removed of a step."""
         assert url.startswith(f"{self.url}/")
-        return f"{WORK}/removed-{url.rpartition('/')[2]}"
+        return f"{WORK}/{state}-{url.rpartition('/')[2]}"
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_writable(self.store, dry_run)
@@ -276,17 +295,37 @@ class FolderPlace(StorePlace):
             return [f"a link to {os.readlink(url)}"]
         return super().others(url, key, title)
 
-    def remove(self, url: str) -> None:
-        """Takes it out of sight first, whole."""
-        self.go_on_removing(url)
-        aside = self.store / self._noted(url)
-        with contextlib.suppress(FileNotFoundError):
-            aside.parent.make()
+    def remove(self, url: str, key: str, title: str) -> bool:
+        """Takes it out of sight first, whole, and looks at it once more there, where nobody publishes another."""
+        aside = self.store / self._aside(url)
+        if self._drop(aside, url, key, title):
+            return True
+        if not self._holds(url, key, title):
+            return False
+        aside.parent.make()
+        try:
             os.rename(url, aside.url)
-        self.go_on_removing(url)
+        except FileNotFoundError:
+            return False
+        return self._drop(aside, url, key, title)
 
-    def go_on_removing(self, url: str) -> None:
-        self.store.delete_folder(self._noted(url))
+    def _drop(self, aside: Store, url: str, key: str, title: str) -> bool:
+        """Deletes a step that was taken out of sight, or puts back what isn't that step."""
+        gone = self._aside(url, "gone")
+        self.store.delete_folder(gone)
+        try:
+            is_ours = self._holds(aside.url, key, title)
+            if is_ours:
+                os.rename(aside.url, self.store.path(gone))
+                self.store.delete_folder(gone)
+        except FileNotFoundError:  # another watcher has done it
+            return True
+        except StorageError:
+            rename_new(Path(aside.url), Path(url))
+            raise
+        if not is_ours and os.path.lexists(aside.url):
+            rename_new(Path(aside.url), Path(url))
+        return is_ours
 
 
 class BucketPlace(StorePlace):
@@ -298,7 +337,9 @@ class BucketPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
-        if strays := sorted({*place.names()} - {file.name for file in files}):
+        ours = {file.name: file for file in files}  # an attempt before may have copied some of them
+        strays = [file.name for file in place.list() if not file.is_copy_of(ours.get(file.name))]
+        if strays:
             raise StorageError(f"{url} holds what isn't of this step: {listed(strays)}; move it away")
         late = [
             file
@@ -308,36 +349,39 @@ class BucketPlace(StorePlace):
         ]
         first = [file for file in files if file not in late]
         if isinstance(place, Bucket) and isinstance(release, Bucket):
-            place.copy_all(release, first)
+            place.copy_all(release, first, only_new=True)
         else:
             late = [*first, *late]
         *others, report = late
         for file in others:
-            place.copy(release, file)
+            place.copy_new(release, file)
         unknown = f"{url} was being published; it is if {REPORT} is there"
-        uninterrupted(lambda: place.copy(release, report), lambda _: f"but {url} is published", unknown)
+        uninterrupted(lambda: place.copy_new(release, report), lambda _: f"but {url} is published", unknown)
         return {}
 
-    def remove(self, url: str) -> None:
-        """Its report goes first: without it, it is none. What else is removed is written down before."""
+    def remove(self, url: str, key: str, title: str) -> bool:
+        """Its report goes first: without it, it is none. What else is removed is written down before, with the version
+        of each object: none goes that was written since.
+        """
         step = open_store(url)
-        self.store.write(self._noted(url), json.dumps(list(step.names())).encode())
-        step.delete(REPORT)
-        self.go_on_removing(url)
+        self._go_on_removing(step)
+        there = step.list()
+        if not self._holds(url, key, title):
+            return False
+        self.store.write(self._aside(url), json.dumps({file.name: file.version for file in there}).encode())
+        _delete(step, [file for file in there if file.name == REPORT])
+        self._go_on_removing(step)
+        return True
 
-    def go_on_removing(self, url: str) -> None:
+    def _go_on_removing(self, step: Store) -> None:
         """Nothing of a step that has a report: it was published since."""
-        step, noted = open_store(url), self._noted(url)
+        noted = self._aside(step.url)
         try:
-            names = set(map(str, read_json(self.store, noted)))
-        except (FileNotFoundError, JsonError, TypeError):
+            versions = dict(read_json(self.store, noted))
+        except (FileNotFoundError, JsonError, TypeError, ValueError):
             return
-        left = [] if step.exists(REPORT) else [file for file in step.list() if file.name in names]
-        if isinstance(step, Bucket):
-            step.delete_all(left)
-        else:
-            for file in left:
-                step.delete(file.name)
+        if not step.exists(REPORT):
+            _delete(step, [file for file in step.list() if versions.get(file.name) == file.version])
         self.store.delete(noted)
 
 
@@ -411,15 +455,19 @@ class HubPlace(Place):
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         return changed_since(url, title, TITLE)
 
-    def remove(self, url: str) -> None:
+    def remove(self, url: str, key: str, title: str) -> bool:
+        """A branch is deleted by its name: the hub knows no condition for that, so it is looked at just before."""
         target = HubAddress.parse(url)
         assert target.branch.startswith("step-")
+        if not self._holds(url, key, title):
+            return False
         with told(target), contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
             try:
                 retried(api().delete_branch)(target.repo, branch=target.branch)
             except HfHubHTTPError as e:
                 if e.response is None or e.response.status_code != 404:
                     raise
+        return True
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_target(self.url)
@@ -437,6 +485,15 @@ def _others_in(step: Store) -> Sequence[str]:
         return others_in(step)
     beside = (name for name in step.names() if not name.startswith(f"{inner}/"))
     return [*(f"{inner}/{name}" for name in others_in_checkpoint(step / inner)), *beside]
+
+
+def _delete(step: Store, files: Sequence[File]) -> None:
+    """Deletes files that were listed; in a bucket none that was written since."""
+    if isinstance(step, Bucket):
+        step.delete_all(files)
+    else:
+        for file in files:
+            step.delete(file.name)
 
 
 def _depth(file: File) -> int:

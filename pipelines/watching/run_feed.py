@@ -18,7 +18,6 @@ from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
-from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
@@ -132,6 +131,7 @@ class RunFeed(Feed):
         self._open: set[str] = set()
         self._seen: dict[str, SeenStep] = {}  # by history's key
         self._workers = workers
+        self._untidy: Sequence[RunTarget] = run.targets
 
     @property
     def targets(self) -> Sequence[RunTarget]:
@@ -433,6 +433,7 @@ class RunFeed(Feed):
         source, release = self.source(history), work / RELEASE
         work.make()
         made = {"source": source, "output": release.url, "asked": self._asked(target, history)}
+        made["read"] = facts.get("read", "")  # none of an earlier version
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
@@ -633,11 +634,12 @@ class RunFeed(Feed):
         """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the
         newest step, which was published at `url`.
         """
-        if not self._is_newest_by_now(history):
-            return
         report = {**self._place(history).report(url), "checkpoint": url}
-        named = history.naming().told(report)
-        self.output.write(self._pointer(history.first["target"]), json.dumps(named, indent=1).encode())
+        said = json.dumps(history.naming().told(report), indent=1).encode()
+        pointer, is_told = self._pointer(history.first["target"]), False
+        while not is_told:
+            before = self.output.stat(pointer)
+            is_told = not self._is_newest_by_now(history) or self.output.write_over(pointer, said, before)
 
     def _pointer(self, target: str) -> str:
         return f"{target}.json" if self._flat else f"{self.run.name}/{target}.json"
@@ -656,15 +658,24 @@ class RunFeed(Feed):
         """Marks it, and removes what `keep` doesn't keep; pull requests are up to those whom they ask."""
         assert isinstance(target, RunTarget)
         self.settled(history)
+        return self._remove_old(target, history)
+
+    def tidy(self) -> Sequence[Record]:
+        """Once in a watcher's life: what can't be removed is named again with each step, and not with each look."""
+        targets, self._untidy = self._untidy, ()
+        return [record for target in targets for record in self._remove_old(target)]
+
+    def _remove_old(self, target: RunTarget, history: History | None = None) -> list[Record]:
+        """Removes what `keep` doesn't keep; `history` is the one of them that is being worked on."""
         removed: list[Record] = []
         if (keep := self.run.keep) is None or target.create_pr:
             return removed
         # those that are passed over have no claim to the places of the others
-        published = [self._published(history.first["target"], state)[: -keep.last] for state in (PUBLISHED, ASIDE)]
+        published = [self._published(target.name, state)[: -keep.last] for state in (PUBLISHED, ASIDE)]
         for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
-            is_this = mark.key == history.key
+            is_this = history is not None and mark.key == history.key
             other = history if is_this else find_history(self.output, self.run.name, mark.key, RUNS)
             if other is None:
                 continue
@@ -687,12 +698,8 @@ class RunFeed(Feed):
         """
         place, url, keep = self._place(history), self._checkpoint(history), self.run.keep
         assert keep is not None
-        place.go_on_removing(url)
-        if others := place.others(url, history.key, self._title(history)):
-            raise StorageError(f"it holds what isn't of the step: {listed(others)}; move that away")
-        if not self._is_published(history):
+        if not place.remove(url, history.key, self._title(history)):
             return f"it isn't at {url} any more"
-        place.remove(url)
         return f"keep: the last {keep.last}" + (f", and multiples of {keep.every}" if keep.every else "")
 
     def is_gone(self, history: History, patient: bool = False) -> str | None:

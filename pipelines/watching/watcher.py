@@ -136,6 +136,9 @@ class Watcher:
                 yield from self._go_on(feed, known.values(), ())
                 if why := feed.waits_for(name):
                     yield Finding(name, "", "", WAITING, why)
+            if not self._dry_run:
+                for record in feed.tidy():
+                    self._notices.tell(record)
         except StorageError as e:
             warn(str(e))
             yield Finding(name, "", "", FAILED, str(e))

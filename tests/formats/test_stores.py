@@ -40,7 +40,7 @@ from weightbeam.formats.orbax import find_items
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import lease
 from weightbeam.formats.staging.links import COPY, put_source
-from weightbeam.formats.storage import File, StorageError, Store, open_store, stretches
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, local, open_store, stretches
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
 from weightbeam.formats.storage import store as stores
@@ -101,6 +101,42 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_what_a_store_promises(store: Store, check: Callable[[Store], None]) -> None:
     check(store)
+
+
+def test_what_another_wrote_since_stays(store: Store) -> None:
+    """One who wants to write over what he has read comes too late."""
+    store.write("a", b"1")
+    before = store.stat("a")
+    store.write("a", b"22")
+    for stale in (before, None):
+        assert not store.write_over("a", b"333", stale)
+        assert store.read("a") == b"22"
+    assert store.write_over("a", b"333", store.stat("a"))
+    assert store.write_over("b", b"1", None)
+    assert not store.write_over("c", b"1", before)
+    assert {file.name: store.read(file.name) for file in store.list()} == {"a": b"333", "b": b"1"}
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_a_file_that_others_write_while_it_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """After so many swaps of a late writer another one writes: his file is the newest, and stays."""
+    store, swap, swaps = LocalFolder(str(tmp_path)), local.exchange, []
+
+    def exchange(one: Path, other: Path) -> None:
+        swap(one, other)
+        swaps.append(other)
+        if len(swaps) == late:
+            store.write("a", b"newest")
+
+    store.write("a", b"1")
+    before = store.stat("a")
+    store.write("a", b"2")
+    monkeypatch.setattr(local, "exchange", exchange)
+    assert not store.write_over("a", b"3", before)
+    assert store.read("a") == (b"newest" if late <= len(swaps) else b"2")
+    assert [file.name for file in store.list()] == ["a"]
 
 
 def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
@@ -576,6 +612,21 @@ def model_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     for path in folder.iterdir():
         made.write(path.name, path.read_bytes())
     return made
+
+
+def test_a_copy_replaces_nothing(model_store: Store, bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    """Where it may not: what another has put there stays, and a copy whose answer was lost is there."""
+    file = next(file for file in model_store.list() if file.name.endswith(".safetensors"))
+    wanted, target = model_store.read(file.name), bucket / "copy"
+    fault = gcs.fail("lost", times=1, matching="^POST .*(rewriteTo|upload)|^PUT")
+    for _ in range(2):
+        target.copy_new(model_store, file)
+        assert target.read(file.name) == wanted
+    assert fault.hits == 1
+    target.write(file.name, b"mine")
+    with pytest.raises(StorageError, match="somebody has put it there"):
+        target.copy_new(model_store, file)
+    assert target.read(file.name) == b"mine"
 
 
 def test_a_finished_copy_is_kept(model_store: Store, bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ from weightbeam.pipelines.watching import changes, describing, places, preflight
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
-from weightbeam.pipelines.watching.places import HubPlace
-from weightbeam.pipelines.watching.records import RUNS, histories
+from weightbeam.pipelines.watching.places import WORK, HubPlace, Place
+from weightbeam.pipelines.watching.records import RUNS, History, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 from weightbeam.transforms.comparing.baselines import FILE, read_found, told_of
@@ -1925,7 +1925,9 @@ def test_a_stop_while_a_step_is_removed(
     gcs: FakeGcs,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The next watcher goes on with it: what is left of a step in a bucket, which has no report any more, is the step's."""
+    """The next watcher goes on with it, though no step is new: what is left of a step in a bucket, which has no report any
+    more, is the step's.
+    """
     publish = publishing(model, tmp_path, "gs://out/pub")
     assert publish(1) == 0
     delete_all = Bucket.delete_all
@@ -1942,7 +1944,146 @@ def test_a_stop_while_a_step_is_removed(
         assert publish(2) == 0
     assert "pub/step-1 can't be removed: away" in capsys.readouterr().err
     assert "pub/step-1/run.json" not in gcs.objects["out"]
-    assert publish(3) == 0
+    assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
     left = {name.split("/")[1] for name in gcs.objects["out"] if name.startswith("pub/")}
-    assert left == {"step-3", ".weightbeam"}
+    assert left == {"step-2", ".weightbeam"}
     assert not [name for name in gcs.objects["out"] if "removed-" in name]
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_keep_removes_nothing_that_others_changed(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """A small file that isn't as the step's record says, a card, and weights beside those of the step."""
+    output = tmp_path / "pub" if where == "folder" else "gs://out/pub"
+    publish = publishing(model, tmp_path, output)
+    assert publish(1) == 0
+    step = open_store(output) / "step-1"
+    before = {name: step.read(name) for name in ("README.md", "config.json", "model.safetensors")}
+    step.write("README.md", b"mine")
+    step.write("config.json", before["config.json"] + b"\n")
+    step.write("ema.safetensors", before["model.safetensors"])
+    capsys.readouterr()
+    assert publish(2) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(name in said.partition("isn't of the step:")[2] for name in ("README.md", "config.json", "ema"))
+    step.delete("ema.safetensors")
+    for name, data in before.items():
+        step.write(name, data)
+    assert publish(3) == 0
+    assert not step.names()
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_step_that_comes_while_an_older_one_of_its_name_is_removed(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, where: str
+) -> None:
+    """By a watcher that slept between its look and the removal."""
+    output = tmp_path / "pub" if where == "folder" else "gs://out/pub"
+    publish = publishing(model, tmp_path, output)
+    assert publish(1) == 0
+    step, holds, slept = open_store(output) / "step-1", Place._holds, []
+    new = {name: step.read(name) for name in step.names()} | {"run.json": b'{"key": "another"}'}
+
+    def sleep(self: Place, url: str, key: str, title: str) -> bool:
+        found = holds(self, url, key, title)
+        if url.endswith("pub/step-1") and found and not slept:
+            slept.append(url)
+            step.delete_folder()
+            step.make()
+            for name, data in new.items():
+                step.write(name, data)
+        return found
+
+    monkeypatch.setattr(Place, "_holds", sleep)
+    assert publish(2) == 0
+    assert slept
+    assert {name: step.read(name) for name in step.names()} == new
+    assert not [name for name in (open_store(output) / WORK).names() if name.startswith(("removed-", "gone-"))]
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_pointer_that_another_watcher_moves_meanwhile(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, where: str
+) -> None:
+    """To a newer step, while this one sleeps between its look and the write: it stays there."""
+    output = str(tmp_path / "out") if where == "folder" else "gs://out/steps"
+    write(tmp_path / "run", 1, model=model)
+    assert watch(tmp_path / "run", model[0], output) == 0
+    (pointer,) = [file.name for file in open_store(output).list(recursive=False) if file.name.endswith(".json")]
+    is_newest = RunFeed._is_newest_by_now
+
+    def sleep(self: RunFeed, history: History) -> bool:
+        found = is_newest(self, history) and open_store(output).read(pointer) != b"newer"
+        if found:
+            open_store(output).write(pointer, b"newer")
+        return found
+
+    monkeypatch.setattr(RunFeed, "_is_newest_by_now", sleep)
+    write(tmp_path / "run", 2, model=model)
+    assert watch(tmp_path / "run", model[0], output) == 0
+    assert open_store(output).read(pointer) == b"newer"
+
+
+@pytest.mark.parametrize("kind", ["export", "reshard"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_step_that_is_another_one_while_it_is_made(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, back: bool
+) -> None:
+    """Than when it was planned: nothing of it is published under the old one's name."""
+    run, other, file = tmp_path / "run", tmp_path / "other", tmp_path / "watch.yaml"
+    write(run, 1, model=model)
+    write(other, 1, model=model, seed=1)
+    like = dict(like=str(model[0])) if kind == "export" else {}
+    about = dict(checkpoints=str(run), targets=[dict(name="t", kind=kind)], **like)
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+    run_together = Workers.run_together
+
+    def exchange() -> None:
+        for old, new in ((run / "1", tmp_path / "aside"), (other / "1", run / "1"), (tmp_path / "aside", other / "1")):
+            old.rename(new)
+
+    def exchanging(*given: Any) -> Any:
+        monkeypatch.setattr(Workers, "run_together", run_together)
+        exchange()
+        outcomes = run_together(*given)
+        if back:
+            exchange()
+        return outcomes
+
+    monkeypatch.setattr(Workers, "run_together", exchanging)
+    status = call("watch", "--config", file, "--once")
+    ends = sorted(history[-1]["state"] for history in records(tmp_path / "out"))
+    if back:
+        assert (status, ends) == (1, ["failed"])
+        (history,) = records(tmp_path / "out")
+        assert "isn't what the step was planned with any more" in history[-1]["reason"]
+        assert call("watch", "--config", file, "--once", "--retry", "run") == 0
+    assert call("watch", "--config", file, "--once") == 0
+    ends = sorted(history[-1]["state"] for history in records(tmp_path / "out"))
+    assert ends == (["published"] if back else ["gone", "published"])
+    for history in records(tmp_path / "out"):
+        if history[-1]["state"] == "published":
+            assert json.loads((Path(history[-1]["checkpoint"]) / "run.json").read_text())["key"] == history[0]["key"]
+
+
+def test_what_another_puts_in_the_place_of_a_step_in_a_bucket(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gcs: FakeGcs,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While that is made: files of the very names of a release stay, and are named."""
+    names = ["README.md", "config.json", "model.safetensors"]
+
+    def put() -> None:
+        for name in names:
+            gcs.put("out", f"pub/step-1/{name}", b"mine")
+
+    Interrupt(monkeypatch, 1, put, fails=False)
+    write(tmp_path / "run", 1, model=model)
+    assert watch(tmp_path / "run", model[0], "gs://out/pub") == 1
+    assert f"isn't of this step: {', '.join(names)}; move it away" in " ".join(capsys.readouterr().out.split())
+    there = {name: bytes(each.data) for name, each in gcs.objects["out"].items() if name.startswith("pub/step-1/")}
+    assert there == dict.fromkeys((f"pub/step-1/{name}" for name in names), b"mine")

@@ -69,6 +69,22 @@ def test_what_others_put_into_a_release_is_named(
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
+@pytest.mark.parametrize("shards", [(), ("--max_shard_size", "20KB")])
+def test_a_copy_of_the_weights_beside_them_is_named(
+    checkpoint: Path, place: str, shards: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as averaged ones, whose tensors have the same names: it was taken for a shard of the release."""
+    store = open_store(place)
+    assert call("export", checkpoint, place, *shards) == 0
+    weights = next(name for name in store.names() if name.endswith(".safetensors"))
+    store.write("ema.safetensors", store.read(weights))
+    capfd.readouterr()
+    assert call("export", checkpoint, place, "--overwrite") == 2
+    assert "and --overwrite would delete: ema.safetensors; move it away" in capfd.readouterr().err
+    assert store.read("ema.safetensors") == store.read(weights)
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 @pytest.mark.parametrize("record", [{"plan": "x"}, {"plan": "0" * 64}, {"plan": "0" * 64, "digests": {"a": "mine"}}])
 def test_what_has_no_record_of_ours_is_no_release(
     checkpoint: Path, place: str, record: dict, capfd: pytest.CaptureFixture[str]
