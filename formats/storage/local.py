@@ -175,7 +175,11 @@ def is_temporary(name: str) -> bool:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes a file whole and durably: readers see all of it or nothing."""
-    os.replace(_write_temporary(path, data), path)
+    temporary = _write_temporary(path, data)
+    try:
+        os.replace(temporary, path)
+    finally:  # where that failed, or was interrupted
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.adapter import WEIGHTS as ADAPTER
-from weightbeam.formats.release.files import CARD, WRITTEN, role_of
+from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.safetensors import INDEX, SINGLE
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
@@ -68,7 +68,7 @@ def others_in(release: Store) -> list[str]:
 
 
 def changed_in(release: Store) -> list[str]:
-    """The small files of a release of ours that others have changed since: those that its record names, and its card.
+    """The small files of a release of ours that aren't as its record says: others have changed them since.
 
     Raises:
       StorageError: one can't be read.
@@ -76,9 +76,7 @@ def changed_in(release: Store) -> list[str]:
     files, found = (record_of(release) or {}).get("files"), []
     for name, digest in files.items() if isinstance(files, dict) else ():
         with contextlib.suppress(FileNotFoundError):
-            data = release.read(name)
-            is_edited = name == CARD and not WRITTEN.search(data.decode(errors="replace"))
-            if is_edited or not _is_as_noted(name, data, digest):
+            if hashlib.sha256(release.read(name)).hexdigest() != digest:
                 found.append(name)
     return found
 

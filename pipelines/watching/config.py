@@ -32,6 +32,7 @@ from weightbeam.transforms.planning.options import ExportOptions, Options, Quant
 from weightbeam.transforms.planning.values import did_you_mean, secret, size
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
+MOST_MINUTES = 366 * 24 * 60
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
 RUN_NAME = re.compile(r"\w[\w.-]*")
 TOPIC = re.compile(r"projects/[^/\s]+/topics/[^/\s]+")
@@ -444,10 +445,10 @@ class WatchConfig(pydantic.BaseModel):
     since: datetime.date | None = None
     max_bytes: Annotated[int, _as_argument(size)] | None = None
     licenses: list[str] | None = None
-    quiet_minutes: Annotated[float, Field(ge=0)] = 30
+    quiet_minutes: Annotated[float, Field(ge=0, le=MOST_MINUTES)] = 30
     verify: Annotated[float, Field(ge=0, le=1)] = 1.0
     attempts: Annotated[int, Field(ge=1)] = 5
-    retry_minutes: Annotated[float, Field(ge=0)] = 15
+    retry_minutes: Annotated[float, Field(ge=0, le=MOST_MINUTES)] = 15
     hf_token_secret: Annotated[str, _as_argument(secret)] | None = None
     runner: Annotated[dict[str, Scalar | list[Scalar]], AfterValidator(_check_runner)] = {}
     notify: list[Sink] = []

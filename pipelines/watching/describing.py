@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readd
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.local import is_temporary
+from weightbeam.formats.targets.published import RECORD, record_of
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import ComparedPair, open_pair
@@ -218,7 +220,11 @@ def _write_card(
     lines += ["", f"Tensor by tensor: [{changes.JSON}]({changes.JSON})."]
     lines += ["", f"![The relative change of each kind of weight in each layer]({changes.PICTURE})"] if drawn else []
     text = "\n".join(lines)
-    release.write(CARD, f"{card}\n\n{text}\n".encode())
+    page = f"{card}\n\n{text}\n".encode(errors="backslashreplace")
+    release.write(CARD, page)
+    if (record := record_of(release)) and isinstance(files := record.get("files"), dict):
+        files[CARD] = hashlib.sha256(page).hexdigest()
+        release.write(RECORD, json.dumps(record, indent=1).encode())
 
 
 def _card_of_checkpoint(title: str, arguments: str, is_hub: bool) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import Store
+from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
@@ -40,6 +41,19 @@ class Waiting:
 
     reason: str
     again: datetime.datetime | None = None
+
+
+def is_pointer(data: bytes) -> bool:
+    """Whether a file that has the name of a target's newest result is one of ours."""
+    try:
+        return isinstance(parse_json(data)["checkpoint"], str)
+    except (JsonError, LookupError, TypeError):
+        return False
+
+
+def told_foreign(path: str, url: str) -> str:
+    """That somebody's file has that name, which stays."""
+    return f"{path} isn't Weightbeam's, and isn't replaced: it doesn't name {url}, which is the newest; move it away"
 
 
 class Feed(abc.ABC):

@@ -58,6 +58,7 @@ from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
+GONE = "gone-"  # how the name of a folder of work begins that is being deleted
 RELEASE = "release"  # the folder that grows, below the work of one step
 # of a commit that publishes a step: the run's name and the step's key, and the hub's number of a pull request
 TITLE = re.compile(r"Step \d+ of .+ \(\S+-[0-9a-f]{12}\)( \(#\d+\))?")
@@ -222,6 +223,24 @@ def check_writable(output: Store, dry_run: bool = False) -> None:
         raise StorageError(f"{output.url}: {reason(e)}") from e
 
 
+def drop(work: Store) -> None:
+    """Deletes what was made in a folder, or what was taken out of sight, under a name that nobody uses: a watcher that
+    slept deletes nothing that another makes there since.
+
+    Raises:
+      OSError: it can't be.
+    """
+    if not isinstance(work, LocalFolder):
+        (work / RELEASE).delete(REPORT)  # without it, nothing there is whole
+        work.delete_folder()
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(work.url, work.parent.path(f"{GONE}{os.urandom(8).hex()}"))
+    for name in work.parent.folders() if work.parent.folder.is_dir() else ():  # also what one has left that was killed
+        if re.fullmatch(rf"{GONE}[0-9a-f]{{16}}", name):
+            work.parent.delete_folder(name)
+
+
 class StorePlace(Place):
     """A folder, or a folder of a bucket."""
 
@@ -246,10 +265,10 @@ class StorePlace(Place):
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())
 
-    def _aside(self, url: str, state: str = "removed") -> str:
+    def _aside(self, url: str) -> str:
         """The name below this place for what is removed of a step."""
         assert url.startswith(f"{self.url}/")
-        return f"{WORK}/{state}-{url.rpartition('/')[2]}"
+        return f"{WORK}/removed-{url.rpartition('/')[2]}"
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_writable(self.store, dry_run)
@@ -311,15 +330,10 @@ class FolderPlace(StorePlace):
 
     def _drop(self, aside: Store, url: str, key: str, title: str) -> bool:
         """Deletes a step that was taken out of sight, or puts back what isn't that step."""
-        gone = self._aside(url, "gone")
-        self.store.delete_folder(gone)
         try:
             is_ours = self._holds(aside.url, key, title)
             if is_ours:
-                os.rename(aside.url, self.store.path(gone))
-                self.store.delete_folder(gone)
-        except FileNotFoundError:  # another watcher has done it
-            return True
+                drop(aside)
         except StorageError:
             rename_new(Path(aside.url), Path(url))
             raise
@@ -428,23 +442,32 @@ class HubPlace(Place):
     def _commit(
         self, files: Files, url: str, title: str, run: str | None, is_wanted: Callable[[], bool]
     ) -> Published | None:
-        """One commit, or a pull request; none where it isn't wanted any more. What others have committed stays."""
+        """One commit, or a pull request; none where it isn't wanted any more. What others have committed stays, as does a
+        card that they have edited.
+        """
 
         def is_ours() -> bool:
             if (held := self.report(url).get("run")) not in (None, run):
                 raise StorageError(told_other_run(url, held))
             return is_wanted()
 
-        card = self._card(HubAddress.parse(url).branch)
         return publish(
             url,
             title,
             files,
             create_pr=self._create_pr,
-            replace_card=card is None or WRITTEN.search(card) is not None,
+            replace_card=self._is_card_ours(HubAddress.parse(url).branch),
             earlier=TITLE,
             is_wanted=is_ours,
         )
+
+    def _is_card_ours(self, branch: str) -> bool:
+        """Whether a branch's card is as it was written, or there is none: that of `main` is as the step's that is there."""
+        if (card := self._card(branch)) is None:
+            return True
+        step = self.report(self.url).get("step") if branch == "main" else None
+        written = None if step is None else self._card(f"step-{step}")
+        return written == card if written else WRITTEN.search(card) is not None
 
     def _card(self, branch: str) -> str | None:
         try:

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam import __version__
-from weightbeam.formats.storage import reason
+from weightbeam.formats.orbax import plan_hash_of
+from weightbeam.formats.storage import open_store, reason
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
@@ -27,6 +28,7 @@ from weightbeam.pipelines.watching.records import (
 from weightbeam.pipelines.watching.releases import ReleaseCommit
 from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
+STEP = "0"  # of each checkpoint
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 
 
@@ -109,7 +111,8 @@ class ReleaseFeed(Feed):
 
     def is_made(self, history: History) -> bool:
         """Also where this very plan was published before, as with tables that have changed for other models only."""
-        if history.state == VERIFIED:
+        made = plan_hash_of(open_store(self._checkpoint(history)) / STEP) if history.state == VERIFIED else None
+        if made == history.facts.get("plan", ""):
             return True
         others = histories(self.output, history.name)
         return any(
@@ -167,7 +170,7 @@ class ReleaseFeed(Feed):
         report |= {
             "weightbeam": __version__,
             "checkpoint": checkpoint,
-            "items": f"{checkpoint}/0/items",
+            "items": f"{checkpoint}/{STEP}/items",
             "verified": facts.get("verified"),
         }
         report["history"] = history.outline
@@ -192,9 +195,13 @@ class ReleaseFeed(Feed):
         while True:
             reports = map(self._report, self._published(histories(output, repo), target))
             newest = next((report for report in reports if report), None)
-            if newest is None or self._read(pointer) == newest:
+            before = output.stat(pointer)
+            if newest is None or (there := self._read(pointer)) == newest:
                 return
-            output.write(pointer, newest)
+            if there is not None and not is_pointer(there):
+                warn(told_foreign(output.path(pointer), json.loads(newest)["checkpoint"]))
+                return
+            output.write_over(pointer, newest, before)
 
     def _published(self, found: Iterable[History], target: str) -> list[str]:
         """The checkpoints that were published for a target, the newest release first."""

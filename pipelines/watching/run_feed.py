@@ -34,10 +34,10 @@ from weightbeam.pipelines.watching.config import (
     WatchConfig,
     is_maxtext_config,
 )
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place, told_other_run
+from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, told_other_run
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     REMOVED,
@@ -399,14 +399,11 @@ class RunFeed(Feed):
         return self._place(history).workplace(history.key, here=bool(is_adapter))
 
     def _clear(self, history: History) -> None:
-        """Removes what a step was made in; its report first: without it, nothing there is whole. Where that can't be done,
-        the step is settled all the same.
-        """
+        """Removes what a step was made in. Where that can't be done, the step is settled all the same."""
         for here in (False, True):
             work = self._place(history).workplace(history.key, here)
             try:
-                (work / RELEASE).delete(REPORT)
-                work.delete_folder()
+                drop(work)
             except OSError as e:
                 warn(f"{work.url} can't be removed: {reason(e)}")
 
@@ -595,6 +592,8 @@ class RunFeed(Feed):
             self._check_owner(place)
             if (work / RELEASE).exists(REPORT):
                 said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
+            elif not place.is_whole(url, history.key, lambda: self._is_newest_by_now(history)):
+                raise FailedError(f"{work.url}: what was made there is gone; someone has removed it")
             url = said.get("checkpoint", url)
             self._point(history, url)
             self._clear(history)
@@ -639,6 +638,9 @@ class RunFeed(Feed):
         pointer, is_told = self._pointer(history.first["target"]), False
         while not is_told:
             before = self.output.stat(pointer)
+            if before and not is_pointer(self.output.read(pointer)):
+                warn(told_foreign(self.output.path(pointer), url))
+                return
             is_told = not self._is_newest_by_now(history) or self.output.write_over(pointer, said, before)
 
     def _pointer(self, target: str) -> str:

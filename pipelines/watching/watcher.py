@@ -96,18 +96,22 @@ class Watcher:
           LostError: another watcher has just gone on with one of them.
           StorageError: the output can't be read or written.
         """
-        found = [
-            (feed, history)
-            for feed in self.feeds
-            for history in feed.histories(name, every=True)
-            if history.state in (REFUSED, HELD, FAILED)
-        ]
+        found = [(feed, history) for feed in self.feeds for history in feed.histories(name, every=True)]
+        again = []
         for feed, history in found:
-            if history.state == REFUSED:  # what was staged may be what stood against it
-                feed.clear(history)
-            self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
-            feed.reopened(history)
-        return [_finding(history) for _, history in found]
+            if history.state not in (REFUSED, HELD, FAILED):
+                continue
+            try:
+                with history.alone():
+                    if history.state in (REFUSED, HELD, FAILED):  # else someone has just asked for it
+                        if history.state == REFUSED:  # what was staged may be what stood against it
+                            feed.clear(history)
+                        self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
+                        feed.reopened(history)
+            except HeldError as e:
+                raise LostError(str(e)) from e
+            again.append(_finding(history))
+        return again
 
     def _look(self, feed: Feed, name: str) -> Iterator[Finding]:
         try:

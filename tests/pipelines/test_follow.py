@@ -58,7 +58,8 @@ from training_run import write
 
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.staging.lease import HeldError
+from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.pipelines.checking import pairwise
 from weightbeam.pipelines.terminal.errors import FailedError, Refused
@@ -2087,3 +2088,76 @@ def test_what_another_puts_in_the_place_of_a_step_in_a_bucket(
     assert f"isn't of this step: {', '.join(names)}; move it away" in " ".join(capsys.readouterr().out.split())
     there = {name: bytes(each.data) for name, each in gcs.objects["out"].items() if name.startswith("pub/step-1/")}
     assert there == dict.fromkeys((f"pub/step-1/{name}" for name in names), b"mine")
+
+
+def test_a_card_on_the_hub_that_was_edited_above_its_last_line(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub
+) -> None:
+    """It stays, and holds up no step; one that nobody has edited is written anew."""
+    publish = publishing(model, tmp_path, f"hf://{REPO}")
+    assert publish(1) == 0
+    written = bytes(hub.repositories[REPO].head.files["README.md"].data)
+    assert publish(2) == 0
+    assert bytes(hub.repositories[REPO].head.files["README.md"].data) != written
+    edited = bytes(hub.repositories[REPO].head.files["README.md"].data).replace(b"\n# ", b"\nMine.\n\n# ")
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "README.md").write_bytes(edited)
+    hub.commit(REPO, tmp_path / "card")
+    for step in (3, 4):
+        assert publish(step) == 0
+        assert hub.repositories[REPO].head.title.startswith(f"Step {step} of run (")
+        assert bytes(hub.repositories[REPO].head.files["README.md"].data) == edited
+
+
+def test_a_retry_beside_a_watcher(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one at work is making isn't taken away from it; and without what was made nothing is called published."""
+    shutil.copytree(model[0], like := tmp_path / "like")
+    config = (like / "config.json").read_text()
+    write(tmp_path / "run", 1, model=model)
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 0
+    (like / "config.json").write_text(json.dumps(json.loads(config) | {"num_hidden_layers": 3}))
+    write(tmp_path / "run", 2, model=model)
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 0  # refused
+    (like / "config.json").write_text(config)
+    assert watch(tmp_path / "run", like, tmp_path / "out", "--once", "--retry", "run") == 0
+    found = histories(open_store(str(tmp_path / "out")), "run", RUNS)
+    (history,) = (history for history in found if history.first["step"] == 2)
+    said: list[str] = []
+    work = tmp_path / "out" / ".weightbeam" / "work" / history.key
+
+    withheld = RunFeed.withheld
+
+    def ask(*given: Any) -> str | None:  # right before it is published
+        if not said:
+            with pytest.raises(HeldError) as held, history.alone():
+                pass
+            said.append(str(held.value))
+            places.drop(LocalFolder(str(work)))
+        return withheld(*given)
+
+    monkeypatch.setattr(RunFeed, "withheld", ask)
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 1
+    assert said
+    assert not (tmp_path / "out" / "step-2").exists()
+    assert watch(tmp_path / "run", like, tmp_path / "out", "--once", "--retry", "run") == 0
+    assert watch(tmp_path / "run", like, tmp_path / "out") == 0
+    assert {name: each[-1] for name, each in states(tmp_path / "out").items()} == dict.fromkeys(
+        ("step-1", "step-2"), "published"
+    )
+
+
+def test_somebodys_file_that_has_the_name_of_the_pointer(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays, and is named; the step is published."""
+    assert publishing(model, tmp_path, tmp_path / "pub")(1) == 0
+    (pointer,) = (path for path in (tmp_path / "out").rglob("t.json"))
+    pointer.write_text('{"mine": 1}')
+    capsys.readouterr()
+    assert publishing(model, tmp_path, tmp_path / "pub")(2) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{pointer} isn't Weightbeam's, and isn't replaced" in said
+    assert pointer.read_text() == '{"mine": 1}'
+    assert (tmp_path / "pub" / "step-2" / "model.safetensors").exists()

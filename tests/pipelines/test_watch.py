@@ -46,10 +46,12 @@ from support import (
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation, notices
 from weightbeam.pipelines.watching.config import TargetConfig, read_config
 from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
+from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.releases import find_release
 from weightbeam.pipelines.watching.watch import Findings
 from weightbeam.pipelines.watching.watcher import Finding
@@ -435,6 +437,47 @@ def test_a_stray_report(
     assert watch.published()["repo"] == REPO
 
 
+def test_somebodys_file_that_has_the_name_of_the_pointer(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    pointer = watch.output / REPO / "fsdp2.json"
+    pointer.parent.mkdir(parents=True)
+    pointer.write_text('{"mine": 1}')
+    assert watch.once() == 0
+    assert f"{pointer} isn't Weightbeam's, and isn't replaced" in " ".join(capsys.readouterr().err.split())
+    assert pointer.read_text() == '{"mine": 1}'
+    assert watch.states() == [WHOLE]
+
+
+@pytest.mark.parametrize("change", ["removed", "another"])
+def test_a_checkpoint_that_is_no_more_what_was_verified(
+    watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Since a watcher was stopped before it said that it is published: it is made anew, or the stranger is refused."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    publish = ReleaseFeed.publish
+
+    def stop(*_: Any) -> None:
+        raise FailedError("stopped")
+
+    monkeypatch.setattr(ReleaseFeed, "publish", stop)
+    assert watch.once() == 1
+    monkeypatch.setattr(ReleaseFeed, "publish", publish)
+    (step,) = watch.output.glob(f"{REPO}/*/fsdp2-*/0")
+    made, record = step.parent, watch.records()[0][-1]
+    shutil.rmtree(step)
+    if change == "another":
+        assert call("convert", make_release(tmp_path / "other", files=2, seed=1), made) == 0
+    History(open_store(str(watch.output)), REPO, record["key"]).add("verified")
+    assert watch.once() == (change == "another")
+    if change == "another":
+        assert "was made with other options or of another source" in watch.last()["reason"]
+        assert not (made / "release.json").exists()
+    else:
+        assert_same_bits(restore(step_of(watch.published())), wanted())
+
+
 # --- what is stopped, moved or broken on the way ----------------------------------------------------------------------
 
 
@@ -678,13 +721,17 @@ def test_a_retry_that_another_watcher_is_faster_with(
     with Inbox() as inbox:
         inbox.taken = go_on
         watch.set(notify=[inbox.url])
-        assert watch.once("--retry", REPO) == 1
-        said = capsys.readouterr().err
-        assert "another watcher has gone on with it" in said
-        assert "run it again" in said
-        assert "Traceback" not in said
-        assert watch.states() == [["discovered", "refused", "discovered"]] * 2
         assert watch.once("--retry", REPO) == 0
+        assert watch.states() == [["discovered", "refused", "discovered"]] * 2
+    watch.set(notify=[])
+    assert watch.once() == 0
+    capsys.readouterr()
+    with next(iter(histories(open_store(str(watch.output)), REPO))).alone():  # another one is at work
+        assert watch.once("--retry", REPO) == 1
+    said = capsys.readouterr().err
+    assert "run it again" in said
+    assert "Traceback" not in said
+    assert watch.once("--retry", REPO) == 0
 
 
 def test_a_webhook_that_is_gone_stops_nothing(
@@ -839,6 +886,7 @@ targets:
   - {name: list, vocab_size: [1, 2]}
 max_bytes: much
 quiet_minutes: -1
+retry_minutes: .inf
 runner: {no_such_option: 1, runner: DataflowRunner}
 notify: [ftp://somewhere/secret, $NOT_SET]
 colour: red
@@ -854,7 +902,8 @@ def test_everything_wrong_with_a_configuration_is_said_at_once(
     said = capsys.readouterr().err
     places = ["output:", "models.1: */tiny: should be", "models.2:", "models.3: tiny: should be",
               "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
-              "max_bytes:", "quiet_minutes:", "runner: unknown options", "--project=PROJECT is missing", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
+              "max_bytes:", "quiet_minutes:", "retry_minutes:", "runner: unknown options", "--project=PROJECT is missing", "notify.0:", "notify.1:",
+              "colour:"]  # fmt: skip
     assert [place for place in places if place not in said] == []
     assert "somewhere" not in said
     assert "Traceback" not in said
