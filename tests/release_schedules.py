@@ -9,7 +9,6 @@ requests.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -26,16 +25,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import google_crc32c
 import numpy as np
 from huggingface_hub import constants
 from schedules import MemoryBucket, Process, World, _here, _hook
 from servers.hub import FakeHub
 
 from weightbeam.formats.staging import lease
-from weightbeam.formats.storage import File
 from weightbeam.formats.storage import hub as storage
-from weightbeam.formats.storage.checksums import as_base64
 from weightbeam.formats.targets import hub as hub_publishing
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release_bucket import ReleaseBucket
@@ -123,11 +119,6 @@ class ComposingBucket(MemoryBucket):
 
     def compose(self, name: str, components: Sequence[str]) -> None:
         self._put(name, b"".join(self.read(each) for each in components))
-
-    def stat(self, name: str) -> File | None:
-        found = super().stat(name)
-        crc = as_base64(google_crc32c.value(self.objects[self.path(name)][0])) if found else ""
-        return dataclasses.replace(found, crc32c=crc) if found else None
 
 
 class Stepping:

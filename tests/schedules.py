@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import google_crc32c
 import numpy as np
 
 from weightbeam.formats.orbax import ocdbt, plan_hash_of
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
+from weightbeam.formats.storage.checksums import as_base64
 from weightbeam.formats.targets import orbax_units
 from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
 
@@ -137,15 +139,16 @@ class MemoryBucket(Store):
         self._get("")
         below, names = f"{self.url}/", sorted(self.objects)
         names = [name[len(below) :] for name in names if name.startswith(below + prefix)]
-        found = {name: self.objects[below + name] for name in names if recursive or "/" not in name[len(prefix) :]}
-        return [File(name, len(data), str(generation), updated) for name, (data, generation, updated) in found.items()]
+        return [
+            _file(name, self.objects[below + name]) for name in names if recursive or "/" not in name[len(prefix) :]
+        ]
 
     def folders(self) -> list[str]:
         return sorted({file.name.partition("/")[0] for file in self.list() if "/" in file.name})
 
     def stat(self, name: str) -> File | None:
         found = self._get(name)
-        return File(name, len(found[0]), str(found[1]), found[2]) if found else None
+        return _file(name, found) if found else None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if (found := self._get(name)) is None:
@@ -182,15 +185,30 @@ class MemoryBucket(Store):
         self.delete_all(self.list(f"{name}/" if name else ""))
 
     def copy(self, source: Store, file: File) -> None:
+        self._copy(source, file, lambda there: True)
+
+    def copy_new(self, source: Store, file: File) -> None:
+        self._copy(source, file, lambda there: there is None or there.is_copy_of(file))
+
+    def copy_over(self, source: Store, file: File, there: File) -> None:
+        self._copy(source, file, lambda held: held is not None and held.version == there.version)
+
+    def _copy(self, source: Store, file: File, may: Callable[[File | None], bool]) -> None:
         assert isinstance(source, MemoryBucket)
         found = source._get(file.name)  # the store does the rest in one step
-        if found is None or str(found[1]) != file.version:
-            raise StorageError(f"{source.path(file.name)}: is another one by now")
+        held = self.objects.get(self.path(file.name))
+        if found is None or str(found[1]) != file.version or not may(_file(file.name, held) if held else None):
+            raise StorageError(f"{source.path(file.name)}: is another one by now, or one that may not go lies there")
         self._put(file.name, found[0])
 
-    def copy_all(self, source: Store, files: Iterable[File]) -> None:
+    def copy_all(self, source: Store, files: Iterable[File], only_new: bool = False) -> None:
         for file in files:
-            self.copy(source, file)
+            self.copy_new(source, file) if only_new else self.copy(source, file)
+
+
+def _file(name: str, found: tuple[bytes, int, float]) -> File:
+    data, generation, updated = found
+    return File(name, len(data), str(generation), updated, crc32c=as_base64(google_crc32c.value(data)))
 
 
 # --- in the place of TensorStore --------------------------------------------------------------------------------------

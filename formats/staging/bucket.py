@@ -5,9 +5,9 @@ put together aside and copied to its name by the store, which refuses if the ori
 and publishes:
 
     <output>/<name>.weightbeam-lease
-    <output>/<name>.weightbeam/<id>/                plan, ledger, failure; `aside/`: what will be copied
+    <output>/<name>.weightbeam/<id>/                plan, ledger, failure; `aside/`: what will be copied; `noted/`: what was
     <output>/<name>.weightbeam/claim.<id>/          the right to publish: the originals of the marker and of what goes with it
-    <output>/<name>.weightbeam/deleting.claim.<id>/ while what is there is deleted: the names of all that
+    <output>/<name>.weightbeam/deleting.claim.<id>/ while what is there is deleted: what all that is
     <output>/<name>/                                what will be read; no reader takes it for a checkpoint before its marker is there
 """
 
@@ -20,9 +20,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
+
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import File, StorageError
+from weightbeam.formats.storage.checksums import as_base64
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
@@ -34,7 +37,10 @@ CLAIM = re.compile(rf"claim\.{PLACE.pattern}/")
 OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
 REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{SOURCE}/manifest\.ocdbt$")
 DELETING = "deleting."  # and a claim's name: what notes what is being deleted
-NAMES = "names.json"  # there, and in a place: of what lies, or will, where it is read
+FILES = "files.json"  # there: of what lies where it is read, or may be copied there yet
+NOTED = "noted"  # in a place: the same of what is copied, a note each time
+LISTED = 10  # names in a sentence
+Content = tuple[str, int, str | None]  # by which a file is known again: its name, its size and its crc32c
 
 
 class BucketStaging(Staging):
@@ -42,15 +48,18 @@ class BucketStaging(Staging):
 
     Attributes:
       looked_for: the files without which others' readers take nothing for a model; they go right after the marker.
+      written: the names of what units write where it will be read, which are random; None where they write nothing there.
     """
 
     output: Bucket
     looked_for: frozenset[str] = frozenset()
+    written: re.Pattern[str] | None = REMAINS
 
     def __init__(self, output: Bucket, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
         # of the place, of the right to publish from it, and of the plan when that was had
         self._id, self._claim, self._version = "", "", ""
+        self._noted: set[Content] = set()  # in that place, by this one
 
     @property
     def desk(self) -> Bucket:
@@ -92,7 +101,7 @@ class BucketStaging(Staging):
         for marker in (f"/{MARKER}", ""):
             claims = [file for file in self.desk.list("claim.") if CLAIM.match(file.name)]
             self.desk.delete_all([file for file in claims if file.name.endswith(marker)])
-        self._claim = f"claim.{uuid.uuid4().hex[:16]}"
+        self._claim, self._noted = f"claim.{uuid.uuid4().hex[:16]}", set()
         self.desk.write(f"{self._claim}/{MARKER}", MARK)
         self._id = next(iter(self._staged()), "")
         found = self.plan_folder.stat(PLAN) if self._id else None
@@ -132,7 +141,8 @@ class BucketStaging(Staging):
         return [self.desk]
 
     def is_taken(self) -> bool:
-        return not self.exists() and bool(self.final.entries() or self.final.folders())
+        """Whether anything is there; where a plan is staged, anything that isn't of it."""
+        return bool(self.unknown() if self.exists() else self.final.entries() or self.final.folders())
 
     def is_remains(self) -> bool:
         """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late; others
@@ -144,23 +154,33 @@ class BucketStaging(Staging):
         return not names or (any(map(OWN_ATTEMPT.match, names)) and all(map(REMAINS.match, names)))
 
     def unknown(self) -> list[str]:
-        """The files where it will be read that aren't of what conversions have on the desk: neither aside nor noted. The
-        units' own, whose names are random, are among them.
+        """The files where it will be read that aren't of what conversions have on the desk: neither noted, with this
+        content, nor of units.
         """
+        files = self.final.list()  # before what is known: that is noted first
         known = self._known(self._left())
-        return [file.name for file in self.final.list() if file.name not in known]
+        return [file.name for file in files if content_of(file) not in known and not self._is_written(file.name)]
 
-    def _known(self, left: Iterable[str]) -> set[str]:
-        """What conversions that left so much on the desk may have where it will be read: what lies aside, which is
-        copied there, what they had begun to put there, and what they were about to delete.
+    def _is_written(self, name: str) -> bool:
+        return self.written is not None and bool(self.written.match(name))
+
+    def _known(self, left: Iterable[str]) -> set[Content]:
+        """What conversions that left so much on the desk may have where it will be read: what they had begun to copy
+        there, and what they were about to delete.
         """
-        known: set[str] = set()
+        known: set[Content] = set()
         for name in left:
             place = self.desk / name
-            known |= {file.name for file in (place / ASIDE).list()}
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                known |= set(json.loads(place.read(NAMES)))
+            for note in [*(file.name for file in place.list(f"{NOTED}/")), FILES]:
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    known |= {(name, size, crc32c) for name, size, crc32c in json.loads(place.read(note))}
         return known
+
+    def check_place(self) -> None:
+        if (others := self.unknown()) and self.exists():  # else it is published, or nobody's any more
+            more = f" and {len(others) - LISTED:,} more" if len(others) > LISTED else ""
+            said = f"{', '.join(others[:LISTED])}{more}; move it away, and go on with --resume"
+            raise StorageError(f"{self.final}: others have put there meanwhile: {said}")
 
     def _left(self) -> list[str]:
         """What conversions have on the desk, but for claims; others' folders stay there."""
@@ -175,7 +195,7 @@ class BucketStaging(Staging):
         if not self._claim:
             self.claim()
         self.discard()
-        self._id = uuid.uuid4().hex[:16]
+        self._id, self._noted = uuid.uuid4().hex[:16], set()
         self._version = self.plan_folder.replace(PLAN, plan, None) or ""
         try:
             self.check_claim()
@@ -193,11 +213,11 @@ class BucketStaging(Staging):
         if not self._claim:
             self.claim()
         old = self._left()
-        doomed = {*self._known(old), *(file.name for file in self.final.list())}
+        doomed = {*map(content_of, self.final.list()), *self._known(old)}
         note = f"{DELETING}{self._claim}"
         self.check_claim()
         if doomed:
-            (self.desk / note).write(NAMES, json.dumps(sorted(doomed)).encode())
+            (self.desk / note).write(FILES, json.dumps(sorted(doomed, key=str)).encode())
         try:
             self._take_plans(old)
         except TakenOverError:
@@ -258,11 +278,40 @@ class BucketStaging(Staging):
 
     def gather(self) -> None:
         files = self.aside.list()
-        self.check_claim()
-        self.final.copy_all(self.aside, files)
+        self._note(map(content_of, files))
+        self.check_place()
+        self._bring(self.aside, files)
 
-    def announce(self, names: Sequence[str]) -> None:
-        self.plan_folder.write(NAMES, json.dumps(list(names)).encode())
+    def announce(self, files: Mapping[str, bytes]) -> None:
+        self._note((name, len(data), as_base64(google_crc32c.value(data))) for name, data in files.items())
+
+    def _note(self, contents: Iterable[Content]) -> None:
+        """Notes what will be copied to where it is read: so it is known to be of this plan, whatever others put there.
+
+        Raises:
+          TakenOverError: the place isn't this one's any more.
+        """
+        if new := {*contents} - self._noted:
+            self.plan_folder.write(f"{NOTED}/{uuid.uuid4().hex}", json.dumps(sorted(new, key=str)).encode())
+            self._noted |= new
+        try:
+            self.check_claim()
+        except TakenOverError:
+            if not self.is_staged():  # nobody would remove it
+                self.plan_folder.delete_folder()
+            raise
+
+    def _bring(self, source: Bucket, files: Sequence[File]) -> None:
+        """Copies files, which are noted, to where they are read: over what an earlier attempt put there, and nothing else."""
+        try:
+            self.final.copy_all(source, files, only_new=True)
+        except StorageError:
+            known = self._known(self._left())
+            there = {file.name: file for file in self.final.list() if content_of(file) in known}
+            for file in files:
+                if file.name in there and not there[file.name].is_copy_of(file):
+                    self.final.copy_over(source, file, there[file.name])
+            self.final.copy_all(source, files, only_new=True)
 
     def put(self, name: str, data: bytes) -> None:
         claim = self.desk / self._claim
@@ -272,10 +321,10 @@ class BucketStaging(Staging):
             claim.write(name, data)
         original = claim.stat(name)
         try:
-            self.check_claim()
             if original is None:
                 raise self.taken_over()
-            self.final.copy(claim, original)
+            self._note([content_of(original)])
+            self._bring(claim, [original])
         except StorageError as e:
             if claim.exists(MARKER):
                 raise
@@ -290,3 +339,8 @@ class BucketStaging(Staging):
             if name:
                 self.desk.delete(f"{name}/{PLAN}")
                 self.desk.delete_folder(name)
+
+
+def content_of(file: File) -> Content:
+    """What a file is known by."""
+    return file.name, file.size, file.crc32c

@@ -346,8 +346,15 @@ class Staging(abc.ABC):
     def gather(self) -> None:  # noqa: B027
         """Brings what lies in `aside` to where it will be read."""
 
-    def announce(self, names: Sequence[str]) -> None:  # noqa: B027
-        """Says what will be put, before that begins: in a bucket it lies among what others may put there."""
+    def announce(self, files: Mapping[str, bytes]) -> None:  # noqa: B027
+        """Says at once what will be put, of many files, by name: in a bucket each is noted before it is."""
+
+    def check_place(self) -> None:  # noqa: B027
+        """Makes sure that nobody else has put anything where a checkpoint grows that will be read there, in a bucket.
+
+        Raises:
+          StorageError: somebody has; says what, and all stays as it is.
+        """
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a file of the checkpoint, such as its metadata.

@@ -536,6 +536,14 @@ class Bucket(Store):
                 if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY
             )
 
+    def copy_over(self, source: Store, file: File, there: File) -> None:
+        """Does what `copy` does, over the file that is known to have the copy's name.
+
+        Raises:
+          StorageError: another one has it by now; or see `copy`.
+        """
+        self._copy(source, file, int(there.version))
+
     def delete_folder(self, name: str = "") -> None:
         self.delete_all(self.list(f"{name}/" if name else ""))
 

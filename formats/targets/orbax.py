@@ -41,7 +41,6 @@ from weightbeam.formats.orbax.references import Reference, find_faults, remove_d
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.provenance import RECORD, record_json, summary, total
 from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, FolderStaging, Staging, staging_at
-from weightbeam.formats.staging.bucket import REMAINS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.storage.case import clash
@@ -164,7 +163,7 @@ class OrbaxTarget(Target[Staging]):
         """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""
         if not isinstance(place, BucketStaging):
             return ""
-        return self.why_not_replace(place) if place.is_complete() else _deletes(_unknown(place), self.another)
+        return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another)
 
     def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """None where all but the name is there."""
@@ -177,7 +176,7 @@ def _why_not_replace(place: Staging, another: str) -> str:
     foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
     if isinstance(place, BucketStaging):
         if not place.is_complete() and place.is_remains():
-            return _deletes(_unknown(place), another)
+            return _deletes(place.unknown(), another)
         return _deletes(others_in(place.final), another) if is_checkpoint(place.final) else foreign
     final = Path(place.final.url)
     if final.is_symlink():
@@ -194,11 +193,6 @@ def _why_not_replace(place: Staging, another: str) -> str:
         if not os.access(folder, os.W_OK | os.X_OK):
             return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {another}"
     return ""
-
-
-def _unknown(place: BucketStaging) -> list[str]:
-    """What others have put where a checkpoint isn't whole."""
-    return [name for name in place.unknown() if not REMAINS.match(name)]
 
 
 def _deletes(others: Sequence[str], another: str) -> str:
@@ -230,6 +224,7 @@ def assemble(
     """
     if not staging.exists() and staging.is_taken():
         return
+    staging.check_place()
     if not staging.is_complete():
         staging.gather()
         try:
@@ -253,12 +248,13 @@ def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping
     _check_done(staging, units, ledger)
     concluded = conclude(ledger)
     objects = _objects(target, staging.step)
-    staging.announce(_small_files(target, objects))
     if target.format.use_ocdbt:
         _merge(staging, target, {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}, objects)
     else:
-        for key, value in objects:
-            staging.put(f"{ITEMS}/{key}", value)
+        described = {f"{ITEMS}/{key}": value for key, value in objects}
+        staging.announce(described)
+        for name, value in described.items():
+            staging.put(name, value)
         _check_files(staging.items, target.arrays, target.format)
     _check_same(staging, done)  # the merge may have made the folder anew
     tree = tree_metadata(target.specs, target.format, target.bare, target.tree)
@@ -290,13 +286,6 @@ def _objects(target: OrbaxTarget, step: int) -> list[tuple[str, bytes]]:
     if arrays[-1] is STEP:
         objects.append((list(zarr.keys(STEP, format))[1], np.int64(step).tobytes()))
     return objects
-
-
-def _small_files(target: OrbaxTarget, objects: Iterable[tuple[str, bytes]]) -> list[str]:
-    """The names of all that is put at the end."""
-    keys = [ocdbt.MANIFEST] if target.format.use_ocdbt else [key for key, _ in objects]
-    of_item = [f"{ITEMS}/{name}" for name in (*keys, METADATA, CHECKPOINT_METADATA, MARKER)]
-    return [*of_item, *target.files, RECORD, CHECKPOINT_METADATA, MARKER]
 
 
 def _merge(staging: Staging, target: OrbaxTarget, attempts: Set[str], objects: Sequence[tuple[str, bytes]]) -> None:

@@ -205,6 +205,7 @@ def assemble(
     """
     if not staging.exists() and staging.is_taken():
         return
+    staging.check_place()
     if not staging.is_complete():
         ledger = staging.ledger()
         if missing := set(range(units)) - set(ledger):

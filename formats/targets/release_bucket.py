@@ -22,9 +22,9 @@ import google_crc32c
 
 from weightbeam.formats.release.files import remove_others
 from weightbeam.formats.staging import ASIDE, BucketStaging
+from weightbeam.formats.staging.bucket import content_of
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.composing import Component, check_tiling, compose
-from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release_place import IncompleteError, ReleasePlace
 
 CONFIG = "config.json"  # no loader takes a folder without it for a model
@@ -37,7 +37,7 @@ MAX_UPLOADS = 2  # components that a unit uploads; with their copies 32 MiB
 class ReleaseBucket(ReleasePlace, BucketStaging):
     """The place of a release in a bucket."""
 
-    looked_for = frozenset({CONFIG})
+    looked_for, written = frozenset({CONFIG}), None
 
     @property
     def parts(self) -> Bucket:
@@ -51,8 +51,7 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         return bool(self._left())
 
     def others_there(self) -> list[str]:
-        """The same; nothing gets there but what lies aside, and the record that is written last."""
-        return [name for name in self.unknown() if name != RECORD]
+        return self.unknown()
 
     def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Writes the small files, to be copied with the others."""
@@ -115,10 +114,11 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
     def gather(self) -> None:
         """Copies the files to their places, `config.json` last."""
         files = self.aside.list()
+        self._note(map(content_of, files))
+        self.check_place()
+        self._bring(self.aside, [file for file in files if file.name != CONFIG])
         self.check_claim()
-        self.final.copy_all(self.aside, [file for file in files if file.name != CONFIG])
-        self.check_claim()
-        self.final.copy_all(self.aside, [file for file in files if file.name == CONFIG])
+        self._bring(self.aside, [file for file in files if file.name == CONFIG])
 
 
 def join(stretches: Iterable[tuple[str, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:

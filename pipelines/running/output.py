@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weightbeam.formats.release.files import CARD
-from weightbeam.formats.staging import JOB, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.formats.storage.identity import describe_changes
+from weightbeam.formats.targets.target import listed
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
 from weightbeam.pipelines.terminal.tables import human
@@ -162,6 +163,11 @@ def _check_stopped(place: Staging, planned: Transfer, how: Delivery) -> list[Pro
 
 def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool) -> list[Problem]:
     """Whether what lies in the place can be replaced, and should be."""
+    if stopped and how.resume and isinstance(place, BucketStaging):  # it grows where it will be read
+        if planned.target.made_by(place.final) == planned.hash:
+            return []
+        what = f"what isn't of the stopped {planned.title.lower()} that grows there: {listed(place.unknown())}"
+        return problem_at(place.final, f"holds {what}; move it away, and --resume goes on")
     if why := planned.target.why_not_replace(place):
         return problem_at(place.final, why)
     if how.overwrite:

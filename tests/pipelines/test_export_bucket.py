@@ -158,7 +158,7 @@ def test_stopped_anywhere_and_resumed(
     where, original = {
         "units": (release_bucket.ReleaseBucket, "write_stretches"),
         "compose": (Bucket, "compose"),
-        "gather": (Bucket, "copy_all"),
+        "gather": (Bucket, "copy_new"),
         "record": (release_bucket.ReleaseBucket, "put"),
     }[stage]
     function, calls = getattr(where, original), []
@@ -228,7 +228,7 @@ def test_what_others_have_on_the_desk_stays(gcs: FakeGcs, place: str, source: Pa
     assert call(*command) == 0
     for name in (
         f"{'0' * 16}/aside/left",
-        f"deleting.claim.{'0' * 16}/names.json",
+        f"deleting.claim.{'0' * 16}/files.json",
         "claim.mine/left",
         "mine/left",
         "notes.txt",

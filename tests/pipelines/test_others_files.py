@@ -283,13 +283,6 @@ def test_what_others_put_among_what_a_stopped_command_wrote(
     words = ("export", checkpoint, place) if kind == "release" else ("convert", source, place, *MODEL, *more)
     store = open_store(place) if kind == "release" else open_store(place) / "0"
     with monkeypatch.context() as patched:
-        put = BucketStaging.put
-
-        def stop(self: BucketStaging, name: str, data: bytes) -> None:
-            if name == self.marker:
-                raise StorageError("no more")
-            put(self, name, data)
-
         if at == "units":
             patched.setattr(Transfer, "assemble", lambda *_: 1 / 0)
         else:
@@ -306,6 +299,93 @@ def test_what_others_put_among_what_a_stopped_command_wrote(
         assert store.read(name) == b"mine"
         store.delete(name)
     assert call(*words, "--overwrite") == 0
+
+
+def stop(self: BucketStaging, name: str, data: bytes, put=BucketStaging.put) -> None:
+    if name == self.marker:
+        raise StorageError("no more")
+    put(self, name, data)
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+@pytest.mark.parametrize(
+    ("stopped", "names"),
+    [("before", ("README.md", "config.json", "model.safetensors")), ("behind", ("config.json",))],
+)
+def test_another_model_where_an_export_was_stopped(
+    checkpoint: Path,
+    place: str,
+    stopped: str,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Before its files were there, or behind that: they have the names of the export's, and aren't those."""
+    words, store = ("export", checkpoint, place), open_store(place)
+    with monkeypatch.context() as patched:
+        if stopped == "before":
+            patched.setattr("weightbeam.formats.targets.release_bucket.compose", lambda *_: 1 / 0)
+        else:
+            patched.setattr(BucketStaging, "put", stop)
+        assert call(*words) == 1
+    for name in names:
+        store.write(name, b"mine")
+    listed = ", ".join(names)
+    for options, said in (
+        (["--resume"], f"holds what isn't of the stopped export that grows there: {listed}; move it away"),
+        (
+            ["--resume", "--overwrite"],
+            f"holds what isn't of the stopped export that grows there: {listed}; move it away",
+        ),
+        (["--overwrite"], f"and --overwrite would delete: {listed}; move it away"),
+    ):
+        capfd.readouterr()
+        assert call(*words, *options) == 2
+        assert said in capfd.readouterr().err
+    for name in names:
+        assert store.read(name) == b"mine"
+        store.delete(name)
+    assert call(*words, "--resume") == 0
+    assert call("verify", checkpoint, place) == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+@pytest.mark.parametrize("late", [False, True])
+def test_another_model_that_comes_while_an_export_grows(
+    checkpoint: Path, place: str, late: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before the last look at the place, or between that and the copies."""
+    words, store = ("export", checkpoint, place), open_store(place)
+    where, name = (Bucket, "copy_new") if late else (ReleaseBucket, "seal")
+    function = getattr(where, name)
+
+    def meet(self: object, *arguments: object) -> None:
+        store.write(CONFIG, b"mine")
+        function(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, meet)
+        assert call(*words) == 1
+    said = f"{place}/{CONFIG}: somebody has put it there" if late else f"others have put there meanwhile: {CONFIG}"
+    assert f"{said}; move it away" in capfd.readouterr().err
+    assert store.read(CONFIG) == b"mine"
+    assert late or [file.name for file in store.list()] == [CONFIG]
+    store.delete(CONFIG)
+    assert call(*words, "--resume") == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_what_a_stopped_conversion_put_is_put_anew(
+    source: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With other bytes: the index, for one, may have others in each attempt."""
+    words = ("convert", source, place, *MODEL)
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketStaging, "put", lambda self, name, data: stop(self, name, data + b" "))
+        assert call(*words) == 1
+    assert open_store(place).read("0/items/manifest.ocdbt").endswith(b" ")
+    assert call(*words, "--resume") == 0, capfd.readouterr().err
+    assert call("verify", source, place) == 0
 
 
 @pytest.mark.parametrize("place", ["bucket"], indirect=True)
@@ -363,14 +443,15 @@ def test_a_deletion_that_somebody_else_ended(
     """A command that lost its lease, slept, and wakes takes the claim of one that has deleted the plan, and not yet
     what was put where it will be read: the next command knows that it is ours.
     """
-    words = ("export", checkpoint, place)
+    words, copy_new = ("export", checkpoint, place), Bucket.copy_new
 
-    def stop_halfway(self: ReleaseBucket) -> None:
-        self.final.copy_all(self.aside, [file for file in self.aside.list() if file.name != CONFIG])
-        raise StorageError("stopped")
+    def stop_halfway(self: Bucket, source: Bucket, file: File) -> None:
+        if file.name == CONFIG:
+            raise StorageError("stopped")
+        copy_new(self, source, file)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ReleaseBucket, "gather", stop_halfway)
+        patched.setattr(Bucket, "copy_new", stop_halfway)
         assert call(*words) == 1
     delete_folder = Bucket.delete_folder
 
