@@ -47,6 +47,8 @@ from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
 from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
 
+OTHERS = "what others have put there"
+
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxTarget(Target[Staging]):
@@ -163,7 +165,7 @@ class OrbaxTarget(Target[Staging]):
         """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""
         if not isinstance(place, BucketStaging):
             return ""
-        return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another)
+        return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another, OTHERS)
 
     def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """None where all but the name is there."""
@@ -176,7 +178,7 @@ def _why_not_replace(place: Staging, another: str) -> str:
     foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
     if isinstance(place, BucketStaging):
         if not place.is_complete() and place.is_remains():
-            return _deletes(place.unknown(), another)
+            return _deletes(place.unknown(), another, OTHERS)
         return _deletes(others_in(place.final), another) if is_checkpoint(place.final) else foreign
     final = Path(place.final.url)
     if final.is_symlink():
@@ -195,10 +197,10 @@ def _why_not_replace(place: Staging, another: str) -> str:
     return ""
 
 
-def _deletes(others: Sequence[str], another: str) -> str:
+def _deletes(others: Sequence[str], another: str, what: str = "what is no checkpoint's") -> str:
     if not others:
         return ""
-    return f"holds what is no checkpoint's, and --overwrite would delete: {listed(others)}; move it away, or {another}"
+    return f"holds {what}, and --overwrite would delete: {listed(others)}; move it away, or {another}"
 
 
 def assemble(

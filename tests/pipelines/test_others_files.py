@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers.clients import asking
@@ -371,6 +372,62 @@ def test_another_model_that_comes_while_an_export_grows(
     assert store.read(CONFIG) == b"mine"
     assert late or [file.name for file in store.list()] == [CONFIG]
     store.delete(CONFIG)
+    assert call(*words, "--resume") == 0
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_another_checkpoint_where_a_conversion_was_stopped(
+    source: Path, checkpoint: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--resume` writes nothing into it; `--overwrite` replaces one that is whole, and says so."""
+    words = ("convert", source, place, *MODEL, "--save_dtype", "float32")
+    store, theirs = open_store(place) / "0", LocalFolder(f"{checkpoint}/0")
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "assemble", lambda *_: 1 / 0)
+        assert call(*words) == 1
+    files = [file.name for file in theirs.list() if file.name not in ("conversion.json", "commit_success.txt")]
+    for name in files:
+        store.write(name, theirs.read(name))
+    before = store.list()
+
+    def refused(option: str) -> str:
+        capfd.readouterr()
+        assert call(*words, option) == 2
+        assert store.list() == before
+        return capfd.readouterr().err
+
+    assert "holds what isn't of the stopped conversion that grows there: _CHECKPOINT_METADATA" in refused("--resume")
+    assert "what others have put there, and --overwrite would delete: _CHECKPOINT_METADATA" in refused("--overwrite")
+    store.write("commit_success.txt", b"mine")
+    before = store.list()
+    assert "holds what isn't of the stopped conversion that grows there: _CHECKPOINT_METADATA" in refused("--resume")
+    assert call(*words, "--overwrite") == 0
+    assert f"replaces {store}" in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize("place", ["bucket"], indirect=True)
+def test_another_checkpoint_that_comes_while_a_conversion_runs(
+    source: Path, checkpoint: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None of the conversion's own files is put into it, and what is done is kept."""
+    words = ("convert", source, place, *MODEL, "--save_dtype", "float32")
+    store, theirs = open_store(place) / "0", LocalFolder(f"{checkpoint}/0")
+    files = [file.name for file in theirs.list() if file.name != "conversion.json"]
+    assemble = Transfer.assemble
+
+    def meet(self: Transfer, *arguments: Any) -> None:
+        for name in files:
+            store.write(name, theirs.read(name))
+        assemble(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "assemble", meet)
+        assert call(*words) == 1
+    assert "others have put there meanwhile: _CHECKPOINT_METADATA" in capfd.readouterr().err
+    assert not [file.name for file in store.list() if file.name not in files and "ocdbt.process_" not in file.name]
+    for name in files:
+        assert store.read(name) == theirs.read(name)
+        store.delete(name)
     assert call(*words, "--resume") == 0
 
 
