@@ -13,6 +13,7 @@ from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.rules import PARAMS, Rule, Segment, Stack, rule, stack
 
 Table = list[list[Rule]]
+TIED_HEAD = "the head is tied to the embedding"
 LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors
 
 
@@ -301,7 +302,7 @@ def common_drops(
     """
     drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
     if is_tied(c):
-        drops[f"{head}.weight"] = "the head is tied to the embedding"
+        drops[f"{head}.weight"] = TIED_HEAD
     return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")
 
 

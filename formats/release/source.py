@@ -17,7 +17,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Merging
 from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
-from weightbeam.formats.encodings import Encoding, Plain, Scaled
+from weightbeam.formats.encodings import ContentError, Encoding, Plain, Scaled, stored_bytes
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
 from weightbeam.formats.encodings.gptq import spare_biases
@@ -45,6 +45,7 @@ from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX, in_square
 
 # of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
 MAX_SPARE_BYTES = 1 << 26
+SAMPLE_BYTES, SAMPLE_ROWS = 1 << 16, 4  # read of a tensor that should be a copy of another one, while the plan is made
 ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
 
 
@@ -170,6 +171,46 @@ class ReleaseTensors:
         dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
         message = f"a bias that the table has no place for, and that isn't {ZEROS}"
         return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
+
+    def find_unlike(self, copies: Mapping[str, str]) -> dict[str, str]:
+        """Reads a sample of tensors that should be copies of others, and of those: `SAMPLE_BYTES` at most of each, from
+        its first row to its last.
+
+        Args:
+          copies: what each should be a copy of.
+
+        Returns:
+          How each that isn't one differs, in words.
+        """
+        return {
+            copy: how
+            for copy, original in copies.items()
+            if (found := self.encodings.get(copy)) is not None and (wanted := self.encodings.get(original)) is not None
+            if (how := _unlike(found, wanted))
+        }
+
+
+def _unlike(found: Encoding, wanted: Encoding) -> str:
+    """How a sample of one matrix differs from the other's, in words; empty where it doesn't."""
+    if found.shape != wanted.shape or len(found.shape) != 2:
+        return f"its shape is {found.shape}, and {wanted.shape} there"
+    if found.label is not None:
+        return f"it is {found.label}, so that it can't be compared"
+    rows, columns = found.shape
+    row_bytes = max(1, -(-max(map(stored_bytes, (found, wanted))) // max(1, rows)))
+    width = max(1, min(columns, columns * SAMPLE_BYTES // (SAMPLE_ROWS * row_bytes)))
+    for row in sorted({(rows - 1) * number // (SAMPLE_ROWS - 1) for number in range(SAMPLE_ROWS)}):
+        box = ((row, row + 1), (0, width))
+        try:
+            one, other = (
+                encoding.decode(read_boxes(encoding.reads(box))[0], box, np.dtype(np.float32)).astype(np.float64)
+                for encoding in (found, wanted)
+            )
+        except (OSError, StorageError, ContentError) as e:
+            return f"can't be compared: {e}"
+        if not np.array_equal(one, other, equal_nan=True):
+            return f"row {row:,} of {rows:,} differs, for example"
+    return ""
 
 
 def _spec(name: str, encoding: Encoding) -> TensorSpec:

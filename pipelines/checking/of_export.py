@@ -15,6 +15,7 @@ from weightbeam.formats.storage.held import held
 from weightbeam.formats.storage.identity import check_together
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import Prediction, rename
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.checking.subject import Subject, compare_trees
@@ -23,7 +24,9 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.comparing.release_faults import find_release_faults
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import COPY, prepare
+
+COPIED = "those that they are copies of"
 
 
 def plan_against_checkpoint(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
@@ -47,7 +50,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     conversion = prepare(options, exported)
-    refuse(conversion.plan.problems, conversion.source)
+    refuse(_problems(conversion), conversion.source)
     record, remembered = read_record(release), opened.record.get("config")
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     faults, notes = find_release_faults(
@@ -59,6 +62,15 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
     sources = (*conversion.sources, opened, *parts)
     return Subject(items, conversion, wrong, keys, True, (), counterparts, unjudged, tuple(notes), opened, sources)
+
+
+def _problems(conversion: Conversion) -> Sequence[Problem]:
+    """What stands against an export, but for copies that differ: all of each is compared, which says more."""
+    problems = conversion.plan.problems
+    if not any(problem.kind == COPY for problem in problems):
+        return problems
+    judged = copied(conversion.encodings, find_left_out(conversion)[1])
+    return [problem for problem in problems if problem.kind != COPY or problem.subject not in judged]
 
 
 def _find_counterparts(
@@ -86,9 +98,9 @@ def _find_counterparts(
     if names:
         parts.append(release := _open_like(conversion.source.root, record.get("from"), like))
         found[f"{release.root}, which they were taken from"], wrong = taken(conversion.source, release, names)
-    left, copies = _find_left_out(conversion, names)
+    left, copies = find_left_out(conversion, names)
     if pairs := copied(conversion.encodings, copies):
-        found["those that they are copies of"] = list(pairs.values())
+        found[COPIED] = list(pairs.values())
     return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}, parts
 
 
@@ -98,8 +110,8 @@ def _names_taken(record: Any) -> list[str]:
     return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
 
 
-def _find_left_out(conversion: Conversion, names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """An export's tensors that the table leaves out, but for those of the `names`: each with the reason; and the copies
+def find_left_out(conversion: Conversion, names: Sequence[str] = ()) -> tuple[dict[str, str], dict[str, str]]:
+    """A release's tensors that the table leaves out, but for those of the `names`: each with the reason; and the copies
     among them, each with the tensor that it is a copy of.
     """
     config, options = Config(conversion.source.config), conversion.options

@@ -21,7 +21,7 @@ from weightbeam.formats.targets import published
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
-from weightbeam.pipelines.checking.of_export import plan_against_checkpoint
+from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
 from weightbeam.pipelines.checking.subject import Subject, compare_trees
 from weightbeam.pipelines.checking.verification import diff_command
@@ -29,6 +29,8 @@ from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_
 from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.transforms.comparing.array_sums import known_digests
+from weightbeam.transforms.comparing.counterparts import copied
 from weightbeam.transforms.comparing.metadata import find_metadata_faults
 from weightbeam.transforms.comparing.release_faults import compare_remembered
 from weightbeam.transforms.planning.conversion import Conversion
@@ -202,6 +204,7 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
     there = {names.get(key, key): store for key, store in stores.items() if key not in state}
     faults = (*compare_trees(conversion, there), *find_metadata_faults(items, stores, arrays, record))
     wrong = tuple(dict.fromkeys(faults))
+    copies = {} if conversion.adapters else find_left_out(conversion)[1]  # an adapter changes what they are of
     notes = () if found.is_own else tuple(_source_notes(found.source, record))
     notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record))
     return Subject(
@@ -210,6 +213,7 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
         wrong,
         keys,
         state=state,
+        counterparts={COPIED: list(copied(conversion.encodings, copies).values())} if copies else {},
         notes=notes,
         sources=(*conversion.sources, found.files),
     )

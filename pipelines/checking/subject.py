@@ -35,7 +35,7 @@ class Subject:
       keys: the checkpoint's key of each array.
       exported: whether the release is what is judged: an export of the checkpoint.
       state: the checkpoint's arrays that are no weights, and aren't compared.
-      counterparts: an export's tensors that no array makes, and what they should be, by what that is.
+      counterparts: the release's tensors that no array makes, and what they should be, by what that is.
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
       notes: as of `Verification`.
       digested: where the release is what is judged: the checkpoint, whose record may have digests.

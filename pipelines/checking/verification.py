@@ -40,7 +40,7 @@ class Verification(Shown):
       wrong: arrays that are missing, unexpected or of another shape, and what is wrong with each.
       sample: the share of each array's tensors that was compared.
       export: the release, where it is the one that is judged: an export of the checkpoint.
-      others: what was found of its tensors that no array makes, by what they were compared with.
+      others: what was found of the release's tensors that no array makes, by what they were compared with.
       unjudged: its tensors that were compared with nothing, with the reason why the table leaves them out.
       notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
       digests: how many of the checkpoint's arrays were compared with the digests of its record; of an export.
@@ -139,7 +139,7 @@ class Verification(Shown):
         judged = f" with {printable(self.export)}, which was exported of them" if self.export else ""
         lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{judged}{part}"]
         lines += [
-            f"{_elements(found):,} elements of {count(len(found), 'tensor')} of it compared with {printable(origin)}"
+            f"{_elements(found):,} elements of {count(len(found), 'tensor')} of {'it' if self.export else 'the source'} compared with {printable(origin)}"
             for origin, found in self.others.items()
         ]
         error = max((found.error for found in self._all.values()), default=0.0)

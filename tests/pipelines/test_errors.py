@@ -112,6 +112,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
         lambda s: change(s, **{UP: None}),
         ["missing", UP, "params.params.decoder.layers.mlp.wi_1.kernel"],
     ),
+    "a head of its own, though config.json says tied": (
+        lambda s: configure(s, tie_word_embeddings=True),
+        ["copy: lm_head.weight", "model.embed_tokens.weight", "row 0", "tie_word_embeddings to false"],
+    ),
     "an extra tensor": (
         lambda s: change(s, **{"model.layers.1.mlp.extra.weight": np.zeros((2, 3), np.float32)}),
         ["unused", "mlp.extra", "(2, 3)", FIRST],

@@ -166,6 +166,22 @@ def test_padding_and_the_tree_are_compared_too(source: Path, tmp_path: Path) -> 
     assert found[f"{P}logits_dense.kernel"]["message"] == "is missing"
 
 
+def test_a_tied_head_that_is_stored_is_compared_with_the_embedding(tmp_path: Path, capsys) -> None:
+    """A plan sees a sample of it, and says so; all of it is compared here."""
+    tensors = random_tensors(LLAMA)
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    source = save(tmp_path / "tied", LLAMA | dict(tie_word_embeddings=True), tensors)
+    step = convert(source, tmp_path / "out")
+    assert verify(source, step)[0] == 0
+    assert f"{head.size:,} elements of 1 tensor of the source compared" in capsys.readouterr().out
+    assert call("plan", source) == 0
+    assert "the same in a sample" in " ".join(capsys.readouterr().out.split())
+    head[2] += 1  # no row of the sample
+    edited = save(tmp_path / "edited", LLAMA | dict(tie_word_embeddings=True), tensors)
+    status, found = verify(edited, step)
+    assert (status, found["lm_head.weight"]["different"]) == (1, head.shape[1])
+
+
 def test_a_sample_is_quick_and_still_looks_everywhere(source: Path, tmp_path: Path) -> None:
     """It compares fewer elements, but some of every array."""
     step = convert(source, tmp_path / "out")

@@ -83,6 +83,7 @@ def copied(encodings: Mapping[str, Encoding], copies: Mapping[str, str]) -> dict
         copy: Counterpart(found.weight.name, found, encodings[original])
         for copy, original in copies.items()
         if original in encodings and isinstance(found := encodings.get(copy), Plain)
+        if found.shape == encodings[original].shape
     }
 
 

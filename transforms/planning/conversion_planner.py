@@ -1,4 +1,4 @@
-"""The planner: from options and headers to a conversion, in named steps. Integers and names only; no tensor is read.
+"""The planner: from options and headers to a conversion, in named steps. Of tensors only samples are read.
 
     headers, config.json
       │  open_source      the release's tensors, each as the tables see it: a quantised one under its own name, its scales out of sight
@@ -9,6 +9,7 @@
       │  _keep            weights that stay codes: a second array, of scales, beside each (`--save_dtype float8_e4m3fn`)
       │  make_arrays      the arrays, with the dtypes that the tensors give them
       │  _audit           every element used once, filled, or left out with a reason
+      │  _check_copies    what is left out as a copy of another tensor is one
       ▼  _cut             chunk grids, what stays in the source's files (`--virtual`), units
     Conversion
 
@@ -28,14 +29,15 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
-from weightbeam.formats.release.source import ReleaseTensors, open_source
+from weightbeam.formats.release.source import SAMPLE_BYTES, ReleaseTensors, open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
+from weightbeam.model_mappings.blocks import TIED_HEAD
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.family import Family, Prediction, rename
 from weightbeam.model_mappings.keeping import (
     check_modules,
     keep_codes,
@@ -57,6 +59,7 @@ from weightbeam.transforms.planning.layouts import maxtext_of
 from weightbeam.transforms.planning.options import Options, options_from
 
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
+COPY = "copy"  # the kind of problem where what is left out as a copy of another tensor isn't one
 # problems of one quantised tensor, which don't count where it is dropped
 PAIRING = {"unscaled", "scale", "orphan scale"}
 
@@ -120,6 +123,7 @@ def prepare(
         if options.adapter_only:
             folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout))
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
+        stored = source
         merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
@@ -139,6 +143,10 @@ def prepare(
     unneeded = _unneeded(source, family, table)
     dropped, problems = _audit(checkpoint, source, family, table, arrays, asked, unneeded)
     problems += merging.in_vain(dropped)
+    known = {problem.subject for problem in problems} | checkpoint.lost | stored.lost
+    copies = {copy: of for copy, of in family.copies(config, layout).items() if not known & {copy, of}}
+    compared, unlike = _check_copies(stored, copies, dropped)
+    dropped, problems = dropped | compared, [*problems, *unlike]
     cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
@@ -275,6 +283,33 @@ def _audit(
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost | zeros.keys()
         problems += [problem for problem in found if problem.subject not in explained]
     return dropped, problems
+
+
+def _check_copies(
+    source: ReleaseTensors, copies: Mapping[str, str], dropped: Mapping[str, str]
+) -> tuple[dict[str, str], list[Problem]]:
+    """Compares samples of what is left out as copies with what they should be copies of; `verify` compares all of it.
+
+    Args:
+      copies: what each is a copy of.
+      dropped: what is left out, with the reason.
+
+    Returns:
+      The reason for each that was compared, which says so, and a problem for each that differs.
+    """
+    meant = {name: of for name, of in copies.items() if name in dropped and not isinstance(dropped[name], Prediction)}
+    unlike, problems = source.find_unlike(meant), []
+    for name, how in unlike.items():
+        again = (
+            "set tie_word_embeddings to false in config.json" if dropped[name] == TIED_HEAD else "convert without --mtp"
+        )
+        message = (
+            f"left out ({dropped[name]}), but it isn't the same as {meant[name]}: {how}; if that is meant, {again}"
+        )
+        problems.append(Problem(COPY, name, message))
+    sample = f"(the same in a sample of {SAMPLE_BYTES >> 10} KiB)"
+    compared = {name: f"{dropped[name]} {sample}" for name, of in meant.items() if of in source.encodings}
+    return {name: why for name, why in compared.items() if name not in unlike}, problems
 
 
 def _cut(
