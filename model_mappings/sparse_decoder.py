@@ -74,6 +74,14 @@ def dense_then_routed(
     return made
 
 
+def is_prediction(layout: Layout, prefix: str) -> bool:
+    """Whether the layer whose tensors' names begin with `prefix` is one for multi-token prediction: it has tensors that
+    no other layer has. Any may be where the tensors aren't known.
+    """
+    own = (f"{prefix}{each.source}" for lines in MTP for each in lines)
+    return not layout.names or any(name in layout.names for name in own)
+
+
 def as_spare(lines: list[Rule], is_newest: bool) -> list[Rule]:
     """What the newest MaxText has in a collection of its own, such as a router's bias (`bias_variables`), as a parameter: it
     is only read where a model is loaded for decoding (`from_pretrained`). In the earlier one a bias is nothing else.

@@ -46,6 +46,7 @@ from weightbeam.model_mappings.sparse_decoder import (
     dense_prefix,
     dense_then_routed,
     indexers,
+    is_prediction,
 )
 
 MOE = "DeepSeekMoeBlock_0"
@@ -109,7 +110,7 @@ def drops(c, layout):
     towers = ("vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*")
     common = common_drops(c, layout) | dict.fromkeys(towers, Tower("vision tower, MaxText's Kimi K2 has none"))
     if not layout.mtp:
-        return common | {f"{mtp}*": Prediction("multi-token prediction, convert it with --mtp")}
+        return common | ({f"{mtp}*": Prediction("multi-token prediction, convert it with --mtp")} if is_prediction(layout, mtp) else {})
     shared = "shared_head" if layout.maxtext in FAMILY.earlier else "shared_head.head"
     return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",

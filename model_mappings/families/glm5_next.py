@@ -25,7 +25,7 @@ from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import delta_attention, hyper_connection, hyper_dims
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare, dense_prefix
+from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare, dense_prefix, is_prediction
 
 HF = "model.language_model."
 CYCLE = 4
@@ -93,9 +93,10 @@ def stacks(c, layout, is_newest=True):
 
 def drops(c, layout):
     c = text_part(c)
-    return common_drops(c, layout, hf=HF) | {
+    mtp = f"{HF}layers.{c.size('num_hidden_layers')}."
+    prediction = {f"{mtp}*": Prediction("multi-token prediction, which MaxText's GLM-5.3 doesn't have")} if is_prediction(layout, mtp) else {}
+    return common_drops(c, layout, hf=HF) | prediction | {
         f"{HF}layers.*.self_attn.indexer.*": Variable("MaxText's latent attention looks at every token"),
-        f"{HF}layers.{c.size('num_hidden_layers')}.*": Prediction("multi-token prediction, which MaxText's GLM-5.3 doesn't have"),
         "model.visual.*": Tower("vision tower, MaxText's GLM-5.3 has none"),
     }
 

@@ -218,6 +218,18 @@ def test_reasons_of_dropped_mtp_layers(check, make_specs):
     }
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"])
+def test_a_layer_too_many_is_not_one_for_prediction(check, make_specs, name):
+    """Behind the last layer: one that has nothing of what multi-token prediction needs is unused."""
+    config = CONFIGS[name]
+    n = config["num_hidden_layers"]
+    tensors = {key: shape for key, shape in shapes(config).items() if f"layers.{n}." not in key}
+    more = {key.replace(f".{n - 1}.", f".{n}."): shape for key, shape in tensors.items() if f"layers.{n - 1}." in key}
+    found = check(config, make_specs(tensors | more))
+    assert more
+    assert {(problem.kind, problem.subject) for problem in found.problems} == {("unused", key) for key in more}
+
+
 def test_mtp_of_a_checkpoint_without_it(check, make_specs):
     """--mtp where the files hold no such layer: every tensor of it is missing."""
     config = CONFIGS["kimi_k2"]
