@@ -119,7 +119,7 @@ def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: M
     )
     if said:
         LOG.info(said)
-    stores, files, weights = open_arrays(items), Files.of(open_store(items.url)), weights_of(items)
+    stores, files, weights = open_arrays(items, complete=True), Files.of(open_store(items.url)), weights_of(items)
     check_together(items, items.list(recursive=False), files.files)
     if not given.get("lora"):
         _refuse_merged(items)

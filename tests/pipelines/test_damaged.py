@@ -152,6 +152,13 @@ def set_step(checkpoint: Path) -> None:
     kvs.write(key, np.int64(999).tobytes()).result()
 
 
+def lose_step(checkpoint: Path) -> None:
+    """Stock Orbax raises ValueError."""
+    kvs = database(checkpoint)
+    key = next(key for key in kvs.list().result() if key.startswith(b"step/") and not key.endswith(b".json"))
+    kvs.write(key, None).result()
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "scan_layers of the item": (
         mutating("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
@@ -164,6 +171,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of a leaf": (renaming('"skip_deserialize": false', '"skip_deserialiZe": false'), "isn't of Orbax's form"),
     "the kind of a key": (renaming('"key_type": 2', '"key_type": 0'), "isn't of Orbax's form"),
     "the name of a leaf": (renaming("('params', 'params'", "('params', 'qarams'"), "is called ('params', 'qarams'"),
+    "no step": (lose_step, "step can't be read: NOT_FOUND"),
     "the step": (set_step, "is 999, expected 0"),
 }
 

@@ -35,7 +35,7 @@ def find_metadata_faults(
 
     Args:
       items: the item.
-      stores: its arrays, opened.
+      stores: its arrays, opened so that a chunk that isn't there is an error.
       arrays: those that the plan makes.
       record: `conversion.json`; empty where the item came without its step.
     """
@@ -53,8 +53,14 @@ def find_metadata_faults(
         if said is not options["scan_layers"]:
             yield f"{where}{CHECKPOINT_METADATA}", f"says scan_layers {said}, expected {options['scan_layers']}"
     yield from _tree_faults(items)
-    if STEP.key in stores and (found := int(stores[STEP.key].read().result())) != options.get("step", 0):
-        yield STEP.key, f"is {found}, expected {options.get('step', 0)}"
+    if STEP.key in stores:
+        try:
+            found = int(stores[STEP.key].read().result())
+        except ValueError as e:
+            yield STEP.key, f"can't be read: {str(e).partition(' [')[0]}"
+        else:
+            if found != options.get("step", 0):
+                yield STEP.key, f"is {found}, expected {options.get('step', 0)}"
     if read_tree(items).get("use_ocdbt", True):
         known = tuple(f"{key}/" for key in stores)
         keys = ts.KvStore.open(ocdbt.database(items), context=ocdbt.context()).result().list().result()
