@@ -10,6 +10,7 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read_tree, record_of, unknown_beside
+from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -215,6 +216,7 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
         state=state,
         counterparts={COPIED: list(copied(conversion.encodings, copies).values())} if copies else {},
         notes=notes,
+        digested=open_orbax(items, any_tree=True) if known_digests(record) else None,
         sources=(*conversion.sources, found.files),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP
-from weightbeam.formats.orbax.source import OrbaxCheckpoint
+from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Files, Watched
@@ -38,7 +38,7 @@ class Subject:
       counterparts: the release's tensors that no array makes, and what they should be, by what that is.
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
       notes: as of `Verification`.
-      digested: where the release is what is judged: the checkpoint, whose record may have digests.
+      digested: the checkpoint, where its record may have digests.
       sources: what is read.
     """
 
@@ -56,8 +56,13 @@ class Subject:
 
     def shards(self, sample: float) -> list[ShardsTask]:
         """What is read for digests: nothing where only a sample of the tensors is."""
-        whole = self.digested is not None and sample == 1
-        return shards_tasks(self.digested.record, self.digested.weights.values()) if self.digested and whole else []
+        return shards_tasks(self.digested.record, self._summed) if self.digested and sample == 1 else []
+
+    @property
+    def _summed(self) -> list[OrbaxArray]:
+        """The checkpoint's arrays that are compared with its digests: those that are compared with the release."""
+        there = self.digested.arrays if self.digested else {}
+        return [there[key] for key in self.keys.values() if key in there]
 
     def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
         """The same with what was found."""
@@ -72,7 +77,7 @@ class Subject:
         arrays = {key: findings[key] for key in keys if key in findings}
         wrong, notes, digests = self.wrong, self.notes, None
         if self.digested:
-            digests, damaged = find_damage(self.digested.record, self.digested.weights.values(), read)
+            digests, damaged = find_damage(self.digested.record, self._summed, read)
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
             lines = digests.lines() if everything else ()  # else nothing was read yet
             notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)

@@ -43,7 +43,7 @@ class Verification(Shown):
       others: what was found of the release's tensors that no array makes, by what they were compared with.
       unjudged: its tensors that were compared with nothing, with the reason why the table leaves them out.
       notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
-      digests: how many of the checkpoint's arrays were compared with the digests of its record; of an export.
+      digests: how many of the checkpoint's arrays were compared with the digests of its record.
       state: the checkpoint's arrays that are no weights, and weren't compared: a training state's.
     """
 

@@ -159,6 +159,12 @@ def lose_step(checkpoint: Path) -> None:
     kvs.write(key, None).result()
 
 
+def set_digest(checkpoint: Path) -> None:
+    """As where the record of another checkpoint lies here."""
+    key = next(iter(json.loads((checkpoint / "0/conversion.json").read_bytes())["digests"]))
+    mutating("0/conversion.json", "digests", key, value="0" * 32)(checkpoint)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "scan_layers of the item": (
         mutating("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
@@ -171,6 +177,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of a leaf": (renaming('"skip_deserialize": false', '"skip_deserialiZe": false'), "isn't of Orbax's form"),
     "the kind of a key": (renaming('"key_type": 2', '"key_type": 0'), "isn't of Orbax's form"),
     "the name of a leaf": (renaming("('params', 'params'", "('params', 'qarams'"), "is called ('params', 'qarams'"),
+    "a digest": (set_digest, "isn't what conversion.json says was written, by its digest"),
     "no step": (lose_step, "step can't be read: NOT_FOUND"),
     "the step": (set_step, "is 999, expected 0"),
 }
