@@ -41,7 +41,6 @@ from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import InspectOptions
 
-MAX_DEVICES = 1 << 18
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
@@ -296,9 +295,6 @@ def _load(items: Store, asked: InspectOptions) -> LoadInspection:
     arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
     rules, axes = _axes(items, asked.sharding_rules, asked.source, asked.maxtext_model)
     meshes = [Mesh.parse(text, axes_in(rules)) for text in asked.mesh]
-    for mesh in meshes:
-        if mesh.devices > MAX_DEVICES:
-            raise Refused(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
     known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
     if not known:
         whose = asked.source or "what its conversion.json tells"

@@ -33,6 +33,8 @@ from weightbeam.transforms.cutting.read_cost import effective_ways
 from weightbeam.transforms.planning.conversion import Conversion, rules_of
 from weightbeam.transforms.planning.memory import BASE_BYTES
 
+MAX_PLACES = 500_000  # arrays times devices, of a plan: about 20 seconds
+
 
 def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: Mesh, hosts: int) -> ShardLayout:
     """How a mesh lays an array out whose devices are dealt to hosts in order; an axis that doesn't divide evenly isn't
@@ -87,13 +89,18 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
     """Plans a load onto a mesh.
 
     Raises:
-      Refused: the devices can't be dealt to so many hosts.
+      Refused: the devices can't be dealt to so many hosts, or there are too many of them.
     """
     if mesh.devices % hosts:
         raise Refused(
             f"--hosts={hosts}: {mesh.text} has {mesh.devices:,} devices, which so many hosts can't share evenly"
         )
     source, rules = MappedRelease(conversion), rules_of(conversion.options)
+    if (places := len(source.arrays) * mesh.devices) > MAX_PLACES:
+        raise Refused(
+            f"--load: {len(source.arrays):,} arrays on each of the {mesh.devices:,} devices of {mesh.text} are {places:,}, and "
+            f"{MAX_PLACES:,} are all that is planned for; name a smaller mesh, or take --scan_layers true, which makes fewer arrays"
+        )
     layouts = {
         key: layout_on(array.shape, partition_spec(array.axes, rules), mesh, hosts)
         for key, array in source.arrays.items()

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -70,10 +71,8 @@ class ShardLayout:
     @functools.cached_property
     def most_shards(self) -> int:
         """Different shards of the process that has most."""
-        return max(
-            len({device // self.replicas for device, owner in enumerate(self.processes) if owner == process})
-            for process in self.readers
-        )
+        shards = {(owner, device // self.replicas) for device, owner in enumerate(self.processes)}
+        return max(Counter(owner for owner, _ in shards).values())
 
 
 @dataclasses.dataclass(frozen=True)

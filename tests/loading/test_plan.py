@@ -112,6 +112,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (told,) = json.loads((tmp_path / "plan.json").read_text())["load"]
     assert told["hosts"] == 2
     assert set(told["arrays"].values()) == {"direct"}
+    assert call(*command, "--mesh", "fsdp=200000") == 2
+    assert "500,000 are all that is planned for" in capsys.readouterr().err
     assert call(*command) == 2
     assert "--load needs --mesh" in capsys.readouterr().err
     assert call(*command, "--mesh", "fsdp=4", "--hosts", "3") == 2

@@ -272,6 +272,8 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ["--mesh", "ici_fsdp_parallelism=4"],
         ["ici_fsdp_parallelism", "multiplied, are fsdp here"],
     ),
+    "a mesh that no cluster has": (["--mesh", "fsdp=1000,tensor=1000"], ["fsdp=1000,tensor=1000", "262,144 devices"]),
+    "a mesh beyond all numbers": (["--mesh", f"fsdp={'9' * 5000}"], ["262,144 devices"]),
     "a bad mesh behind a good one": (["--mesh", "fsdp=4", "--mesh", "tensor"], ["tensor"]),
     "a misspelt option": (["--scan_layer", "true"], ["--scan_layer"]),
     "a misspelt option of Beam's": (["--direct_num_worker=2"], ["--direct_num_worker"]),

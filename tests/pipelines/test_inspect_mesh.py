@@ -186,7 +186,7 @@ def test_a_mesh_that_doesnt_divide_is_said(steps: dict[str, Path], capsys: pytes
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--mesh", "fsdp"], "fsdp=16"), (["--mesh", "fdsp=4"], "fdsp"), (["--mesh", "data=99999999"], "99,999,999 devices"),
+    [(["--mesh", "fsdp"], "fsdp=16"), (["--mesh", "fdsp=4"], "fdsp"), (["--mesh", "data=99999999"], "262,144 devices"),
      (["--mesh", "fsdp=2", "--sharding_rules", "nowhere.yml"], "nowhere.yml"), (["--mesh", "fsdp=2", "--source", "nowhere"], "no such folder")],
 )  # fmt: skip
 def test_wrong_options_are_refused(

@@ -15,6 +15,7 @@ from weightbeam.formats.text.printable import printable
 
 Assignment = None | str | tuple[str, ...]  # the mesh axes that shard one axis of an array
 Rules = Sequence[tuple[str, Assignment]]
+MAX_DEVICES = 1 << 18  # of a mesh: more than any cluster has
 PARALLELISM = re.compile(r"(?:ici|dcn)_(.+)_parallelism")  # MaxText's settings: how many ways within and between slices
 
 
@@ -129,7 +130,8 @@ class Mesh:
                 raise MeshError(
                     f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number"
                 )
-            if not separator or not size.isascii() or not size.isdigit() or int(size) < 1:
+            digits = size.lstrip("0")
+            if not separator or not size.isascii() or not size.isdigit() or not digits:
                 raise MeshError(f"--mesh={text}: {item.strip()!r} should be an axis and its size, as in fsdp=16")
             if name not in axes:
                 setting = PARALLELISM.fullmatch(name)
@@ -143,8 +145,11 @@ class Mesh:
                 )
             if name in sizes:
                 raise MeshError(f"--mesh={text}: the axis {name} is named twice")
-            sizes[name] = int(size)
-        return cls(text, sizes)
+            sizes[name] = int(digits[:10])  # which is too many, whatever comes then
+        mesh = cls(text, sizes)
+        if mesh.devices > MAX_DEVICES:
+            raise MeshError(f"--mesh={text}: has more than {MAX_DEVICES:,} devices, which is all that is planned for")
+        return mesh
 
     @property
     def devices(self) -> int:
