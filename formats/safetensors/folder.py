@@ -296,6 +296,12 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     shards = _open_shards(store, names, problems, budget, allow_links)
     if INDEX in entries:
         problems += _check_index(weight_map, shards)
+        if SINGLE in on_disk and names and SINGLE not in names:
+            message = (
+                f"transformers takes it for the whole model, but {INDEX} names other files, such as {names[0]}: remove "
+                "the one that isn't the model (the index with its files)"
+            )
+            problems.append(Problem("index", SINGLE, message))
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in weight_map.items() if file not in readable)
     ignored = tuple(name for name in on_disk if name not in names)

@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,19 @@ def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     assert opened.ignored == ("consolidated.safetensors",)
     save_file(random_tensors(LLAMA), folder / "other.safetensors")
     assert [problem.kind for problem in open_hf(folder).problems] == ["index"]
+
+
+def test_a_single_file_beside_an_index_of_others(tmp_path: Path) -> None:
+    """transformers reads `model.safetensors` where there is one; only an index that names it says the same model."""
+    folder = make_release(tmp_path / "hf", files=2)
+    other = make_release(tmp_path / "other") / "model.safetensors"
+    shutil.copy(other, folder)
+    (found,) = open_hf(folder).problems
+    assert (found.kind, found.subject) == ("index", "model.safetensors")
+    assert "model.safetensors.index.json names other files, such as model-00001-of-00002.safetensors" in found.message
+    weight_map = dict.fromkeys(open_hf(other.parent).tensors, other.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert open_hf(folder).problems == ()
 
 
 def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
