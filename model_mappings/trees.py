@@ -18,12 +18,13 @@ from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 Path = tuple[str, ...]
 
 VALUE = "value"  # the leaf of an nnx variable
+COUNTER = "step"  # which checkpoints of weights alone have, too
 STATE = (
     "opt_state",
     "optimizer",
     "optimizer_state",
     "nnx_aux",
-    "step",
+    COUNTER,
     "iter",
     "accumulated_metrics",
     "accumulated_grads",

@@ -253,11 +253,12 @@ def diff(
     hf_token_secret: str | None = None,
     tolerance: float = 0.0,
     fail_over: float | None = None,
+    state: str = "full",
     maxtext_model: str | None = None,
     family: str | None = None,
     progress: bool | Report = True,
 ) -> Comparison:
-    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see
+    """Compares two checkpoints of any kinds, every element, in bounded memory; of two training states all arrays. What differs doesn't raise: see
     `Comparison.ok`.
 
     Args:
@@ -267,6 +268,7 @@ def diff(
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       tolerance: the largest absolute difference of an element that counts as none.
       fail_over: end with status 1 only where a tensor's relative change is over X: |a - b| / |a|, of its norms.
+      state: of two training states params compares the weights alone, full the optimizer and the rest, too.
       maxtext_model: the MaxText model, where one is an Orbax checkpoint and neither can settle it.
       family: the table (default: by config.json).
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.trees import is_state
 from weightbeam.pipelines.terminal.report import kind_and_layer
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count
@@ -93,6 +94,7 @@ class Comparison(Shown):
       tolerance: the largest absolute difference of an element that counts as none.
       left_out: tensors of a release that its table leaves out on purpose, with the reason; they weren't compared.
       fail_over: the largest relative change of a tensor that counts as none, whatever the tolerance; None for none.
+      apart: of `a` and of `b` the arrays of a training state that weren't compared, with the reason.
     """
 
     a: str
@@ -101,6 +103,7 @@ class Comparison(Shown):
     tolerance: float = 0.0
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fail_over: float | None = None
+    apart: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
 
     @property
     def ok(self) -> bool:
@@ -114,12 +117,12 @@ class Comparison(Shown):
 
     @property
     def kinds(self) -> dict[str, Difference]:
-        """How far all tensors of a kind are apart together, by what they are called in their layer."""
+        """How far all weights of a kind are apart together, by what they are called in their layer."""
         return self._totals(lambda name: kind_and_layer(name)[0])
 
     @property
     def layers(self) -> dict[int, Difference]:
-        """How far all tensors of a layer are apart together, by its number; of what is in none, or where all layers are
+        """How far all weights of a layer are apart together, by its number; of what is in none, or where all layers are
         one array, -1.
         """
         return self._totals(lambda name: kind_and_layer(name)[1])
@@ -127,7 +130,7 @@ class Comparison(Shown):
     def _totals(self, group: Callable[[str], Key]) -> dict[Key, Difference]:
         totals: dict[Key, Difference] = {}
         for name, found in self.tensors.items():
-            if found.difference:
+            if found.difference and not is_state(name):
                 key = group(name)
                 totals[key] = totals.get(key, Difference()) + found.difference
         return totals
@@ -151,6 +154,7 @@ class Comparison(Shown):
             "counts": self.counts,
             "left_out": dict(self.left_out),
             "fail_over": self.fail_over,
+            "not_compared": {"a": dict(self.apart[0]), "b": dict(self.apart[1])},
             "kinds": {kind: _measures(total) for kind, total in self.kinds.items()},
             "layers": {str(layer): _measures(total) for layer, total in sorted(self.layers.items())},
         }
@@ -166,6 +170,9 @@ class Comparison(Shown):
         yield from (f"  {number:>6,} {TEXTS[status]}" for status, number in self.counts.items() if number)
         if self.left_out:
             yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
+        for where, apart in zip((self.a, self.b), self.apart, strict=True):
+            for reason, number in Counter(apart.values()).items():
+                yield f"  {number:>6,} of {where} not compared: {reason}"
         yield from self._odd()
         if not self.ok:
             yield self._excess()

@@ -21,19 +21,24 @@ from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
 from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import COMPUTED
+from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
 
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
 
 
 SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
+MODULE_AXIS = 0  # where it stacks the state of its modules
+IN_LIST = re.compile(r"(\.\w*layers)\.(\d+)\.")  # a layer in an nnx.List
+NOT_ASKED = f"not a weight (--state {PARAMS})"
+NO_STATE = "a training state around the weights, and the other checkpoint has none like it"
+NO_GENERATORS = "random generators that the other checkpoint doesn't have"
 
 
 Side = Mapping[str, Operand]
@@ -48,6 +53,7 @@ class ComparedPair:
       first, second: what they hold, under the same names.
       left_out: tensors of a release that its table leaves out on purpose, with the reason.
       sources: what is read.
+      apart: of each side the arrays of a training state that aren't compared, with the reason.
     """
 
     a: str
@@ -56,6 +62,7 @@ class ComparedPair:
     second: Side
     left_out: Mapping[str, str]
     sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...] = ()
+    apart: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
 
     def shared(self, name: str) -> bool:
         """Whether both have a tensor of that name and of one shape."""
@@ -63,7 +70,9 @@ class ComparedPair:
         return first is not None and second is not None and first.shape == second.shape
 
 
-def open_pair(a: str, b: str, maxtext_model: str | None = None, family: str | None = None) -> ComparedPair:
+def open_pair(
+    a: str, b: str, maxtext_model: str | None = None, family: str | None = None, state: str = FULL
+) -> ComparedPair:
     """Looks at two checkpoints; see `diff`.
 
     Raises:
@@ -71,7 +80,9 @@ def open_pair(a: str, b: str, maxtext_model: str | None = None, family: str | No
     """
     sources = [_look(place) for place in (a, b)]
     (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
-    return ComparedPair(a, b, first, second, left_out, tuple(sources))
+    states = [_state(source) if isinstance(source, OrbaxCheckpoint) else {} for source in sources]
+    (one, other), apart = _compared_states(states[0], states[1], state)
+    return ComparedPair(a, b, {**first, **one}, {**second, **other}, left_out, tuple(sources), apart)
 
 
 def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
@@ -141,6 +152,32 @@ def _arrays(checkpoint: OrbaxCheckpoint) -> Side:
     return {key: stored_operand(array) for key, array in values_of(checkpoint).items()}
 
 
+def _state(checkpoint: OrbaxCheckpoint) -> Side:
+    """What an Orbax checkpoint holds around its weights, by its own keys; none where that is a counter alone."""
+    state = {IN_LIST.sub(r"\1_\2.", key): stored_operand(checkpoint.arrays[key]) for key in checkpoint.tree.state}
+    return state if state.keys() - {COUNTER} else {}
+
+
+def _compared_states(
+    first: Side, second: Side, wanted: str
+) -> tuple[tuple[Side, Side], tuple[dict[str, str], dict[str, str]]]:
+    """The arrays of two training states that are compared, and of each side those that aren't, with the reason: two
+    states are where they have more in common than a counter, but for random generators that only one has, as a reshard
+    leaves out.
+    """
+    one, other = _layer_by_layer(first, second), _layer_by_layer(second, first)
+    is_wanted = wanted == FULL and bool((one.keys() & other.keys()) - {COUNTER})
+
+    def apart(side: Side, beside: Side) -> dict[str, str]:
+        if not is_wanted:
+            return dict.fromkeys(side, NO_STATE if wanted == FULL else NOT_ASKED)
+        return {key: NO_GENERATORS for key in side if key not in beside and GENERATORS.search(key)}
+
+    left = apart(one, other), apart(other, one)
+    sides = [{key: side[key] for key in side if key not in out} for side, out in zip((one, other), left, strict=True)]
+    return (sides[0], sides[1]), left
+
+
 def _layer_by_layer(side: Side, other: Side) -> Side:
     """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
 
@@ -165,7 +202,8 @@ def _layer_by_layer(side: Side, other: Side) -> Side:
             found[key] = stored
             continue
         # several fit only where sizes are equal: MaxText's default, or the last place
-        axis = SCAN_AXIS if SCAN_AXIS in axes else axes[-1]
+        usual = MODULE_AXIS if key.startswith(f"{MODULES[0]}.") else SCAN_AXIS
+        axis = usual if usual in axes else axes[-1]
         found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers)}
     return found
 

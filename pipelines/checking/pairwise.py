@@ -59,7 +59,7 @@ def compare_pairs(
             comparing.ended.set()
     check_read(source for pair in pairs for source in pair.sources)
     return [
-        Comparison(pair.a, pair.b, _verdicts(pair, found), left_out=pair.left_out)
+        Comparison(pair.a, pair.b, _verdicts(pair, found), left_out=pair.left_out, apart=pair.apart)
         for pair, found in zip(pairs, differences, strict=True)
     ]
 

@@ -3,7 +3,7 @@
 Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is
 an Orbax checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two
 Orbax checkpoints are compared by MaxText's keys, whoever wrote them, and layer by layer where one has its layers
-stacked and the other hasn't.
+stacked and the other hasn't; two training states with what is around their weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightbeam.transforms.planning.options import DiffOptions
 
 @takes(asked=DiffOptions)
 def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) -> Comparison:
-    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see
+    """Compares two checkpoints of any kinds, every element, in bounded memory; of two training states all arrays. What differs doesn't raise: see
     `Comparison.ok`.
 
     Args:
@@ -46,7 +46,7 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
       True
     """
     name_secret(asked.hf_token_secret)
-    (found,) = compare_pairs([open_pair(a, b, asked.maxtext_model, asked.family)], reporter(progress))
+    (found,) = compare_pairs([open_pair(a, b, asked.maxtext_model, asked.family, asked.state)], reporter(progress))
     return dataclasses.replace(found, tolerance=asked.tolerance, fail_over=asked.fail_over)
 
 

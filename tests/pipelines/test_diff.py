@@ -10,12 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
-from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    LLAMA,
+    QWEN3_MOE,
+    call,
+    convert,
+    make_release,
+    random_tensors,
+    save,
+    split,
+)
+from trained import SHARED, trained_like
 
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
 
 ocp = lazily("orbax.checkpoint")
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
 
 def statuses(*arguments: object, status: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -243,9 +257,9 @@ def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) 
     ]
 
 
-def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
+def test_orbax_checkpoints_of_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are
-    compared, nothing else.
+    compared, nothing else, and that is said.
     """
     source = make_release(tmp_path / "source", QWEN3_MOE)
     step = convert(source, tmp_path / "out")
@@ -254,6 +268,35 @@ def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "trained") as manager:
         manager.save(7, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
     assert kinds(statuses(tmp_path / "out", tmp_path / "trained", status=0, folder=tmp_path)).keys() == {"equal"}
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"       2 of {tmp_path / 'trained'} not compared: ")
+
+
+def test_training_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The optimizer is compared, too, unless only the weights are asked for; a moment that is gone is missing."""
+    weights = {"decoder": {"decoder_norm": {"scale": np.ones(8, F32)}}}
+    moments = {"decoder_norm": np.ones(8, F32), "embedding": np.ones(8, F32)}
+    for name, changed in (("a", {}), ("b", {"embedding": np.arange(8, dtype=F32)}), ("c", {"embedding": {}})):
+        state = {"params": {"params": weights}, "opt_state": [{"nu": moments | changed}], "step": np.int64(7)}
+        ocp.PyTreeCheckpointer().save(tmp_path / name / "7" / "items", state)
+    a, b, c = (tmp_path / name / "7" for name in "abc")
+    assert kinds(statuses(a, a, status=0, folder=tmp_path)) == {"equal": 4}
+    found = statuses(a, b, status=1, folder=tmp_path)
+    assert [name for name, each in found.items() if each["status"] == "changed"] == ["opt_state.0.nu.embedding"]
+    assert statuses(a, c, status=1, folder=tmp_path)["opt_state.0.nu.embedding"]["status"] == "missing"
+    assert kinds(statuses(a, b, "--state", "params", status=0, folder=tmp_path)) == {"equal": 1}
+    assert f"3 of {b} not compared: not a weight (--state params)" in capsys.readouterr().out
+
+
+@needs_shared
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_a_reshard_of_a_training_state(tmp_path: Path, scan: str) -> None:
+    """Every array of it is compared, that of a layer with its share of what is stacked."""
+    source, like = SHARED / "trained" / "llama-fsdp8", trained_like(tmp_path / "like", "llama")
+    options = ("--scan_layers", scan, "--like", like, "--maxtext_model", "llama3.1-8b")
+    assert call("reshard", source, tmp_path / "new", *options) == 0
+    found = statuses(source, tmp_path / "new", status=0, folder=tmp_path)
+    assert kinds(found).keys() == {"equal"}
+    assert len(found) == (69 if scan == "true" else 204)
 
 
 @pytest.mark.parametrize("config", [LLAMA, DEEPSEEK])

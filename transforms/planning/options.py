@@ -483,6 +483,7 @@ class DiffOptions(Token):
 
     tolerance: float = option("the largest absolute difference of an element that counts as none", 0.0)
     fail_over: float | None = option("end with status 1 only where a tensor's relative change is over X: |a - b| / |a|, of its norms")
+    state: str = option("of two training states params compares the weights alone, full the optimizer and the rest, too", FULL)
     maxtext_model: str | None = option("the MaxText model, where one is an Orbax checkpoint and neither can settle it")
     family: str | None = option("the table (default: by config.json)")
 

@@ -102,7 +102,8 @@ their values) and Orbax checkpoints, ours or MaxText's, in a folder, gs:// or (r
 whether it is equal, rounded (no element is off by more than one step of the coarser dtype), changed (the norm of the
 change over that of the tensor in A, the largest and the mean difference, the share of elements that differ, the cosine
 of the angle between both) or missing; what changed most comes first, then kinds of tensors and layers. A release
-beside an Orbax checkpoint is compared as it would be converted into it.
+beside an Orbax checkpoint is compared as it would be converted into it. Two training states are compared with the
+optimizer and the rest (--state params: the weights alone); the last lines count what has no like on the other side.
 
   weightbeam diff ~/models/Qwen3-8B qwen3-8b-tuned
   weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2
