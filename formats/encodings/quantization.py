@@ -5,11 +5,13 @@ more.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from weightbeam.formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CONFIG, QUANT_CONFIGS
 from weightbeam.model_mappings.config import MAX_SIZE
+from weightbeam.model_mappings.plan import Problem
 
 # Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ
 # before 2024).
@@ -51,6 +53,19 @@ class Quantization:
                     return cls(found, path[0], ".".join(path[1:]) or path[0])
                 return cls(found, place=".".join(path))
         return cls()
+
+    @staticmethod
+    def check(config: Mapping[str, Any]) -> Iterator[Problem]:
+        """The places of a checkpoint's config that hold something else than fields."""
+        for path in PLACES:
+            *above, last = path
+            found: Any = config
+            for key in above:
+                found = found.get(key) if isinstance(found, Mapping) else None
+            value = found.get(last) if isinstance(found, Mapping) else None
+            if value is not None and not isinstance(value, Mapping):
+                message = f"{'.'.join(path)} should be an object, is {reprlib.repr(value)}"
+                yield Problem("quantised", "config.json", message)
 
     @property
     def method(self) -> str | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,32 @@ class ReleaseTensors:
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
         return {name: _spec(name, encoding) for name, encoding in self.encodings.items()}
+
+    def check_config(self, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+        """How `config.json` contradicts the quantised tensors: where other loaders take codes for values, and what a
+        person should know.
+        """
+        quantization, problems = Quantization.of(config), [*Quantization.check(config)]
+        coded = [name for name, one in self.encodings.items() if one.label is not None]
+        # under another name the codes would be missed, not mistaken
+        mistaken = [name for name in coded if self.encodings[name].weight.name == name]
+        if config and mistaken and not quantization.fields and not problems:
+            label, more = self.encodings[mistaken[0]].label, _and_more(mistaken)
+            message = (
+                f"is {label}{more}, but config.json has no quantization_config: transformers takes the codes for values "
+                "then; give it the one of the release that the tensors are from"
+            )
+            problems.append(Problem("quantised", mistaken[0], message))
+        warnings = []
+        if quantization.fields and self.encodings and not coded:
+            said = f"{quantization.file} has {quantization.place}"
+            warnings.append(f"{said}, but none of the weights is quantised; they are taken as they are")
+        kept = quantization.fields.get("modules_to_not_convert")
+        kept = tuple(f"{module}." for module in kept if module) if isinstance(kept, list) else ()
+        if odd := [name for name in coded if f"{name}.".startswith(kept)]:
+            said = f"{quantization.place} says that it isn't (modules_to_not_convert)"
+            warnings.append(f"{odd[0]} is {self.encodings[odd[0]].label}{_and_more(odd)}, but {said}; it is decoded")
+        return problems, warnings
 
     def renamed(self, aliases: Mapping[str, str]) -> ReleaseTensors:
         """The same tensors under the names of a family's table; two that would get one name are a problem."""
@@ -211,6 +238,10 @@ def _unlike(found: Encoding, wanted: Encoding) -> str:
         if not np.array_equal(one, other, equal_nan=True):
             return f"row {row:,} of {rows:,} differs, for example"
     return ""
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f", and {len(names) - 1:,} more" if len(names) > 1 else ""
 
 
 def _spec(name: str, encoding: Encoding) -> TensorSpec:

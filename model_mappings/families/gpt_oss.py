@@ -19,7 +19,7 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
-from weightbeam.model_mappings.configuration import fixed, only, real, size, written
+from weightbeam.model_mappings.configuration import fixed, only, real, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -73,7 +73,7 @@ LINES = (
     *(fixed(key, True) for key in ("attention_bias", "attention_sink", "routed_bias", "mlp_bias", "rope_attention_scaling")),
     fixed("rope_interleave", False),
     fixed("inhomogeneous_layer_cycle_interval", 2),
-    written("attention_bias", True),
+    only("attention_bias", True, "MaxText's layers add the biases of attention, transformers' leave them out then; logits differ", default=True),
     only("swiglu_alpha", 1.702, "MaxText's layer has 1.702 built in; logits differ", default=1.702),
 )  # fmt: skip
 

@@ -160,6 +160,7 @@ def test_overrides_are_what_differs():
         (TREES["olmo3-7b"] | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}}, "olmo3-7b", ["YaRN"]),
         (TREES["qwen3-8b"] | {"use_sliding_window": True}, None, ["use_sliding_window"]),
+        (TREES["gpt-oss-20b"] | {"attention_bias": False}, None, ["attention_bias is False", "leave them out"]),
         (TREES["qwen2.5-7b"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, None, ["rope_type is 'dynamic'"]),
         (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
         (TREES["gemma3-4b"] | {"text_config": TREES["gemma3-4b"]["text_config"] | {"rms_norm_eps": 3e-6, "hidden_activation": None}}, None, ["rms_norm_eps"]),

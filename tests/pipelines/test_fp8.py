@@ -124,6 +124,29 @@ def test_the_block_size_is_found_where_the_config_is_silent(
         assert_same_bits(converted(source, tmp_path / "out"), reference(config, dequantise(stored, block), BF16))
 
 
+UP = "model.layers.0.mlp.up_proj"
+CONTRADICTIONS: dict[str, tuple[bool, Any, int, str]] = {
+    "codes of which it says nothing": (True, None, 2, "transformers takes the codes for values"),
+    "a text": (True, "fp8", 2, "quantization_config should be an object, is 'fp8'"),
+    "a list, and no codes": (False, [1], 2, "quantization_config should be an object, is [1]"),
+    "no codes": (False, {}, 0, "warning: config.json has quantization_config, but none of the weights is quantised"),
+    "a module that isn't to have any": (True, {"modules_to_not_convert": [UP]}, 0, f"warning: {UP}.weight is FP8"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_config_that_contradicts_the_tensors(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Refused where other loaders get other values, as a plain model has of codes; else told."""
+    is_quantised, said, status, told = CONTRADICTIONS[name]
+    tensors = random_tensors(LLAMA)
+    if isinstance(said, dict):
+        said = quantization((32, 16))["quantization_config"] | said
+    stored = quantise(tensors, (32, 16), F32) if is_quantised else tensors
+    source = save(tmp_path / "hf", LLAMA | ({} if said is None else {"quantization_config": said}), stored)
+    assert call("convert", source, tmp_path / "out") == status
+    assert told in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_value_operations_follow_in_float32(tmp_path: Path, dtype: np.dtype, paired: bool) -> None:

@@ -112,7 +112,8 @@ def prepare(
     """
     meshes = meshes_of(options)
     config = Config(checkpoint.config)
-    source, asked = open_source(checkpoint), []
+    source = open_source(checkpoint)
+    asked, contradictions = source.check_config(checkpoint.config)
     folding: Folding | None = None
     try:
         family = family_of(config, options.maxtext_model, options.family)
@@ -168,7 +169,7 @@ def prepare(
         dict(source.encodings),
         cut.grids,
         cut.units,
-        (*checkpoint.notes, *cut.warnings, *table.warnings),
+        (*checkpoint.notes, *(() if checkpoint.cut else contradictions), *cut.warnings, *table.warnings),
         cut.placements,
         tuple(adapters),
         merging,
