@@ -16,7 +16,7 @@ import logging
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -63,6 +63,13 @@ ROLES: Mapping[str, re.Pattern[str]] = {
 def role_of(name: str) -> str | None:
     """What a file of a release is for, by its name; None for weights and for all that isn't known."""
     return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name)), None)
+
+
+def is_of_release(name: str, beside: Collection[str]) -> bool:
+    """Whether a file is one of a release, or of an adapter, by its name and those of the files beside it."""
+    weights = ".safetensors", INDEX
+    is_known = role_of(name) is not None or name.endswith((*weights, "adapter_config.json"))
+    return is_known and any(other.endswith((*weights, CONFIG)) for other in beside)
 
 
 def hash_each(files: Mapping[str, bytes]) -> dict[str, str]:

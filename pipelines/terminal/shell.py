@@ -79,7 +79,7 @@ def _formatter(args: argparse.Namespace) -> logging.Formatter:
 
 def check_written(args: argparse.Namespace) -> None:
     """Makes sure, before any work is done, that each file which an option writes can be, and is none of those that the
-    command reads, or makes.
+    command reads, or makes, nor of any release or checkpoint: records and links lead to others than are named.
 
     Raises:
       Refused: some can't be, or are.
@@ -101,8 +101,25 @@ def check_written(args: argparse.Namespace) -> None:
             there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)
         ):
             problems.append(f"--{option}={file}: is a file of {there}, and would be changed; name another")
+        elif whole := next(filter(None, map(_holder, {path, Path(os.path.abspath(file))})), None):
+            problems.append(f"--{option}={file}: lies in {whole}, which would be changed; name another")
     if problems:
         raise Refused("\n".join(problems))
+
+
+def _holder(path: Path) -> str | None:
+    """The checkpoint in whose folders a file lies or would lie, or the release that it is a file of, by its name; None
+    where it is in neither.
+    """
+    for folder in path.parents:
+        if any((folder / name).is_file() for name in ("_METADATA", "_CHECKPOINT_METADATA")):
+            return f"the checkpoint {folder}"
+    if not path.is_file():
+        return None
+    from weightbeam.formats.release.files import is_of_release  # only now: it imports TensorStore
+
+    beside = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
+    return f"the release {path.parent}" if is_of_release(path.name, beside) else None
 
 
 def why_unwritable(file: str) -> str | None:

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -403,6 +404,28 @@ def test_what_cant_be_written_is_told_before_the_work(
     assert call("convert", source, tmp_path / "out", "--json", tmp_path / ("x" * 300)) == 2
     assert capfd.readouterr().err.endswith(": File name too long\n")
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_records_and_links_lead_to_are_not_written_over(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the release that a checkpoint names are as safe as those on the command line; a result beside them isn't
+    one of them.
+    """
+    release, step = shutil.copytree(source, tmp_path / "release"), tmp_path / "out" / "0"
+    assert call("convert", release, tmp_path / "out", "--virtual", "--link", "symlink", "-q") == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for option, file in (
+        ("--json", release / "config.json"),
+        ("--log_file", next(release.glob("*.safetensors"))),
+        ("--log_file", step / "log.txt"),
+    ):
+        assert call("verify", tmp_path / "out", option, file) == 2
+        assert ", which would be changed; name another" in capfd.readouterr().err
+    assert call("diff", source, source, "--json", step / "items" / "source" / "config.json") == 2
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for _ in range(2):
+        assert call("verify", tmp_path / "out", "-q", "--json", release / "found.json") == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
