@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.record.provenance import RECORD
+from weightbeam.formats.record.provenance import LONG, RECORD
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, StorageError, Store, reason
-from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
+from weightbeam.formats.storage.strict_json import Budget, JsonError, check_texts, read_json
 from weightbeam.formats.storage.strict_yaml import MAX_YAML
 from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
@@ -157,6 +157,7 @@ def record_of(items: Store) -> dict[str, Any]:
         record = read_of_step(items.parent, RECORD)
         if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
             raise JsonError("should be an object, and so should its options")
+        check_texts({name: said for name, said in record.items() if name not in LONG})
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, JsonError) as e:

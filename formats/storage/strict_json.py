@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,18 @@ def read_json(store: Store, name: str, budget: Budget | None = None) -> Any:
       JsonError: see `parse_json`.
     """
     return parse_json(store.read(name, 0, MAX_BYTES + 1), budget=budget, file=store.path(name))
+
+
+def check_texts(value: Any) -> None:
+    """Makes sure that texts, some of which name places, are ones that a system's names can be.
+
+    Raises:
+      JsonError: one has half of a pair of UTF-16, and of no byte that isn't UTF-8, as Python has those of a name.
+    """
+    try:
+        os.fsencode(json.dumps(value, ensure_ascii=False))
+    except UnicodeEncodeError as e:
+        raise JsonError(f"has {e.object[e.start]!a}, half of a character") from e
 
 
 def _refuse_constant(text: str) -> None:

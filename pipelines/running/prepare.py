@@ -15,11 +15,12 @@ import tensorstore as ts
 
 from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
+from weightbeam.formats.record.provenance import LONG
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store, reason
 from weightbeam.formats.storage.identity import Files, Watched
-from weightbeam.formats.storage.strict_json import read_json
+from weightbeam.formats.storage.strict_json import check_texts, read_json
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.text.printable import printable
@@ -146,6 +147,7 @@ def read_record(release: str | Store) -> Mapping[str, Any]:
     """What `weightbeam.json` in a release says; nothing where there is none."""
     try:
         found = read_json(open_store(release), RECORD)
+        check_texts({name: said for name, said in found.items() if name not in LONG} if isinstance(found, dict) else {})
     except (OSError, ValueError):
         return {}
     return distrusted(found) if isinstance(found, dict) else {}

@@ -203,6 +203,16 @@ def test_options_that_are_none_are_the_records_fault(
         assert "conversion.json: should be an object, and so should its options" in capsys.readouterr().err
 
 
+def test_half_a_character_in_a_record(source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No system has such a name: the record is named, and nothing is made of it."""
+    mutating("0/conversion.json", "source", value="/a\ud800")(checkpoint)
+    for command in (["verify", checkpoint], ["export", checkpoint, checkpoint.parent / "out", "--dry_run"]):
+        assert call(*command) == 2
+        assert r"conversion.json: has '\ud800', half of a character" in capsys.readouterr().err
+    mutating("0/conversion.json", "source", value="/a\udcff")(checkpoint)  # a byte that isn't UTF-8, which Linux allows
+    assert call("verify", source, checkpoint) == 0
+
+
 def test_verify_finds_another_dtype_than_was_asked_for(
     source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
