@@ -26,6 +26,7 @@ from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets.release_bucket import CONFIG, ReleaseBucket
+from weightbeam.transforms.planning.inputs import MOST_BYTES, MOST_VALUES, unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer
 
 PLACES = ["folder", "bucket"]
@@ -602,7 +603,18 @@ def test_a_plan_of_somebody_else(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(["0", name])
 
 
-@pytest.mark.parametrize("staged", [b"[]", b"{}", b'{"kind": "export", "options": 1}', b'{"kind": []}'])
+def test_a_staged_plan_of_a_size_that_none_has() -> None:
+    """It isn't taken apart, nor unpacked any further."""
+    for text in (b'{"a": [' + b"0," * MOST_VALUES + b"0]}", b" " * (MOST_BYTES + 1)):
+        with pytest.raises(ValueError, match="which no plan has"):
+            unpack_inputs(gzip.compress(text, compresslevel=1))
+
+
+@pytest.mark.parametrize(
+    "staged",
+    [b"[]", b"{}", b'{"kind": "export", "options": 1}', b'{"kind": []}', b"[" * 200_000],
+    ids=["list", "empty", "options", "kind", "deep"],
+)
 def test_a_staged_plan_that_cant_be_read(
     source: Path, tmp_path: Path, staged: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:

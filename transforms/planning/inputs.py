@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES
+
+# what was read for a plan has half of that at most
+MOST_BYTES, MOST_VALUES = 2 * MAX_TOGETHER, 2 * MAX_VALUES
 
 
 def pack_inputs(inputs: Mapping[str, Any]) -> bytes:
@@ -20,7 +26,13 @@ def unpack_inputs(staged: bytes) -> dict[str, Any]:
     Raises:
       OSError, EOFError, zlib.error, ValueError: it didn't make these bytes, or they are damaged.
     """
-    inputs = json.loads(gzip.decompress(staged))
+    text = gzip.GzipFile(fileobj=io.BytesIO(staged)).read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES or sum(text.count(mark) for mark in b"{[:,") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_BYTES:,} bytes or {MOST_VALUES:,} values, which no plan has")
+    try:
+        inputs = json.loads(text)
+    except RecursionError as e:
+        raise ValueError("too deep for the inputs of a plan") from e
     if not isinstance(inputs, dict):
         raise ValueError("the inputs of a plan should be an object")
     return inputs
