@@ -175,9 +175,10 @@ def _reason(error: OSError) -> str:
 def _copy(file: Path, target: Path, planned: Shard) -> None:
     """Copies the file that was planned with: the one that is open, whatever comes to lie at its path meanwhile."""
     temporary = target.with_name(f".{target.name}{TEMPORARY}")
-    with open(open_file(str(file)), "rb", buffering=0) as source, open(temporary, "wb", buffering=0) as written:
+    with open(open_file(str(file)), "rb", buffering=0) as source, open(temporary, "wb") as written:
         check_opened(planned.path, planned, file_of(planned.name, found := os.fstat(source.fileno())))
         shutil.copyfileobj(source, written, COPIED_BYTES)
+        written.flush()  # a file that isn't buffered may take less than it is given, and say nothing
         os.fchmod(written.fileno(), found.st_mode & 0o777)
         os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
         os.fsync(written.fileno())

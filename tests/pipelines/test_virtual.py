@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -257,6 +258,20 @@ def test_a_small_share_is_a_warning_that_says_how_small(
 
 
 # --- what is interrupted ----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_for_which_there_is_no_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """That is said, and not that the source changed, also where only its last bytes have none."""
+    source = make_release(tmp_path / "source", files=1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((source / "model.safetensors").stat().st_size - 10, limit[1]))
+    try:
+        assert call("convert", source, tmp_path / "out", "--virtual", "--link", "copy") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capfd.readouterr().err
+    assert "(--link copy): File too large" in said
+    assert "changed" not in said
 
 
 @pytest.mark.parametrize("link", ["hard", "copy"])
