@@ -36,6 +36,7 @@ SHORT = {
 LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULTS = Options()
+NAMED = 20  # files in a line
 
 
 def collapse(lines: Iterable[str]) -> list[str]:
@@ -83,7 +84,9 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     if conversion.adapters:
         yield from ("", _adapters_table(conversion))
     if conversion.source.ignored:
-        yield from ("", f"not part of the model, ignored: {', '.join(conversion.source.ignored)}")
+        names, more = conversion.source.ignored[:NAMED], len(conversion.source.ignored) - NAMED
+        rest = f" and {more:,} more" if more > 0 else ""
+        yield from ("", f"not part of the model, ignored: {', '.join(names)}{rest}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     totals = Table("", "")

@@ -144,6 +144,15 @@ def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
+def test_of_many_files_that_are_ignored_some_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_release(tmp_path / "hf", files=2)
+    for number in range(1000):
+        (folder / f"extra-{number:03}.safetensors").touch()
+    assert call("plan", folder, "--maxtext_model", "llama2-7b") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "ignored" in line)
+    assert line.endswith("extra-018.safetensors, extra-019.safetensors and 980 more")
+
+
 def test_a_resized_embedding_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = random_tensors(LLAMA)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
