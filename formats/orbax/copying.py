@@ -45,7 +45,7 @@ def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
     Raises:
       StorageError: one is missing or damaged, or another checkpoint lies there than was planned with.
     """
-    with same_folders({array.place for array, *_ in wanted}):
+    with same_folders({folder for array, *_ in wanted for folder in array.folders}):
         reads = [
             _store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}")
             for array, _, _, index in wanted

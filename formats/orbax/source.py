@@ -35,7 +35,7 @@ from weightbeam.formats.orbax import (
 )
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.identity import Files, Seen, inode, same_folders, this_machine
+from weightbeam.formats.storage.identity import Files, Folder, Seen, folders_of, same_folders, this_machine
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.scales import CODES
@@ -57,7 +57,7 @@ class OrbaxArray(InOrder):
       chunk: what is read whole, if there is room for it.
       compressed: whether a chunk has to be decoded.
       shard: what was written whole, and has a share in the array's digest.
-      folder: inode of the item's local folder, as it was planned with; 0 where that isn't known.
+      folders: in which TensorStore opens its files, as they were planned with; none where that isn't known.
       inner: what can be read by itself: `chunk`, or a chunk of it where that is a shard of several.
     """
 
@@ -70,7 +70,7 @@ class OrbaxArray(InOrder):
     chunk: tuple[int, ...]
     compressed: bool
     shard: tuple[int, ...]
-    folder: int = 0
+    folders: tuple[Folder, ...] = ()
     inner: tuple[int, ...] = ()
     label = None
 
@@ -92,11 +92,6 @@ class OrbaxArray(InOrder):
     def path(self) -> str:
         """Of the item, for messages."""
         return self.items
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Of the item, for `identity.same_folders`."""
-        return self.items, self.folder
 
     @property
     def chunk_bytes(self) -> int:
@@ -134,7 +129,7 @@ class ChunkRead:
           StorageError: a chunk is missing or damaged, or another checkpoint lies there than was planned with.
         """
         made, writes = [], []
-        with same_folders({read.array.place for read in reads}):
+        with same_folders({folder for read in reads for folder in read.array.folders}):
             for read in reads:
                 check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
                 values = empty(extent(read.box), read.array.dtype)
@@ -279,7 +274,7 @@ class OrbaxCheckpoint:
         }
         return {
             "root": self.root,
-            "folder": next((array.folder for array in self.arrays.values()), 0),
+            "folders": next((array.folders for array in self.arrays.values()), ()),
             "machine": this_machine(),
             "files": self.files.to_json(),
             "metadata": self.metadata,
@@ -317,7 +312,8 @@ def why_not_scales(codes: Typed, scale: Typed) -> str:
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
     """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
-    folder = staged["folder"] if staged.get("machine") == this_machine() else 0
+    seen = staged.get("folders", ()) if staged.get("machine") == this_machine() else ()
+    folders = tuple(Folder(*folder) for folder in seen)
     arrays = {
         key: OrbaxArray(
             staged["root"],
@@ -329,7 +325,7 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
             tuple(chunk),
             compressed,
             tuple(shard),
-            folder,
+            folders,
             tuple(inner),
         )
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard, inner) in staged["arrays"].items()
@@ -358,7 +354,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     items = find_items(where)
     forget(str(items))
     try:
-        folder = inode(items)
+        folders = folders_of(items)
         check_files(items)  # before their blocks are read
         files = Files.of(items)
         metadata = read_tree(items)
@@ -376,7 +372,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
                 for step in (grain, shard, read)
             )
             arrays[key] = OrbaxArray(
-                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder, read
+                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folders, read
             )
         said = item_metadata(items), record_of(items)
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, *said, arrays, item_handler(items))

@@ -164,7 +164,7 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     )
     with (
         _removed_if_changed(place, names),
-        same_folders({array.place}),
+        same_folders(array.folders),
         concurrent.futures.ThreadPoolExecutor(1) as writer,  # a piece is written while the next one is decoded
     ):
         stream, written = decoded(array, index), None

@@ -21,7 +21,7 @@ import json
 import os
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from weightbeam.formats.storage import ChangedError, File, LocalFolder, Store, open_store
 
@@ -110,15 +110,45 @@ def check_opened(path: str, planned: Seen, opened: Seen) -> None:
         raise changed_error(f"{path} changed", ", and isn't the file that was planned with")
 
 
-def inode(folder: Store) -> int:
-    """The inode of a local folder; elsewhere there is none, and it is 0."""
-    return os.stat(folder.url).st_ino if isinstance(folder, LocalFolder) else 0
+class Folder(NamedTuple):
+    """A local folder as it was seen: its path and inode, and the times when an entry of it, and when anything of it,
+    changed last.
+    """
+
+    path: str
+    inode: int
+    written: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """The folder that a path leads to; of none all is 0."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = os.stat(path)
+            return cls(path, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(path, 0, 0, 0)
+
+
+def folders_of(items: Store) -> tuple[Folder, ...]:
+    """The folders in which others open the files of an item, by paths: its own, and those that links lead to out of it.
+    Elsewhere than in a folder there are none.
+    """
+    return (Folder.of(items.url), *_linked(items)) if isinstance(items, LocalFolder) else ()
+
+
+def _linked(store: Store) -> tuple[Folder, ...]:
+    """The folders that links lead to out of a local one: as the links name them, and as they are really called."""
+    links = [store.path(name) for name in store.links_out()] if isinstance(store, LocalFolder) else []
+    named = {os.path.join(os.path.dirname(link), os.readlink(link)) for link in links}
+    folders = {os.path.dirname(path) for path in (*named, *map(os.path.realpath, links))}
+    return tuple(map(Folder.of, sorted(folders)))
 
 
 @contextlib.contextmanager
-def same_folders(planned: Collection[tuple[str, int]]) -> Iterator[None]:
-    """Context manager: folders, each with its inode, are those that were planned with, before and after what is done
-    meanwhile: where others open their files, by paths that may lead elsewhere for a while.
+def same_folders(planned: Collection[Folder]) -> Iterator[None]:
+    """Context manager: folders are those that were planned with, before and after what is done meanwhile: where others
+    open their files, by paths that may lead elsewhere for a while. One that was renamed isn't, for it may have been away;
+    files may come into it.
 
     Raises:
       ChangedError: one isn't, which says more than what fails for it.
@@ -132,10 +162,13 @@ def same_folders(planned: Collection[tuple[str, int]]) -> Iterator[None]:
     _check_folders(planned)
 
 
-def _check_folders(planned: Iterable[tuple[str, int]]) -> None:
-    for path, known in planned:
-        if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
-            raise changed_error(f"{path} changed", ", and isn't the checkpoint that was planned with")
+def _check_folders(planned: Iterable[Folder]) -> None:
+    for then in planned:
+        now = Folder.of(then.path)
+        if now.inode != then.inode:
+            raise changed_error(f"{then.path} changed", ", and isn't the folder that was planned with")
+        if now.changed != then.changed and now.changed != now.written:  # the last change wasn't that of an entry
+            raise changed_error(f"{then.path} was renamed or touched")
 
 
 @functools.cache
@@ -270,12 +303,14 @@ class Files:
       blocks: a hash of some bytes of each local file.
       folders: of a local folder and all below it: the name, the inode and the time of any change, a renaming among them,
         after which its files look as before.
+      linked: the folders that links lead to out of it, as this process saw them.
     """
 
     root: str
     files: tuple[File, ...]
     blocks: str = ""
     folders: tuple[tuple[str, int, int], ...] = ()
+    linked: tuple[Folder, ...] = ()
 
     @classmethod
     def of(cls, store: Store, hashed: bool = True) -> Self:
@@ -285,7 +320,7 @@ class Files:
           StorageError: it can't be listed, or one can't be read.
         """
         files = store.list()
-        return cls(store.url, tuple(files), hash_files(store, files) if hashed else "", _folders(store))
+        return cls(store.url, tuple(files), hash_files(store, files) if hashed else "", _folders(store), _linked(store))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -320,6 +355,7 @@ class Files:
             raise changed_error(f"{store.path(added[0])} came there")
         if moved := sorted({*self.folders} - {*_folders(store)}) if self.folders else ():
             raise changed_error(f"{store.path(moved[0][0])} was changed or renamed")
+        _check_folders(self.linked)
         if linked and self.blocks and hash_files(store, self.files) != self.blocks:
             raise touched(store.path(linked[0]))
 

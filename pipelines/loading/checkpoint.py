@@ -13,7 +13,7 @@ import tensorstore as ts
 from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
-from weightbeam.formats.storage.identity import Files, hash_files, inode, same_folders
+from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
@@ -61,7 +61,7 @@ class Orbax:
 
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
-        self._place = items.url, inode(items)
+        self._folders = folders_of(items)
         self._items, self._files = items, Files.of(items, hashed=False)
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
@@ -101,7 +101,7 @@ class Orbax:
             (maker if same else empty)(extent(want.box), self.stored[want.key].dtype)
             for want, maker, same in zip(wanted, makers, plain, strict=True)
         ]
-        with same_folders([self._place]):
+        with same_folders(self._folders):
             reads = [self._read(key, box, into) for (key, box, *_), into in zip(wanted, made, strict=True)]
             try:
                 for read in reads:

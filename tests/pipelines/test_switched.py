@@ -226,10 +226,52 @@ def test_a_checkpoint_that_is_another_one_for_a_while(
     if staged:
         opened = load_checkpoint(json.loads(json.dumps(opened.to_json())))
     read = reader(opened, tmp_path / "unpacked")
-    with link_switched(checkpoint, "two-orbax"), pytest.raises(ChangedError, match="isn't the checkpoint"):
+    with link_switched(checkpoint, "two-orbax"), pytest.raises(ChangedError, match="isn't the folder"):
         read()
     read()
     opened.check()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("reader", [by_units, by_copying, by_load])
+def test_links_that_lead_to_another_release_for_a_while(
+    reader: Callable[..., Callable[[], object]], staged: bool, source: Path, tmp_path: Path
+) -> None:
+    """The release of a virtual checkpoint, or a folder above it, is renamed and another one there; the files themselves
+    look as before.
+    """
+    release, other = tmp_path / "above" / "release", tmp_path / "other"
+    for seed, folder in enumerate((release, other / "release")):
+        folder.parent.mkdir()
+        make_dated_release(folder, seed)
+    links = ("--virtual", "--link", "symlink", "--scan_layers", "false")
+    assert call("convert", release, tmp_path / "made", *MODEL, *links) == 0
+    opened = open_orbax(tmp_path / "made")
+    if staged:
+        opened = load_checkpoint(json.loads(json.dumps(opened.to_json())))
+    read = reader(opened, tmp_path / "unpacked")
+    with exchanged(other, release.parent), pytest.raises(ChangedError, match="isn't the folder"):
+        read()
+    (release / "README.md").touch()  # which is nothing to us
+    read()
+    with exchanged(other / "release", release):
+        pass
+    with pytest.raises(ChangedError, match="was renamed"):
+        read()
+    if not staged:
+        with pytest.raises(ChangedError, match="was renamed"):
+            opened.check()
+
+
+@contextlib.contextmanager
+def exchanged(one: Path, other: Path) -> Iterator[None]:
+    """Two folders have each other's names for a while."""
+    for is_over in (False, True):
+        os.rename(one, one.with_name("aside"))
+        os.rename(other, one)
+        os.rename(one.with_name("aside"), other)
+        if not is_over:
+            yield
 
 
 def test_pieces_of_another_checkpoint_are_not_left(source: Path, tmp_path: Path) -> None:
@@ -243,7 +285,7 @@ def test_pieces_of_another_checkpoint_are_not_left(source: Path, tmp_path: Path)
 
     folder.mkdir()
     array = next(iter(open_orbax(checkpoint).weights.values()))
-    with pytest.raises(ChangedError, match="isn't the checkpoint"):
+    with pytest.raises(ChangedError, match="isn't the folder"):
         unpack(array, chunks(array)[0], Switching(str(folder)))
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
