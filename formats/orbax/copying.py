@@ -11,9 +11,9 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt
-from weightbeam.formats.orbax.source import OrbaxArray
+from weightbeam.formats.orbax.source import OrbaxArray, opened_store
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk
-from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import same_folders
 
 
@@ -46,10 +46,7 @@ def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
       StorageError: one is missing or damaged, or another checkpoint lies there than was planned with.
     """
     with same_folders({folder for array, *_ in wanted for folder in array.folders}):
-        reads = [
-            _store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}")
-            for array, _, _, index in wanted
-        ]
+        reads = [opened_store(array).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted]
         return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
 
 
@@ -89,9 +86,3 @@ def is_plain(metadata: str) -> bool:
             and not str(about["dtype"]).startswith(">")
         )
     return about["codecs"] == [{"name": "bytes", "configuration": {"endian": "little"}}]
-
-
-@functools.lru_cache(maxsize=2)
-def _store(items: str, use_ocdbt: bool) -> ts.KvStore:
-    store = open_store(items)
-    return ts.KvStore.open(ocdbt.database(store) if use_ocdbt else store.kvstore(), context=ocdbt.context()).result()

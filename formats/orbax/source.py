@@ -164,6 +164,18 @@ def _opened(array: OrbaxArray) -> ts.TensorStore:
         return opened[array.key]
 
 
+@functools.lru_cache(maxsize=2)
+def _kvstore(items: str, use_ocdbt: bool) -> ts.KvStore:
+    store = open_store(items)
+    return ts.KvStore.open(ocdbt.database(store) if use_ocdbt else store.kvstore(), context=ocdbt.context()).result()
+
+
+def opened_store(array: OrbaxArray) -> ts.KvStore:
+    """The open key-value store that an array lies in; opened once in a process."""
+    with _OPENING:
+        return _kvstore(array.items, array.use_ocdbt)
+
+
 def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Context) -> ts.Future:
     kvstore = ocdbt.database(items) if use_ocdbt else items.kvstore()
     fill = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
@@ -176,6 +188,7 @@ def forget(items: str) -> None:
     """Closes what is open: the checkpoint may be another one soon."""
     with _OPENING:
         _context.cache_clear()
+        _kvstore.cache_clear()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -548,6 +548,17 @@ def test_materialize_refuses_files_that_have_changed(
     assert not (tmp_path / "out").exists()
 
 
+def test_reshard_in_one_process_of_another_checkpoint_at_the_same_path(tmp_path: Path) -> None:
+    """Each time what lies there now; nothing is open that was there before."""
+    made = tmp_path / "virtual"
+    for seed in range(2):
+        source = make_release(tmp_path / f"source-{seed}", files=2, seed=seed)
+        shutil.rmtree(made, ignore_errors=True)
+        wanted = restore(convert(source, made, "--virtual"))
+        assert call("reshard", made, tmp_path / f"out-{seed}") == 0
+        assert_same_bits(restore(tmp_path / f"out-{seed}" / "0"), wanted)
+
+
 def test_values_of_a_wider_dtype_stay_as_they_are(tmp_path: Path) -> None:
     """float32 from float32, and bfloat16 not made of it."""
     tensors = random_tensors(LLAMA, np.dtype(np.float32))
