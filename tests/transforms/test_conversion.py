@@ -61,7 +61,7 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
         tensors[f"{name}_scale_inv"] = random_tensors(LLAMA)["model.embed_tokens.weight"][
             : blocks[0], : blocks[1]
         ].astype("float32")
-    tensors["model.layers.3.extra"] = tensors["model.norm.weight"].copy()  # behind the last layer: dropped
+    tensors["model.layers.3.enorm.weight"] = tensors["model.norm.weight"].copy()  # multi-token prediction: dropped
     checkpoint = open_hf(save(tmp_path / "hf", config, *split(tensors, 3)))
     made = prepare(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
     assert not made.plan.problems
