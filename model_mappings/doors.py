@@ -74,7 +74,9 @@ def load(entry: EntryPoint, kind: str) -> object:
 
 def versions(group: str) -> list[tuple[str, str, str]]:
     """Each entry of a group with its package and the version of that, for what a result depends on."""
-    return [
-        (entry.name, entry.dist.name if entry.dist else "", entry.dist.version if entry.dist else "")
-        for entry in entries(group)
-    ]
+    return [version(entry) for entry in entries(group)]
+
+
+def version(entry: EntryPoint) -> tuple[str, str, str]:
+    """The name of an entry, its package and the version of that."""
+    return entry.name, entry.dist.name if entry.dist else "", entry.dist.version if entry.dist else ""

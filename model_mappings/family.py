@@ -68,6 +68,8 @@ class Family:
       variant: what the table takes from the model's name; models between which `config.json` can't decide must agree in
         it.
       note: what was inferred and why, for the plan.
+      code: what tells the table's code from another one's, for what it does stands in no rule's words: the hash of the
+        file that was run, or the package and its version; of ours, and until it is loaded, empty.
 
     Example:
       >>> from weightbeam.model_mappings.rules import rule, stack
@@ -111,6 +113,7 @@ class Family:
     is_model: Callable[[Config, str], bool] = lambda c, model: True
     variant: Callable[[str], object] = lambda model: None
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
+    code: str = ""
 
     def table(self, config: Config, layout: Layout) -> list[Stack]:
         """The table of a layout, as its version of MaxText has it.

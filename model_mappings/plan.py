@@ -111,6 +111,7 @@ class ArrayPlan:
       model: the MaxText model; None where none has these sizes and none was named.
       sizes: the sizes in which it differs from that model, as MaxText's keys; the model needs them as overrides.
       maxtext: what MaxText must be told; None where `config.json` doesn't say it all, which is then a warning.
+      code: the family's.
     """
 
     family: str
@@ -122,6 +123,7 @@ class ArrayPlan:
     model: str | None = None
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     maxtext: MaxTextConfig | None = None
+    code: str = ""
 
 
 def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:

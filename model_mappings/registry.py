@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import os
-import runpy
-from collections.abc import Iterable
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from weightbeam.model_mappings import doors
 from weightbeam.model_mappings.config import Config
@@ -88,7 +92,8 @@ def families() -> tuple[Family, ...]:
             family = doors.load(entry, "family")
         except doors.DoorError as e:
             raise UnknownFamilyError(str(e)) from e
-        found.append(_checked(family, f"the entry point {entry.name!r}, {entry.value},"))
+        family = _checked(family, f"the entry point {entry.name!r}, {entry.value},")
+        found.append(dataclasses.replace(family, code=" ".join(doors.version(entry))))
     return (*found, *FAMILIES)
 
 
@@ -115,11 +120,25 @@ def load_family(name: str) -> Family:
     if os.path.exists(name) and not os.path.isfile(name):  # a pipe would make us wait
         raise UnknownFamilyError(f"--family={name}: isn't a regular file")
     try:
-        return _checked(runpy.run_path(name).get("FAMILY"), f"--family={name}: FAMILY")
+        text = Path(name).read_bytes()
+        family = _checked(_run(text, name).get("FAMILY"), f"--family={name}: FAMILY")
+        return dataclasses.replace(family, code=hashlib.sha256(text).hexdigest())
     except UnknownFamilyError:
         raise
     except Exception as e:
         raise UnknownFamilyError(f"--family={name}: {type(e).__name__} {e}") from e
+
+
+def _run(text: bytes, name: str) -> Mapping[str, object]:
+    """What a file of Python defines, as `runpy.run_path` runs it; the bytes are those that are hashed."""
+    module = types.ModuleType("<run_path>")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where a dataclass of its own looks for it
+    try:
+        exec(compile(text, name, "exec"), module.__dict__)
+    finally:
+        sys.modules.pop(module.__name__, None)
+    return module.__dict__
 
 
 def _checked(family: object, what: str) -> Family:

@@ -224,7 +224,8 @@ def _difference(staging: Staging, wanted: Transfer) -> str:
         staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
         family = getattr(wanted.options, "family", None) or ""
-        changed = f"with another {family}, " if family.endswith(".py") else ""
+        table = family if family.endswith(".py") else f"package than {wanted.plan.code}" if wanted.plan.code else ""
+        changed = f"with another {table}, " if table else ""
         return f"it was staged {changed}by another version of Weightbeam, or is damaged"
     if staged.kind != wanted.kind:
         return f"it is of weightbeam {staged.kind}"

@@ -60,13 +60,13 @@ def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     }
 
 
-def package(folder: Path) -> Path:
+def package(folder: Path, version: str = "1.0") -> Path:
     """A package outside the project, as pip would install it."""
     folder.mkdir()
     (folder / "tiny_tables.py").write_text(TABLE)
-    about = folder / "tiny_tables-1.0.dist-info"
+    about = folder / f"tiny_tables-{version}.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-tables\nVersion: 1.0\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tiny-tables\nVersion: {version}\n")
     (about / "entry_points.txt").write_text("[weightbeam.families]\ntiny_mlp = tiny_tables:FAMILY\n")
     return folder
 
@@ -189,6 +189,32 @@ def test_a_table_that_changes_is_another_plan(tmp_path: Path) -> None:
     before = prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash
     file.write_text(f"{TABLE}\nFACTOR = 3\n")
     assert prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash != before
+
+
+def test_the_table_that_runs_is_the_one_of_the_plan(tmp_path: Path) -> None:
+    """Not what lies there by the time the plan is named: here a file that another one took the place of as it ran."""
+    write_mlp(tmp_path / "source")
+    file = tmp_path / "own.py"
+    file.write_text(f"{TABLE}\nopen(__file__, 'w').write({TABLE!r})\n")
+    ran = prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash
+    assert file.read_text() == TABLE
+    assert prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash != ran
+
+
+def test_resume_with_another_version_of_a_package(tmp_path: Path) -> None:
+    """What its operations do stands in no rule's words: --resume mixed both."""
+    write_mlp(tmp_path / "source")
+    command = ("convert", tmp_path / "source", tmp_path / "out", "--save_dtype", "float32", "--resume")
+    site = package(tmp_path / "site")
+    stopped = "import weightbeam.formats.targets.orbax as t; t.write_unit = None; from weightbeam.pipelines.cli import main; main()"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(site)])
+    run(sys.executable, "-c", stopped, *command[:-1], env=os.environ | {"PYTHONPATH": path})
+    assert list((tmp_path / "out").glob("*.orbax-checkpoint-tmp"))
+    refused = weightbeam(*command, path=package(tmp_path / "newer", "2.0"))
+    assert refused.returncode == 2
+    assert "another package than tiny_mlp tiny-tables 2.0" in refused.stderr
+    done = weightbeam(*command, path=site)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

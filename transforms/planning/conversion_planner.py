@@ -161,6 +161,7 @@ def prepare(
         naming.model,
         naming.sizes,
         table.maxtext,
+        family.code,
     )
     return Conversion(
         options,

@@ -395,7 +395,16 @@ def _plan(table: ExportTable, fit: ExportFit, tensors: ExportTensors, problems: 
     note = family.note(config, fit.layout)
     maxtext, _ = maxtext_of(family, config, fit.layout, naming)
     return ArrayPlan(
-        family.name, fit.arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes, maxtext
+        family.name,
+        fit.arrays,
+        dropped,
+        tuple(problems),
+        note,
+        family.support,
+        naming.model,
+        naming.sizes,
+        maxtext,
+        family.code,
     )
 
 

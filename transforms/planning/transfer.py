@@ -189,7 +189,7 @@ class Transfer(abc.ABC):
         identity.add(DECODING_VERSION, self.kind, hashed(self.options), dict(self.small_hashes), self.settled())
         if others := doors.versions(doors.ENCODINGS):  # their code decodes, and no table of ours tells what it does
             identity.add(others)
-        if code := doors.code_of(getattr(self.options, "family", None)):
+        if code := self.plan.code or doors.code_of(getattr(self.options, "family", None)):
             identity.add(code)
         for source in self.sources:
             identity.add(source.identity)
