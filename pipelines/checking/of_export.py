@@ -9,7 +9,7 @@ from typing import Any
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name
-from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.safetensors import SINGLE, HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store, reason
 from weightbeam.formats.storage.held import held
 from weightbeam.formats.storage.identity import check_together
@@ -49,16 +49,19 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     check_together(release, exported.opened, release.list())
     options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
-    conversion = prepare(options, exported)
-    refuse(_problems(conversion), conversion.source)
     record, remembered = read_record(release), opened.record.get("config")
-    counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     faults, notes = find_release_faults(
         release,
         record,
         remembered if isinstance(remembered, Mapping) else {},
         [accept] if isinstance(accept, str) else accept,
     )
+    if SINGLE in dict((*faults, *notes)):  # put beside the export's own files: that is told, and may be accepted
+        others = tuple(problem for problem in exported.problems if problem.subject != SINGLE)
+        exported = dataclasses.replace(exported, problems=others)
+    conversion = prepare(options, exported)
+    refuse(_problems(conversion), conversion.source)
+    counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
     sources = (*conversion.sources, opened, *parts)
     return Subject(items, conversion, wrong, keys, True, (), counterparts, unjudged, tuple(notes), opened, sources)
