@@ -48,6 +48,7 @@ from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.running.prepare import describe
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.report import count
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.options import Options
@@ -65,7 +66,7 @@ def load(
     *,
     mesh: Mesh | str | None = None,
     release: str | None = None,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | str = UNIT_BYTES,
     dequantize: str = HOST,
     timeout: float = TIMEOUT,
     **options: Any,
@@ -84,7 +85,8 @@ def load(
         `"fsdp=4,tensor=2"` for all devices.
       release: of a checkpoint that Weightbeam didn't write, such as a training run's, a release of its model, whose
         `config.json` tells its logical axes to `mesh`; the weights alone are loaded.
-      unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
+      unit_bytes: memory for a step, in bytes, or as on the command line (`"64M"`); up to eight of them are there at a
+        time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
       timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names
         it; and for which exchanges among processes that are there may stand still, while none reads.
@@ -112,15 +114,17 @@ def load(
       dtype('float32')
     """
     check_jax()
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise RefusedError(f"timeout={timeout!r} should be seconds, more than 0")
     with Meeting(timeout) as meeting:
-        asked, chosen = meeting.agree(
+        asked, chosen, most = meeting.agree(
             "arguments",
-            lambda: _asked(like, mesh, dequantize, options),
+            lambda: _asked(like, mesh, unit_bytes, dequantize, options),
             lambda read: _told(
                 read[1],
                 options,
                 mesh=mesh if isinstance(mesh, str) else type(mesh).__name__,
-                unit_bytes=unit_bytes,
+                unit_bytes=read[2],
                 dequantize=dequantize,
             ),
         )
@@ -134,16 +138,16 @@ def load(
         )
         loading, build = meeting.agree(
             "arrays",
-            lambda: _prepare(opened, chosen, asked, mesh, unit_bytes, dequantize),
+            lambda: _prepare(opened, chosen, asked, mesh, most, dequantize),
             lambda made: made[0].identity(),
         )
         return build(loading.run(meeting))
 
 
 def _asked(
-    like: Any, mesh: Mesh | str | None, dequantize: str, options: Mapping[str, Any]
-) -> tuple[Abstract | None, Options]:
-    """What the arguments ask for, as far as they say it without the source.
+    like: Any, mesh: Mesh | str | None, unit_bytes: int | str, dequantize: str, options: Mapping[str, Any]
+) -> tuple[Abstract | None, Options, int]:
+    """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
 
     Raises:
       RefusedError: they can't be meant.
@@ -156,7 +160,8 @@ def _asked(
         raise RefusedError(
             "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
         )
-    return read_tree(like) if like is not None else None, choose(options)
+    asked = read_tree(like) if like is not None else None
+    return asked, choose(options), read_options({"unit_bytes": unit_bytes}).unit_bytes
 
 
 def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[str, str]:

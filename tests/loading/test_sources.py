@@ -251,6 +251,16 @@ def test_a_virtual_checkpoint(tmp_path: Path) -> None:
     assert_same_bits(loaded(tmp_path / "out", arrays), arrays)
 
 
+def test_arguments_of_a_step_and_of_waiting(tmp_path: Path) -> None:
+    """Bytes as every command takes them; what can't be meant is refused, also where one process never waits."""
+    source = make_release(tmp_path / "hf", MODEL)
+    assert wb.load(str(source), mesh="fsdp=1", maxtext_model="llama2-7b", unit_bytes="64M")
+    asked: list[dict[str, Any]] = [dict(unit_bytes=each) for each in (0, -5, "many")]
+    for odd in (*asked, *(dict(timeout=each) for each in (0, -1, float("nan"), "x"))):
+        with pytest.raises(wb.Refused, match=r"should be (bytes|seconds)"):
+            wb.load(str(source), mesh="fsdp=1", **odd)
+
+
 REMOTE = """
 import json, sys
 import jax, numpy as np
