@@ -258,8 +258,8 @@ def diff(
     family: str | None = None,
     progress: bool | Report = True,
 ) -> Comparison:
-    """Compares two checkpoints of any kinds, every element, in bounded memory; of two training states all arrays. What differs doesn't raise: see
-    `Comparison.ok`.
+    """Compares two checkpoints of any kinds, every element, in bounded memory; of two training states all arrays. What
+    differs doesn't raise: see `Comparison.ok`.
 
     Args:
       a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases

@@ -81,6 +81,16 @@ def changed_in(release: Store) -> list[str]:
     return found
 
 
+def missing_in(release: Store) -> list[str]:
+    """The files that a release's record and its index name, and that aren't there; none of what isn't ours."""
+    record, there = record_of(release) or {}, {*release.names()}
+    files = record.get("files")
+    named = [*files] if isinstance(files, dict) else []
+    if named:
+        named += sorted(_shards_by_index(release)) if INDEX in named else [ADAPTER if ADAPTER in there else SINGLE]
+    return [name for name in named if name not in there]
+
+
 def strays_in(release: Store) -> list[str]:
     """The same, of those only that loaders take for a part of the model: another one's tokenizer, more weights."""
     return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or role_of(name)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -51,7 +52,7 @@ from weightbeam.formats.targets.hub import (
     publish,
     told,
 )
-from weightbeam.formats.targets.published import changed_in, others_in, whole_files
+from weightbeam.formats.targets.published import changed_in, missing_in, others_in, record_of, whole_files
 from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
@@ -223,17 +224,20 @@ def check_writable(output: Store, dry_run: bool = False) -> None:
         raise StorageError(f"{output.url}: {reason(e)}") from e
 
 
-def drop(work: Store) -> None:
+def drop(work: Store, check: Callable[[], None] = lambda: None) -> None:
     """Deletes what was made in a folder, or what was taken out of sight, under a name that nobody uses: a watcher that
-    slept deletes nothing that another makes there since.
+    slept deletes nothing that another makes there since. `check` raises where that one has taken over.
 
     Raises:
       OSError: it can't be.
     """
     if not isinstance(work, LocalFolder):
-        (work / RELEASE).delete(REPORT)  # without it, nothing there is whole
-        work.delete_folder()
+        files = work.list()
+        check()
+        for is_report in (True, False):  # without it, nothing there is whole
+            _delete(work, [file for file in files if file.name.endswith(f"/{REPORT}") == is_report])
         return
+    check()
     with contextlib.suppress(FileNotFoundError):
         os.rename(work.url, work.parent.path(f"{GONE}{os.urandom(8).hex()}"))
     for name in work.parent.folders() if work.parent.folder.is_dir() else ():  # also what one has left that was killed
@@ -301,6 +305,7 @@ class FolderPlace(StorePlace):
             if self.report(url).get("key") != _report(release).get("key"):
                 raise StorageError(f"{url} exists, and isn't of this step; move it away")
         else:
+            _check_whole(release)
             sync_folder(Path(release.url))
             uninterrupted(lambda: os.rename(release.url, url), lambda _: f"but {url} is published", "")
             sync_folder(Path(self.url))
@@ -350,6 +355,7 @@ class BucketPlace(StorePlace):
 
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
+        _check_whole(release)
         files = release.list()
         ours = {file.name: file for file in files}  # an attempt before may have copied some of them
         strays = [file.name for file in place.list() if not file.is_copy_of(ours.get(file.name))]
@@ -462,18 +468,16 @@ class HubPlace(Place):
         )
 
     def _is_card_ours(self, branch: str) -> bool:
-        """Whether a branch's card is as it was written, or there is none: that of `main` is as the step's that is there."""
-        if (card := self._card(branch)) is None:
-            return True
-        step = self.report(self.url).get("step") if branch == "main" else None
-        written = None if step is None else self._card(f"step-{step}")
-        return written == card if written else WRITTEN.search(card) is not None
-
-    def _card(self, branch: str) -> str | None:
+        """Whether a branch's card is as it was written, by the record beside it, or there is none."""
         try:
-            return open_store(f"hf://{self._repo}@{branch}").read(CARD).decode(errors="replace")
+            there = open_store(f"hf://{self._repo}@{branch}")
+            card = there.read(CARD)
         except (FileNotFoundError, NoRepositoryError):
-            return None
+            return True
+        files = (record_of(there) or {}).get("files")
+        if isinstance(files, dict) and CARD in files:
+            return hashlib.sha256(card).hexdigest() == files[CARD]
+        return WRITTEN.search(card.decode(errors="replace")) is not None
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         return changed_since(url, title, TITLE)
@@ -508,6 +512,12 @@ def _others_in(step: Store) -> Sequence[str]:
         return others_in(step)
     beside = (name for name in step.names() if not name.startswith(f"{inner}/"))
     return [*(f"{inner}/{name}" for name in others_in_checkpoint(step / inner)), *beside]
+
+
+def _check_whole(release: Store) -> None:
+    """Makes sure that nothing of a release is gone that its record and its index name."""
+    if missing := missing_in(release):
+        raise StorageError(f"{release}: isn't whole (missing: {listed(missing)}), and isn't published")
 
 
 def _delete(step: Store, files: Sequence[File]) -> None:

@@ -207,6 +207,7 @@ class History:
         self.store = output / root / name / key
         self.name, self.key, self._root = name, key, root
         self.records: list[Record] = []
+        self._lease: lease.Lease | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -297,9 +298,14 @@ class History:
         Raises:
           weightbeam.formats.staging.lease.HeldError: one is at work.
         """
-        with lease.hold(self.store, "lease"):
+        with lease.hold(self.store, "lease") as self._lease:
             self.refresh()
             yield
+
+    def check_alone(self) -> None:
+        """Raises weightbeam.formats.staging.lease.HeldError if another watcher has gone on while this one slept."""
+        assert self._lease is not None
+        self._lease.check()
 
 
 def _name(number: int) -> str:

@@ -403,7 +403,7 @@ class RunFeed(Feed):
         for here in (False, True):
             work = self._place(history).workplace(history.key, here)
             try:
-                drop(work)
+                drop(work, history.check_alone)
             except OSError as e:
                 warn(f"{work.url} can't be removed: {reason(e)}")
 

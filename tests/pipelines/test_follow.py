@@ -1877,7 +1877,8 @@ def test_an_error_while_the_work_of_a_published_step_is_removed(
 
     def failing(self: Bucket, files: Any) -> None:
         listed = list(files)
-        if "pub/step-1/run.json" in gcs.objects["out"] and "/work/" in self.url:
+        is_report = [file.name for file in listed] == ["release/run.json"]
+        if "pub/step-1/run.json" in gcs.objects["out"] and "/work/" in self.url and not is_report:
             delete_all(self, [file for file in listed if file.name.endswith("/config.json")])
             raise StorageError("away")
         delete_all(self, listed)
@@ -2093,12 +2094,15 @@ def test_what_another_puts_in_the_place_of_a_step_in_a_bucket(
 def test_a_card_on_the_hub_that_was_edited_above_its_last_line(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub
 ) -> None:
-    """It stays, and holds up no step; one that nobody has edited is written anew."""
+    """It stays, and holds up no step; one that nobody has edited is written anew, also of a step that was written anew."""
     publish = publishing(model, tmp_path, f"hf://{REPO}")
-    assert publish(1) == 0
-    written = bytes(hub.repositories[REPO].head.files["README.md"].data)
-    assert publish(2) == 0
-    assert bytes(hub.repositories[REPO].head.files["README.md"].data) != written
+    cards = set()
+    for step, seed in ((1, 0), (2, 0), (2, 1)):
+        shutil.rmtree(tmp_path / "run" / "2", ignore_errors=True)
+        write(tmp_path / "run", step, model=model, seed=seed)
+        assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
+        cards.add(bytes(hub.repositories[REPO].head.files["README.md"].data))
+    assert len(cards) == 3
     edited = bytes(hub.repositories[REPO].head.files["README.md"].data).replace(b"\n# ", b"\nMine.\n\n# ")
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "README.md").write_bytes(edited)
@@ -2161,3 +2165,33 @@ def test_somebodys_file_that_has_the_name_of_the_pointer(
     assert f"{pointer} isn't Weightbeam's, and isn't replaced" in said
     assert pointer.read_text() == '{"mine": 1}'
     assert (tmp_path / "pub" / "step-2" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_one_that_slept_while_it_cleared_what_a_step_is_made_in(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, where: str
+) -> None:
+    """Until its lease was taken over: it deletes nothing. And what isn't whole isn't published."""
+    output = str(tmp_path / "out") if where == "folder" else "gs://out/pub"
+    write(tmp_path / "run", 1, model=model)
+    withheld, seen = RunFeed.withheld, []
+
+    def overtaken() -> None:
+        raise HeldError("taken over")
+
+    def sleep(feed: RunFeed, history: History, target: Any) -> str | None:
+        work = feed._work(history)
+        with pytest.raises(HeldError):
+            places.drop(work, overtaken)
+        assert places.missing_in(work / "release") == []
+        (work / "release").delete("model.safetensors")
+        seen.append(work)
+        return withheld(feed, history, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFeed, "withheld", sleep)
+        assert watch(tmp_path / "run", model[0], output) == 1
+    assert seen
+    (history,) = records(tmp_path / "out") if where == "folder" else ((),)
+    assert not history or "isn't whole (missing: model.safetensors)" in history[-1]["reason"]
+    assert not open_store(output).folders() or not (open_store(output) / "step-1").names()
