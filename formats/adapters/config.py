@@ -50,6 +50,7 @@ class AdapterConfig:
       lora_bias: whether B has a bias, which is added to the base's.
       fan_in_fan_out: whether matrices are said to be (in, out); PEFT itself goes by the module's class.
       target_parameters: ends of the names of parameters that aren't modules.
+      modules_to_save: ends of the names of modules that were trained as a whole, each a copy beside the base's own.
       base: `base_model_name_or_path`, as it is.
       version: of PEFT, (major, minor); None where that isn't told, or a version between two releases is.
     """
@@ -63,6 +64,7 @@ class AdapterConfig:
     lora_bias: bool = False
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     base: str | None = None
     version: tuple[int, int] | None = None
 
@@ -93,7 +95,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]
     problems = [Problem("adapter", CONFIG, message) for message in _check(fields)]
     if problems:
         return AdapterConfig(), problems
-    get = fields.get
+    get, saved = fields.get, fields.get("modules_to_save")
     config = AdapterConfig(
         r=get("r", 8),
         alpha=float(get("lora_alpha", 8)),
@@ -104,6 +106,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]
         lora_bias=bool(get("lora_bias")),
         fan_in_fan_out=bool(get("fan_in_fan_out")),
         target_parameters=tuple(get("target_parameters") or ()),
+        modules_to_save=tuple(name for name in saved if isinstance(name, str)) if isinstance(saved, list) else (),
         base=get("base_model_name_or_path") if isinstance(get("base_model_name_or_path"), str) else None,
         version=_version(get("peft_version")),
     )

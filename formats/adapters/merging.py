@@ -192,11 +192,24 @@ def _apply(
                 tensor.name,
                 f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first",
             )
+        elif _is_tied_copy(name, adapter, files):
+            yield (
+                tensor.name,
+                "was trained as a whole (modules_to_save), and the base's head is tied to it: PEFT leaves the head as it was; give "
+                "the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
+            )
         elif not is_copy and adapter.weight != 1:
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
         else:
             (changes[base].copies if is_copy else changes[base].whole).append(tensor)
             used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
+
+
+def _is_tied_copy(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
+    """Whether a tensor is a copy of an embedding that takes its place as such, but not as the head."""
+    module = name.removesuffix(".weight")
+    is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)
+    return is_saved and module.endswith("embed_tokens") and files.find("lm_head.weight") is None
 
 
 def _apply_target(

@@ -220,9 +220,12 @@ def merge_problems(base: Path, adapter: Path) -> str:
 
 
 def test_a_head_that_is_tied_is_refused(written: Path) -> None:
-    """The base has no head of its own that the adapter could change."""
+    """The base has no head of its own that the adapter could change; nor one that stays as it was where the embedding is
+    another one.
+    """
     said = problems(written / "embedding-tied" / "base", written / "modules_to_save" / "adapter")
     assert "the base has no lm_head.weight that it could replace: its head is tied to the embedding" in said
+    assert "and the base's head is tied to it: PEFT leaves the head as it was" in said
 
 
 def test_what_contradicts_the_configuration(written: Path, tmp_path: Path) -> None:
