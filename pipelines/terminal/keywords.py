@@ -44,8 +44,9 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
         options = {each.name: each for kind in kinds.values() for each in options_of(kind)}
 
         @functools.wraps(function)
-        def call(*args: Any, **given: Any) -> Result:
-            mine = {name: value for name, value in given.items() if name in signature.parameters}
+        def call(*places: Any, **given: Any) -> Result:
+            args = [_as_text(place) for place in places]
+            mine = {name: _as_text(value) for name, value in given.items() if name in signature.parameters}
             said = {name: value for name, value in given.items() if name not in mine}
             check_known(said, [*options, *(each.name for each in own)])
             return function(*args, **mine, **_values(kinds, mine, said))
@@ -55,6 +56,11 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
         return call
 
     return decorate
+
+
+def _as_text(value: Any) -> Any:
+    """A path as the command line would have it; anything else as it is."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def _values(kinds: Mapping[str, type], handed: Collection[str], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +165,9 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.name == "lora":
         return read_loras(value) or ()
     if option.several:
-        return (value,) if isinstance(value, str) else tuple(value)
+        if not isinstance(value, str | Path | Iterable):
+            raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
+        return (str(value),) if isinstance(value, str | Path) else tuple(value)
     if isinstance(value, bool):
         value = str(value).lower()
     try:
@@ -211,7 +219,11 @@ def arguments_of(options: Options) -> list[str]:
 
 def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:
     """The adapters of a keyword `lora`, one or several; None where there is none."""
-    return tuple(map(read_lora, [given] if isinstance(given, str) else given)) if given else None
+    if not isinstance(given, str | Path | Iterable | None):
+        raise Refused(f"lora={given!r} should be a path, or a list of paths")
+    return (
+        tuple(read_lora(str(each)) for each in ([given] if isinstance(given, str | Path) else given)) if given else None
+    )
 
 
 def read_lora(text: str) -> tuple[str, float]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import run
-from support import LLAMA, assert_same_bits, random_tensors, restore, save
+from support import LLAMA, assert_same_bits, make_release, random_tensors, restore, save
 
 import weightbeam as wb
 from deploy import face
@@ -423,3 +423,15 @@ def test_an_interrupted_cell(source: Path, tmp_path: Path) -> None:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+def test_paths_and_what_is_none(tmp_path: Path) -> None:
+    """Places may be paths; what can't be one is refused."""
+    source = make_release(tmp_path / "hf")
+    wb.cut(source, tmp_path / "cut", layers="0:1", progress=False)
+    assert (tmp_path / "cut" / "model.safetensors").exists()
+    for options in (dict(lora=5), dict(mesh=3)):
+        with pytest.raises(wb.Refused, match=f"{next(iter(options))}={next(iter(options.values()))} should be"):
+            wb.plan(source, **options)
+    with pytest.raises(wb.Refused, match="adapter_config.json"):
+        wb.merge(source, tmp_path / "out", lora=tmp_path / "hf", progress=False)

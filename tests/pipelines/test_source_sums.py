@@ -181,7 +181,7 @@ def test_what_is_left_out_is_read_for_the_sum_where_it_is_small(
     size: int, hashed: set[str], gcs: FakeGcs, tmp_path: Path
 ) -> None:
     """A file of which much isn't converted keeps its bucket's word."""
-    parts = split(random_tensors(DEEPSEEK) | {"model.layers.3.extra": np.zeros(size, BF16)}, 2)
+    parts = split(random_tensors(DEEPSEEK) | {"model.layers.3.enorm.weight": np.zeros(size, BF16)}, 2)
     for path in save(tmp_path / "hf", DEEPSEEK, *parts).iterdir():
         gcs.put("bucket", f"models/more/{path.name}", path.read_bytes())
     assert call("convert", "gs://bucket/models/more", tmp_path / "out") == 0
