@@ -433,5 +433,5 @@ def test_paths_and_what_is_none(tmp_path: Path) -> None:
     for options in (dict(lora=5), dict(mesh=3)):
         with pytest.raises(wb.Refused, match=f"{next(iter(options))}={next(iter(options.values()))} should be"):
             wb.plan(source, **options)
-    with pytest.raises(wb.Refused, match="adapter_config.json"):
+    with pytest.raises(wb.Refused, match=r"adapter_config\.json"):
         wb.merge(source, tmp_path / "out", lora=tmp_path / "hf", progress=False)
