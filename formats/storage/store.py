@@ -469,7 +469,11 @@ class Store(abc.ABC):
         raise StorageError(f"{self.url} can't be written to")
 
     def copy_new(self, source: Store, file: File) -> None:
-        """The same, unless something else has the copy's name. A store that can't tell copies it.
+        """The same as `copy`, unless something else has the copy's name. A store that can't tell copies it.
+
+        Args:
+          source: where it lies.
+          file: what `source` knows of it; its name is the copy's.
 
         Raises:
           StorageError: something else has.

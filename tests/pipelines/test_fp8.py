@@ -342,10 +342,12 @@ def test_what_is_left_out_anyway_needs_no_scale(tmp_path: Path, capfd: pytest.Ca
     """
     tensors = random_tensors(DEEPSEEK)
     weight = tensors["model.layers.2.self_attn.o_proj.weight"].astype(FP8)
-    source = save(tmp_path / "source", DEEPSEEK, tensors | {"model.layers.3.self_attn.o_proj.weight": weight})
+    names = ["model.layers.3.enorm.weight", "model.layers.3.self_attn.o_proj.weight"]
+    mtp = dict(zip(names, (tensors["model.norm.weight"], weight), strict=True))
+    source = save(tmp_path / "source", DEEPSEEK, tensors | mtp)
     arrays = converted(source, tmp_path / "out")
     assert_same_bits(arrays, reference(DEEPSEEK, tensors, BF16))
     left_out = json.loads((tmp_path / "out" / "0" / "conversion.json").read_text())["dropped"]
-    assert left_out == {"model.layers.3.self_attn.o_proj.weight": "multi-token prediction, convert it with --mtp"}
+    assert left_out == dict.fromkeys(names, "multi-token prediction, convert it with --mtp")
     assert call("convert", "--source", source, "--output", tmp_path / "mtp", "--mtp", "true") == 2
     assert "unscaled: model.layers.3.self_attn.o_proj.weight" in capfd.readouterr().err
