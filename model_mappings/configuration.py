@@ -470,7 +470,7 @@ def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Con
             raise ConfigError(
                 f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}"
             ) from e
-    return ConfigReading(keys, tuple(limits))
+    return ConfigReading(keys, tuple(dict.fromkeys(limits)))
 
 
 def read_known(lines: Iterable[Line], config: Config) -> dict[str, Any]:

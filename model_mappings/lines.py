@@ -85,6 +85,12 @@ TIED = (truth("logits_via_embedding", "tie_word_embeddings"), NO_SCALE)
 # Else MaxText's trainer, which warms up indexers by default, leaves the model's own loss out
 # (AI-Hypercomputer/maxtext, src/maxtext/trainers/pre_train/train.py, loss_fn, e591f30 and 0.2.5)
 WHOLE_LOSS = derived("indexer_sparse_training", lambda c, model: True)
+# the residual streams of hyper-connections (src/maxtext/layers/mhc.py)
+STREAMS = (
+    size("mhc_expansion_rate", "hc_mult"),
+    size("sinkhorn_iterations", "hc_sinkhorn_iters", default=20),
+    only("hc_eps", 1e-6, "MaxText's layer adds 1e-6 whatever its configuration says; logits differ", default=1e-6),
+)
 NO_WINDOW = "MaxText's layer looks at all tokens; logits differ beyond the window. There is no way round"
 
 

@@ -46,7 +46,7 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
     "rope_scaling", "rope_theta", "rope_local_base_freq", "rope_parameters", "rope_interleave", "head_dim",
     "qk_head_dim", "query_pre_attn_scalar", "topk_method", "scoring_func", "moe_layer_freq", "n_group",
     "topk_group", "no_rope_layers", "no_rope_layer_interval", "moe_layers", "per_layer_config",
-    "initial_context_length", "experts_per_token", "hc_eps", "hc_sinkhorn_iters", "expert_dtype", "compress_*",
+    "initial_context_length", "experts_per_token", "expert_dtype", "compress_*",
     "num_hash_layers", "mlp_layer_types", "partial_rotary_factor", "full_attention_interval",
     "shared_expert_intermediate_size", "norm_topk_prob", "attn_output_gate", "mamba_ssm_dtype", "use_qk_norm",
     "qkv_bias", "for_llm_class", "pooling_kernel_size", "bos_token", "eos_token", "intermediate_size",

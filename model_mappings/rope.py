@@ -36,9 +36,37 @@ def rope_of(c: Config, kind: str = "") -> Config:
     return Config({"rope_type": flat.get("type", "default")} | flat | ({} if theta is None else {"rope_theta": theta}))
 
 
+def nested_rope(c: Config, kind: str) -> Config | None:
+    """The parameters that `config.json` has for one kind of layers alone; None where it has none, and others' aren't
+    meant: `rope_scaling` of Gemma 3 and OLMo 3 is of the layers with full attention.
+    """
+    nested = c.get(ROPE)
+    own = isinstance(nested, dict) and isinstance(nested.get(kind), dict)
+    return rope_of(Config({ROPE: nested}), kind) if own else None
+
+
 def is_yarn(c: Config, kind: str = "") -> bool:
     """Whether the rotary embedding is YaRN's."""
     return rope_of(c, kind)["rope_type"] == "yarn"
+
+
+def only_kinds(*known: str, kind: str = "", nested: bool = False) -> Line:
+    """The kinds of rotary embedding that MaxText's layers have, the first of them in place of any other.
+
+    Args:
+      known: their names in `config.json`.
+      kind: the kind of layers that this is about; all unless said.
+      nested: whether nothing but an object of these layers' own is about them.
+    """
+
+    def limit(c: Config, model: str | None) -> str | None:
+        rope = nested_rope(c, kind) if nested else rope_of(c, kind)
+        if rope is None or rope["rope_type"] in known:
+            return None
+        found = f"rope_type is {rope['rope_type']!r}" + (f" in {kind} layers" if kind else "")
+        return f"{found}: MaxText's layer has the {known[0]} embedding without it; logits differ, most at positions beyond the original context"
+
+    return unless(limit)
 
 
 def theta(key: str, kind: str = "", default: float = THETA) -> Line:
@@ -95,31 +123,28 @@ def yarn_limit(rope: Config) -> str | None:
 PLAIN = {"default": "default", "linear": "default", "yarn": "yarn"}
 
 
-def plain_rope(default: float = THETA, kinds: str = "", interleave: bool = False) -> tuple[Line, ...]:
-    """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kinds`: the kind of layers
+def plain_rope(default: float = THETA, kind: str = "", interleave: bool = False) -> tuple[Line, ...]:
+    """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kind`: the kind of layers
     that has it.
     """
 
-    def limit(c: Config, model: str | None) -> str | None:
-        kind = rope_of(c, kinds)["rope_type"]
-        if kind in PLAIN:
-            return None
-        return f"rope_type is {kind!r}: MaxText's layer has the default embedding without it; logits differ, most at positions beyond the original context"
+    def find(c: Config, model: str | None) -> str:
+        return PLAIN.get(rope_of(c, kind)["rope_type"], "default")
 
+    path = f"{ROPE}.{kind}.rope_type".replace("..", ".")
+    return (*scaled_rope(default, kind, interleave), derived("rope_type", find, path), only_kinds(*PLAIN, kind=kind))
+
+
+def scaled_rope(default: float = THETA, kind: str = "", interleave: bool = False) -> tuple[Line, ...]:
+    """The base of the frequencies, and what scales them linearly or by YaRN."""
     return (
-        theta("rope_max_timescale", kinds, default),
-        derived(
-            "rope_type",
-            lambda c, _: PLAIN.get(rope_of(c, kinds)["rope_type"], "default"),
-            f"{ROPE}.{kinds}.rope_type".replace("..", "."),
-        ),
+        theta("rope_max_timescale", kind, default),
         derived(
             "rope_linear_scaling_factor",
-            lambda c, _: linear_factor(rope_of(c, kinds)),
-            when=lambda c: rope_of(c, kinds)["rope_type"] == "linear",
+            lambda c, _: linear_factor(rope_of(c, kind)),
+            when=lambda c: rope_of(c, kind)["rope_type"] == "linear",
         ),
-        *yarn_lines(kinds, interleave),
-        unless(limit),
+        *yarn_lines(kind, interleave),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weightbeam.model_mappings.blocks import Table
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import Line, derived, fixed, inside, same, size, written
-from weightbeam.model_mappings.rope import rope_of
+from weightbeam.model_mappings.rope import only_kinds, rope_of
 from weightbeam.model_mappings.rules import Stack, rule, stack
 
 
@@ -54,6 +54,7 @@ def multimodal_rope(sections: tuple[int, ...], turning: Callable[[Config], int])
         fixed("use_mrope", True),
         derived("mrope_section", find, "rope_parameters.mrope_section"),
         written("rope_parameters.mrope_interleaved", True),
+        only_kinds("default", "mrope"),
     )
 
 

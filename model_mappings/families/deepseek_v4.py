@@ -31,6 +31,7 @@ from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORM_TOPK,
     SIZES,
+    STREAMS,
     TIED,
     WHOLE_LOSS,
     activation,
@@ -40,7 +41,7 @@ from weightbeam.model_mappings.lines import (
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import hyper_connection, hyper_dims
-from weightbeam.model_mappings.rope import rope_of, theta
+from weightbeam.model_mappings.rope import THETA, nested_rope, only_kinds, rope_of
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare
 from weightbeam.model_mappings.versions import NEWEST
@@ -190,6 +191,10 @@ def drops(c, layout):
     }
 
 
+def compressed_theta(c, model):
+    return number((nested_rope(c, "compress") or {}).get("rope_theta", c.get("compress_rope_theta", 160_000)))
+
+
 LINES = (
     *SIZES, head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
     size("base_mlp_dim", "moe_intermediate_size"),
@@ -199,12 +204,13 @@ LINES = (
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=512),
-    size("mhc_expansion_rate", "hc_mult"),
+    *STREAMS,
     size("sliding_window_size", "sliding_window", default=128),
     derived("first_num_hash_layers", lambda c, model: hash_layers(c), "num_hash_layers"),
     derived("compress_ratios", lambda c, model: compress_ratios(c), "compress_ratios"),
     real("mlp_activations_limit", "swiglu_limit", default=10.0),
     fixed("routed_score_func", "sqrtsoftplus"),
+    only("scoring_func", "sqrtsoftplus", "MaxText's router takes the square root of softplus; other experts are chosen", default="sqrtsoftplus"),
     fixed("routed_bias", True),
     fixed("norm_topk_prob", True),
     only("norm_topk_prob", True, NORM_TOPK, default=True),
@@ -213,8 +219,9 @@ LINES = (
     only_in(NEWEST, derived("use_indexer", lambda c, model: True)),  # in e591f30 it is of latent attention alone
     WHOLE_LOSS,
     derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
-    theta("rope_max_timescale", "main"),
-    derived("compressed_rope_max_timescale", lambda c, model: number(c.get("compress_rope_theta", 160_000)), "compress_rope_theta"),
+    derived("rope_max_timescale", lambda c, model: number(rope_of(c, "main").get("rope_theta", THETA)), "rope_theta"),
+    derived("compressed_rope_max_timescale", compressed_theta, "compress_rope_theta"),
+    only_kinds("default", kind="main", nested=True), only_kinds("default", kind="compress"),
     derived("rope_type", lambda c, model: "default"),
     derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
     only_in("e591f30", unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText, and e591f30 doesn't load them: see docs/explanation/numerics.md, DeepSeek V4")),

@@ -31,7 +31,7 @@ from weightbeam.model_mappings.lines import (
     fixed_eps,
 )
 from weightbeam.model_mappings.ops import Scale, Shift
-from weightbeam.model_mappings.rope import linear_factor, rope_of, theta
+from weightbeam.model_mappings.rope import linear_factor, nested_rope, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer
 
@@ -141,9 +141,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def local_theta(c, model):
-    nested = c.get("rope_parameters")
-    local = nested.get(LOCAL) if isinstance(nested, dict) else None
-    return number((local or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
+    return number((nested_rope(c, LOCAL) or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
 
 
 def query_scalar(keys):
@@ -170,6 +168,7 @@ TEXT = (
     theta("rope_max_timescale", FULL, 1_000_000),
     derived("rope_linear_scaling_factor", lambda c, model: linear_factor(rope_of(c, FULL)), f"rope_parameters.{FULL}.factor"),
     written(f"rope_parameters.{FULL}.rope_type", "linear"),
+    only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True),
     copied("query_pre_attn_scalar", query_scalar),
 )  # fmt: skip
 HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)

@@ -45,7 +45,7 @@ from weightbeam.model_mappings.lines import (
     fixed_eps,
 )
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import rope_of
+from weightbeam.model_mappings.rope import only_kinds, rope_of
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer
 
@@ -275,6 +275,7 @@ SHARED = (
     written(f"rope_parameters.{GLOBAL}.rope_type", "proportional"),
     derived("global_rope_proportion", lambda t, model: number(rope_of(t, GLOBAL).get("partial_rotary_factor", 0.25)), f"rope_parameters.{GLOBAL}.partial_rotary_factor"),
     derived("local_rope_proportion", lambda t, model: 1),
+    only_kinds("default", kind=LOCAL, nested=True), only_kinds("proportional", kind=GLOBAL, nested=True),
 )  # fmt: skip
 HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
 VISION = inside("vision_config", (

@@ -21,7 +21,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, only, real, size, unless
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
-from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, activation, architecture, eps
+from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, STREAMS, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import delta_attention, hyper_connection, hyper_dims
 from weightbeam.model_mappings.rules import rule, stack
@@ -119,8 +119,7 @@ LINES = (
     size("linear_head_dim", "linear_head_dim", default=128),
     size("linear_num_heads", "linear_num_heads", default=64),
     real("linear_lower_bound", "linear_lower_bound", default=-5.0),
-    size("mhc_expansion_rate", "hc_mult"),
-    size("sinkhorn_iterations", "hc_sinkhorn_iters", default=20),
+    *STREAMS,
     real("mlp_activations_limit", "swiglu_limit", default=10.0),
     real("swiglu_limit", "swiglu_limit", default=10.0),
     real("routed_scaling_factor", "routed_scaling_factor", default=2.5),

@@ -30,7 +30,7 @@ from weightbeam.model_mappings.lines import (
     no_window,
 )
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import is_yarn, llama3_limit, llama3_lines, plain_rope, rope_of
+from weightbeam.model_mappings.rope import PLAIN, is_yarn, llama3_limit, llama3_lines, only_kinds, rope_of, scaled_rope
 
 PAIRED = ("llama3.1-", "llama3.2-")
 SCALED = (*PAIRED, "llama3.3-")  # whose releases scale the rotary embedding as Llama 3.1's do
@@ -66,7 +66,7 @@ def limit(c, model):
         return f"rope_type is 'llama3': under the name {model} MaxText doesn't scale its rotary embedding; logits differ (by 0.26 of 1 in a test). The way round: {way}"
     if other := llama3_limit(rope):
         return other
-    if is_paired(model) and rope["rope_type"] not in ("default", "llama3"):
+    if is_paired(model) and rope["rope_type"] in PLAIN and rope["rope_type"] != "default":
         return f"rope_type is {rope['rope_type']!r}: under the name {model} MaxText's embedding isn't scaled that way; without --maxtext_model it would be"
     return None
 
@@ -77,7 +77,7 @@ def rope(c, model):
 
 BLOCK = (
     *SIZES, head_dim(), MLP, *activation(), eps(), CONTEXT,
-    *(line for line in plain_rope() if line.key != "rope_type" and not (line.limit and not line.when)),
+    *scaled_rope(), only_kinds(*PLAIN, "llama3"),
     derived("rope_type", rope, "rope_parameters.rope_type", to_field=lambda kind: "llama3" if kind == "llama3.1" else kind),
     derived("rope_use_scale", lambda c, model: is_scaled(c) if is_paired(model) else True),
     *llama3_lines(), unless(limit),

@@ -16,6 +16,7 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
+from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import fixed, size, truth, unless
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
@@ -27,9 +28,11 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import is_yarn, plain_rope
+from weightbeam.model_mappings.rope import is_yarn, nested_rope, plain_rope, rope_of
 from weightbeam.model_mappings.rules import rule
 
+LOCAL, FULL = "sliding_attention", "full_attention"
+THETA = 500_000
 CYCLE = ("sliding_attention",) * 3 + ("full_attention",)
 
 
@@ -52,13 +55,17 @@ def stacks(c, layout):
     return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [table] * len(CYCLE))]
 
 
-def yarn_limit(c, model):
-    if not is_yarn(c, FULL) or is_yarn(c, "sliding_attention"):
+def uneven(c, model):
+    full = rope_of(c, FULL)
+    local = Config(rope_type="default", rope_theta=full.get("rope_theta", THETA)) | (nested_rope(c, LOCAL) or {})
+    full = Config(rope_theta=THETA) | full
+    if local == full:
         return None
-    return "rope_parameters: the model has YaRN in the layers with full attention, MaxText in all; logits differ much (39 % of the tokens agree in a test). There is no way round"
+    if full["rope_type"] == "yarn" and local["rope_type"] == "default":
+        return "rope_parameters: the model has YaRN in the layers with full attention, MaxText in all; logits differ much (39 % of the tokens agree in a test). There is no way round"
+    return f"rope_parameters: {LOCAL} layers have {dict(local)}, {FULL} ones {dict(full)}, and MaxText's all the latter; logits differ. There is no way round"
 
 
-FULL = "full_attention"
 LINES = (
     *SIZES, head_dim(), MLP, *activation(), eps(1e-5), CONTEXT,
     *architecture("olmo3", "Olmo3ForCausalLM", "olmo3"),
@@ -67,10 +74,10 @@ LINES = (
     fixed("use_qk_norm", True),
     fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
     size("sliding_window_size", "sliding_window", default=4096),
-    *plain_rope(500_000, FULL),
+    *plain_rope(THETA, FULL),
     fixed("rope_interleave", False),
     fixed("rope_attention_scaling", True),
-    unless(yarn_limit),
+    unless(uneven),
 )  # fmt: skip
 
 FAMILY = Family(
@@ -81,7 +88,7 @@ FAMILY = Family(
     drops=common_drops,
     copies=tied_head,
     configuration={"olmo3": LINES},
-    is_model=lambda c, model: (model == "olmo3-7b-pt") == (not is_yarn(c, "full_attention")),
+    is_model=lambda c, model: (model == "olmo3-7b-pt") == (not is_yarn(c, FULL)),
     releases="OLMo 3 7B, 32B",
     checked=("olmo3-7b", "olmo3-7b-pt"),
 )

@@ -35,7 +35,7 @@ from weightbeam.model_mappings.lines import (
     eps,
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
-from weightbeam.model_mappings.rope import rope_of, theta
+from weightbeam.model_mappings.rope import only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 
 CYCLE = ("linear_attention",) * 3 + ("full_attention",)
@@ -139,7 +139,7 @@ LINES = (
     fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
     fixed("norm_topk_prob", True),
 )  # fmt: skip
-NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True))
+NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True), only_kinds("default"))
 
 FAMILY = Family(
     name="qwen3_next",

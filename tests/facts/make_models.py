@@ -22,7 +22,7 @@ OUTPUT = Path(__file__).parents[2] / "model_mappings" / "maxtext_models.json"
 LEFT_OUT = re.compile(
     r"adam_|opt_type|attention$|checkpoint_period|data_sharding|dataset|enable_dropout|.*eval|engram_|gradient_|image_placeholder"
     r"|load_balance|log(?:ical_axis|its_dot|_moe)|max_target|megablox|mesh_axes|override|remove_size|routed_bias_update|scan_layers|shard_mode"
-    r"|sparse_matmul|tokenizer|use_(?:audio|batch|iota|multimodal)|gdn_chunk|trainable_position|sinkhorn"
+    r"|sparse_matmul|tokenizer|use_(?:audio|batch|iota|multimodal)|gdn_chunk|trainable_position"
 )
 UNSUPPORTED = re.compile(r"deepseek-custom|qwen3-custom")  # no release has their layers
 VISION = "vision_encoder_block"  # MaxText's default is in its types, not in base.yml
