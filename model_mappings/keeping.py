@@ -7,7 +7,7 @@ from typing import Any
 
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Problem, key_of
-from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES, BlockError, in_square, kept_parts
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX, CODES, SCALES, BlockError, in_square, kept_parts
 
 VERSION = "0.2.5"
 MAPPED = frozenset(
@@ -86,7 +86,7 @@ def block_size(codes: Sequence[int], scales: Sequence[int]) -> int:
 
 def is_scale(key: str, keys: Iterable[str] | Mapping[str, Any]) -> bool:
     """Whether an array holds the scales of another one among `keys`, by its key."""
-    return key.endswith(ARRAY_SUFFIX) and key.removesuffix(ARRAY_SUFFIX) in keys
+    return SCALES.search(key) is not None and key.removesuffix(ARRAY_SUFFIX) in keys
 
 
 def modules_of(path: str) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from weightbeam.model_mappings.cells import Part
@@ -26,6 +27,8 @@ from weightbeam.model_mappings.rules import Rule, Segment, Window
 # what MaxText calls such weights (src/maxtext/common/common_types.py, 0.2.5), and numpy the codes
 CODES = "float8_e4m3fn"
 ARRAY_SUFFIX = "_scale"  # of MaxText's array, behind the name of that of the codes
+# the arrays of scales, by their keys or paths; `pre_alpha_scale` of a hyper-connection is a weight beside a weight
+SCALES = re.compile(rf"[./](kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}(\.value)?$")
 TENSOR_SUFFIX = "_scale_inv"  # of the tensor, as the tables see it, behind the name of the weight
 
 

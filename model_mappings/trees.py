@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX
-from weightbeam.model_mappings.scales import ARRAY_SUFFIX
+from weightbeam.model_mappings.scales import ARRAY_SUFFIX, SCALES
 
 Path = tuple[str, ...]
 
@@ -35,7 +35,6 @@ DILOCO = {"inner_state", "outer_opt_state"}
 # beside its parameters, below `nnx_aux.model` (src/maxtext/layers/moe.py, common/checkpointing.py, 0.2.5)
 MODULES = ("nnx_aux", "model")
 VARIABLES = {("gate", "bias"): "MoEBiasVar", ("tid2eid",): "Tid2EidVar"}
-SCALES = re.compile(rf"\.(kernel|wi|wi_0|wi_1|wo){ARRAY_SUFFIX}(\.{VALUE})?$")
 PARTS = {"decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block"}  # of MaxText's models
 # What training in FP8 keeps for each kernel, of bfloat16 or float32: the largest magnitudes of the last steps, and the scales
 # that follow from them (google/flax, flax/linen/fp8_ops.py, 0.12.12; `quantization=fp8` in MaxText)

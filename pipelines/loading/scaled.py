@@ -43,7 +43,7 @@ class DecodedOrbax(Orbax):
         super().__init__(items)
         self._scales: dict[str, np.ndarray] = {}
         self._reading = threading.Lock()
-        self._coded = {key for key in self.stored if key + ARRAY_SUFFIX in self.stored}
+        self._coded = {key.removesuffix(ARRAY_SUFFIX) for key in self.stored if is_scale(key, self.stored)}
         self._check_scales()
         self.arrays: Mapping[str, Described] = {
             key: self._decoded(key, dtype) for key in self.stored if not is_scale(key, self.stored)

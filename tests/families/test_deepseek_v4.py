@@ -69,6 +69,15 @@ def test_names_that_transformers_keeps_in_memory_are_renamed_to_the_hubs(generat
             assert np.array_equal(hub[rename(name, aliases)].astype(values.dtype), values), name
 
 
+def test_an_export_has_the_dtypes_of_the_release(generated: Path, tmp_path: Path) -> None:
+    """A hyper-connection's `pre_alpha_scale` lies beside `pre_alpha` as FP8 scales do beside their codes, and is none."""
+    source = generated / "cases" / "deepseek4"
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32")
+    assert call("export", tmp_path / "ckpt", tmp_path / "back") == 0
+    wanted, made = read_tensors(source), read_tensors(tmp_path / "back")
+    assert {name: values.dtype for name, values in made.items()} == {name: wanted[name].dtype for name in made}
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_only_the_mtp_layer_is_left_out(scan: bool) -> None:
     """Every other tensor of the hub's files is used."""

@@ -304,7 +304,8 @@ def _specs(
 def _coded_specs(arrays: Iterable[Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
     """The tensors of arrays that are codes, or scales: they stay what they are."""
     keys = {array.key for array in arrays}
-    coded = [array for array in arrays if array.key + ARRAY_SUFFIX in keys or is_scale(array.key, keys)]
+    scales = {array.key for array in arrays if is_scale(array.key, keys)}
+    coded = [array for array in arrays if array.key in scales or array.key + ARRAY_SUFFIX in scales]
     return {
         name: TensorSpec(shapes[name], array.dtype, array.key)
         for array in coded
