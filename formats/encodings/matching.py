@@ -202,6 +202,9 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
             quantization.file,
             f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}",
         )
+    if quantization.turned:
+        message = "transform_config turns activations while the model computes, which MaxText doesn't; the weights alone are another model"
+        yield Problem("quantised", quantization.file, message)
     others: dict[str, list[str]] = defaultdict(list)
     for name, found in matches.items():
         for entry, _ in found:

@@ -26,6 +26,13 @@ def is_size(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SIZE
 
 
+def _list(value: Any, field: str) -> list[Mapping[str, Any]]:
+    """The objects that a field of an object holds, in a list or by names; none where it isn't such a field."""
+    found = value.get(field) if isinstance(value, Mapping) else None
+    found = list(found.values()) if isinstance(found, Mapping) else found
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """`quantization_config`, or what stands for it.
@@ -84,11 +91,19 @@ class Quantization:
     @property
     def groups(self) -> tuple[Mapping[str, Any], ...]:
         """compressed-tensors' and ModelOpt's groups of modules that are quantised alike."""
-        groups = self.fields.get("config_groups")
-        return (
-            tuple(group for group in groups.values() if isinstance(group, Mapping))
-            if isinstance(groups, Mapping)
-            else ()
+        return tuple(_list(self.fields, "config_groups"))
+
+    @property
+    def turned(self) -> bool:
+        """Whether compressed-tensors turns activations while the model computes: `transform_config`, at places that
+        aren't the weights' own (vllm-project/compressed-tensors 0.20.0, transform/transform_args.py). The weights alone
+        are another model then.
+        """
+        schemes = _list(self.fields.get("transform_config"), "config_groups")
+        return any(
+            not str(place.get("location")).startswith("weight_")
+            for scheme in schemes
+            for place in _list(scheme, "apply")
         )
 
     def weights(self, field: str) -> Any:

@@ -320,6 +320,19 @@ def test_formats_of_compressed_tensors_that_are_refused(tmp_path: Path, kind: st
         assert kind in message
 
 
+@pytest.mark.parametrize(("location", "refused"), [("input", True), ("q_attn", True), ("weight_input", False)])
+def test_activations_that_are_turned(tmp_path: Path, location: str, refused: bool) -> None:
+    """compressed-tensors' online rotations are refused; those that are in the weights already change nothing."""
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "transform_config": {"config_groups": {"R": scheme}},
+    }
+    found = told(source_of(tmp_path, {"x.weight": ones(4, 4)}, said))
+    assert ("transform_config" in found.get("quantised: config.json", "")) == refused
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     """Five faults in one checkpoint are five problems, and what is sound is decoded."""
     tensors = (
