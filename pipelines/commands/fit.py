@@ -18,7 +18,7 @@ from weightbeam.pipelines.running.prepare import open_source
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import keywords_of, read_maxtext_yaml
+from weightbeam.pipelines.terminal.keywords import keywords_of, read_maxtext_yaml, takes
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 
@@ -87,6 +87,7 @@ def _text(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
+@takes()
 def fit(source: str, maxtext_model: str) -> Fit:
     """Compares a release with a MaxText configuration; reads no weights.
 

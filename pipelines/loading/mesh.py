@@ -42,8 +42,10 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
     """
     import jax
 
-    if not isinstance(mesh, str):
+    if isinstance(mesh, jax.sharding.Mesh):
         return mesh
+    if not isinstance(mesh, str):
+        raise RefusedError(f"mesh={mesh!r} should be a jax.sharding.Mesh, or a text such as fsdp=4,tensor=2")
     try:
         sizes = MeshSizes.parse(mesh, axes_in(rules))
     except MeshError as e:

@@ -59,8 +59,15 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
 
 def _as_text(value: Any) -> Any:
-    """A path as the command line would have it; anything else as it is."""
-    return str(value) if isinstance(value, Path) else value
+    """A path as the command line would have it; anything else as it is.
+
+    Raises:
+      Refused: a NUL, which no path and no argument of a command line can have.
+    """
+    text = str(value) if isinstance(value, Path) else value
+    if isinstance(text, str) and "\0" in text:
+        raise Refused(f"{text!r} holds a NUL, which no path has")
+    return text
 
 
 def _values(kinds: Mapping[str, type], handed: Collection[str], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +165,7 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     Raises:
       Refused: it can't be meant.
     """
+    value = _as_text(value)
     if option.raw or isinstance(value, Unsaid):
         return value
     if option.name == "sharding_rules":
@@ -165,9 +173,9 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.name == "lora":
         return read_loras(value) or ()
     if option.several:
-        if not isinstance(value, str | Path | Iterable):
+        if not isinstance(value, Iterable):
             raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
-        return (str(value),) if isinstance(value, str | Path) else tuple(value)
+        return (value,) if isinstance(value, str) else tuple(value)
     if isinstance(value, bool):
         value = str(value).lower()
     try:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
 
 INTERVAL = 0.25  # seconds between looks at the counter
@@ -247,14 +248,19 @@ class JsonLines:
 def reporter(progress: bool | str | Report) -> Report | None:
     """What a call's `progress` stands for: True or `auto` for `shown`, False or `none` for nothing, `bar`, `lines` or
     `json`, or a callback.
+
+    Raises:
+      Refused: it's none of these.
     """
+    kinds = {"bar": Bar, "lines": Lines, "json": JsonLines}
     if progress in (False, "none"):
         return None
     if progress in (True, "auto"):
         return shown()
-    if isinstance(progress, str):
-        return {"bar": Bar, "lines": Lines, "json": JsonLines}[progress](sys.stderr)
-    assert callable(progress)
+    if isinstance(progress, str) and progress in kinds:
+        return kinds[progress](sys.stderr)
+    if not callable(progress):
+        raise Refused(f"progress={progress!r} should be True, False, {', '.join(kinds)}, auto, none, or a function")
     return progress
 
 

@@ -435,3 +435,19 @@ def test_paths_and_what_is_none(tmp_path: Path) -> None:
             wb.plan(source, **options)
     with pytest.raises(wb.Refused, match=r"adapter_config\.json"):
         wb.merge(source, tmp_path / "out", lora=tmp_path / "hf", progress=False)
+    for progress in ("x", None, 5):
+        with pytest.raises(wb.Refused, match="should be True, False"):
+            wb.cut(source, tmp_path / "out", layers="0:1", progress=progress)
+    for mesh in ([], 5, Path("fsdp=1")):
+        with pytest.raises(wb.Refused, match=r"should be a jax\.sharding\.Mesh"):
+            wb.load(source, mesh=mesh)
+    for call in (
+        lambda: wb.plan(source, sharding_rules="\0"),
+        lambda: wb.cut(source, "a\0b", layers="0:1"),
+        lambda: wb.fit(source, Path("a\0.yml")),
+    ):
+        with pytest.raises(wb.Refused, match="holds a NUL"):
+            call()
+    with pytest.raises(wb.Refused, match=r"maxtext_model=.*my\.yml"):
+        wb.fit(source, tmp_path / "my.yml")
+    assert not (tmp_path / "out").exists()
