@@ -25,6 +25,7 @@ from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.values import Value
 
 FILE = "maxtext.yml"
+TOWERS = ("vision_config", "audio_config")
 WIDTH = 120
 NAMES = {  # why a model runs under another one's name
     "kimi-k2-1t": "under the name kimi-k2-1t MaxText e591f30's router doesn't normalise scores and takes them after the bias (73 % of tokens agree)",
@@ -203,7 +204,16 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Model
     if naming.model is None:
         notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")
     keys = reading.keys | layout_keys(layout, family)
-    return MaxTextConfig(run_as(named), keys, reading.limits, tuple(notes), tuple(unknown_fields(lines, config)))
+    limits = (*reading.limits, *_looking_ahead(lines, config))
+    return MaxTextConfig(run_as(named), keys, limits, tuple(notes), tuple(unknown_fields(lines, config)))
+
+
+def _looking_ahead(lines: Iterable[Line], config: Config) -> Iterator[str]:
+    """Encoders, such as EmbeddingGemma: transformers (v5.23.0, masking_utils.py) lets their tokens look at later ones."""
+    for about in {line.part: line.about(config) for line in lines if not line.part.endswith(TOWERS)}.values():
+        for field, ahead in (("is_causal", (False,)), ("use_bidirectional_attention", (True, "all"))):
+            if about.get(field) in ahead:
+                yield f"{field} is {about[field]!r}: MaxText's layers look at earlier tokens alone; logits differ. There is no way round"
 
 
 def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | None:
@@ -223,7 +233,7 @@ def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | No
 def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str]:
     """The fields of `config.json` that no line is about and that could matter."""
     known = {line.path for line in lines if line.path} | {line.path.rpartition(".")[0] for line in lines if line.path}
-    parts = sorted({line.part for line in lines if not line.part.endswith(("vision_config", "audio_config"))}, key=len)
+    parts = sorted({line.part for line in lines if not line.part.endswith(TOWERS)}, key=len)
     found = []
     for part in parts:
         prefix = f"{part}." if part else ""
