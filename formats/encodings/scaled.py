@@ -14,7 +14,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats.encodings.encoding import InOrder, cover
+from weightbeam.formats.encodings.encoding import InOrder, Plain, cover
 from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
@@ -136,3 +136,13 @@ def decode_blocks(
             zero = None if zeros is None else zeros[blocks]
             decode_rows(codes[at], table, scales[blocks], block[-1], values[at], box[-1][0], zero, rows)
     return values
+
+
+class KeptScales(Plain):
+    """The scales of codes that stay codes: as they are stored, and numbers as all scales must be."""
+
+    __slots__ = ()
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
+        finite(stored[0], self.weight)
+        return stored[0]

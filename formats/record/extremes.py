@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}  # the bits of infinity, by dtype
+# the bits of infinity, by dtype; of the codes of FP8, which haven't got it, of NaN
+INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float8_e4m3fn": 0x7F}
 
 
 class Extremes:

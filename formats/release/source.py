@@ -35,6 +35,7 @@ from weightbeam.formats.encodings.matching import (
 )
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.quantizing import BLOCK, is_linear
+from weightbeam.formats.encodings.scaled import KeptScales
 from weightbeam.formats.encodings.table import known
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
@@ -158,7 +159,7 @@ class ReleaseTensors:
         wanted = {name: one for name, one in self.encodings.items() if one.label is not None and not unneeded(name)}
         for name, one in wanted.items():
             if isinstance(one, Scaled) and one.square:
-                encodings |= {name: Plain(one.weight), name + TENSOR_SUFFIX: Plain(one.scale)}
+                encodings |= {name: Plain(one.weight), name + TENSOR_SUFFIX: KeptScales(one.scale)}
                 blocks[name] = one.block
             else:
                 problems.append(Problem("blocks", name, f"is {one.label}; {_without_place(one)}"))

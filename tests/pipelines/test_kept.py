@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pairs
 import pytest
@@ -34,6 +35,7 @@ from support import (
     headers_only,
     peft_adapter,
     random_tensors,
+    read_config,
     restore,
     save,
     shapes,
@@ -155,6 +157,32 @@ def test_any_family(tmp_path: Path, family: str, layout: str) -> None:
             ratio = [n // count for n, count in zip(array.shape, scale.shape, strict=True)]
             made *= np.kron(scale.astype(F32), np.ones(ratio, F32))
         np.testing.assert_array_equal(made, values[key], err_msg=key)
+
+
+def test_codes_and_scales_that_are_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where they are decoded: NaN among codes is counted, among scales it stops the run."""
+    config, tensors = read_config(in_blocks(tmp_path, LLAMA)), quantise(random_tensors(LLAMA), BLOCK, F32)
+    for codes in tensors.values():
+        if codes.dtype == FP8:
+            codes.view(np.uint8)[:] &= 0x77  # none is NaN
+    name = next(name for name, codes in tensors.items() if codes.dtype == FP8)
+    tensors[name].view(np.uint8)[0, :2] = 0x7F, 0xFF
+    save(tmp_path / "codes", config, tensors)
+    assert call("convert", tmp_path / "codes", tmp_path / "out", *KEPT) == 0
+    assert f"1 tensor holds values that aren't finite: {name} (2 NaN)" in capsys.readouterr().err
+    tensors[name + "_scale_inv"][0, 0] = np.nan
+    save(tmp_path / "scales", config, tensors)
+    assert call("convert", tmp_path / "scales", tmp_path / "none", *KEPT) == 1
+    assert f"{name}_scale_inv in {tmp_path / 'scales'}" in capsys.readouterr().err
+    assert not (tmp_path / "none" / "0").exists()
+
+
+def test_scales_that_are_exponents(tmp_path: Path) -> None:
+    """E8M0, as DeepSeek V3.1 has them, are FP8 by the name of their dtype, and no codes."""
+    source = in_blocks(tmp_path, FAMILIES["qwen3"], scale=np.dtype(ml_dtypes.float8_e8m0fnu))
+    convert(source, tmp_path / "out", *KEPT)
+    assert call("export", tmp_path / "out", tmp_path / "back") == 0
+    assert stored(tmp_path / "back") == stored(source)
 
 
 def refused(capsys: pytest.CaptureFixture[str], source: Path, *options: str) -> str:

@@ -69,7 +69,8 @@ def without_kept(options: ExportOptions, source: OrbaxCheckpoint, view: ExportVi
 def without_scales(view: ExportView) -> Iterator[Problem]:
     """Weights that are FP8 codes and have no scales beside them: they are no values."""
     for key, array in view.weights.items():
-        if array.dtype.name.startswith("float8") and key not in view.scaled:
+        is_code = array.dtype.name.startswith("float8") and not is_scale(key, view.weights)
+        if is_code and key not in view.scaled:
             message = f"{array.dtype.name} without scales, which would be {key}{ARRAY_SUFFIX}: FP8 codes are no values without them"
             yield Problem("dtype", key, message, is_array=True)
 
