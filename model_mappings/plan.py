@@ -178,6 +178,13 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype.name.startswith(("float", "bfloat"))
 
 
+def bits_of(dtype: np.dtype) -> np.dtype:
+    """What numpy moves, and compares bit by bit, in place of a dtype: integers, several times faster than ml_dtypes'
+    floats; bytes where there are none so large.
+    """
+    return np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}")
+
+
 def holds(dtype: np.dtype, values: np.dtype) -> bool:
     """Whether every value of the floating-point dtype `values` is one of `dtype`."""
     wide, narrow = ml_dtypes.finfo(dtype), ml_dtypes.finfo(values)

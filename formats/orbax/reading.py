@@ -264,24 +264,28 @@ def _read_some(items: Store, names: Sequence[str], use_ocdbt: bool) -> Sequence[
 
 
 def check_files(items: Store) -> None:
-    """Makes sure that a checkpoint's files are its own. A virtual one's links may lead to the files that it was made of.
+    """Makes sure that a checkpoint's files are its own, and a virtual one's those that it was made of, to which its links
+    may lead.
 
     Raises:
-      StorageError: one is a link that leads elsewhere, a pipe, a socket or a device.
+      StorageError: one isn't, or is a link that leads elsewhere, a pipe, a socket or a device.
     """
     for name in STEP_FILES:
         try:
             items.parent.check_file(name)
         except StorageError as e:
             raise StorageError(f"{items.parent.path(name)}: {FOREIGN}") from e
-    if not (links := items.links_out()):
+    links, source = items.links_out(), items / SOURCE
+    there = {file.name: file for file in source.list(recursive=False)}
+    if not (links or there):
         return
-    meant = {f"{SOURCE}/{file.name}": file for file in identities(record_of(items)) if file.link == SYMBOLIC}
-    for name in links:
-        if name not in meant:
-            raise StorageError(f"{items.path(name)}: {FOREIGN}")
-        for fault in meant[name].faults(items / SOURCE):
-            raise StorageError(f"{items.path(name)}: {fault}")
+    meant = {file.name: file for file in identities(record_of(items))}
+    symbolic = {f"{SOURCE}/{file.name}" for file in meant.values() if file.link == SYMBOLIC}
+    for name in sorted(set(links) - symbolic):
+        raise StorageError(f"{items.path(name)}: {FOREIGN}")
+    for name, file in meant.items():
+        for fault in file.faults(source, there.get(name), copies=False):
+            raise StorageError(f"{source.path(name)}: {fault}")
 
 
 def _check_sizes(items: Store, key: str, store: ts.TensorStore) -> None:

@@ -94,6 +94,9 @@ class Format:
         return "zarr.json" if self.use_zarr3 else ".zarray"
 
 
+FILLED = {"b": False, "c": [0, 0]}  # zeros, as zarr 3 writes them of kinds of dtypes that aren't real numbers
+
+
 def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
     """What TensorStore needs to know about an array."""
     zstd = format.compression == "zstd"
@@ -102,7 +105,7 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
             "shape": list(spec.shape),
             "chunks": list(spec.shard),
             # those of ml_dtypes have no spelling of numpy's
-            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,
+            "dtype": spec.dtype.str if spec.dtype.isbuiltin == 1 else spec.dtype.name,
             "compressor": {"id": "zstd", "level": 1} if zstd else None,
             "filters": None,
             "order": "C",
@@ -125,7 +128,7 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
     return {
         "shape": list(spec.shape),
         "data_type": spec.dtype.name,
-        "fill_value": False if spec.dtype == bool else 0,
+        "fill_value": FILLED.get(spec.dtype.kind, 0),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shard)}},
         "chunk_key_encoding": {"name": "default"},
         "codecs": codecs,

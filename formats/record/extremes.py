@@ -28,9 +28,8 @@ class Extremes:
     """
 
     def __init__(self, dtype: np.dtype):
-        self._infinite = INFINITE.get(dtype.name)
-        self._signed, self._unsigned = np.dtype(f"i{dtype.itemsize}"), np.dtype(f"u{dtype.itemsize}")
-        self._sign = 1 << (8 * dtype.itemsize - 1)
+        self._infinite, size = INFINITE.get(dtype.name), min(dtype.itemsize, 8)
+        self._signed, self._unsigned, self._sign = np.dtype(f"i{size}"), np.dtype(f"u{size}"), 1 << (8 * size - 1)
         self.is_finite, self.is_zero = True, self._infinite is not None
 
     def look(self, values: np.ndarray) -> None:

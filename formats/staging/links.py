@@ -212,11 +212,16 @@ class FileIdentity:
     crc32c: str | None = None
     content: str = ""
 
-    def faults(self, folder: Store) -> Iterator[str]:
+    def faults(self, folder: Store, there: File | None = None, copies: bool = True) -> Iterator[str]:
         """Why the file isn't the one that it was, as far as that can be told; all its bytes are read only where their
         hash settles it.
+
+        Args:
+          folder: where it lies.
+          there: the file, if it was looked for.
+          copies: whether that is so of a copy, too, made since; else its blocks are enough.
         """
-        found, led = folder.stat(self.name), _leads_to(folder, self.name)
+        found, led = there or folder.stat(self.name), _leads_to(folder, self.name)
         if found is None:
             yield f"is gone; it was a link to {led}" if led else "is gone"
         elif found.size != self.size:
@@ -224,7 +229,7 @@ class FileIdentity:
         elif self.crc32c is not None and found.crc32c is not None:
             if found.crc32c != self.crc32c:
                 yield f"holds other bytes: its crc32c isn't {self.crc32c}"
-        elif (found.version, found.inode) != (self.version, self.inode) and self.sha256 is not None:
+        elif self._may_be_other(found, copies) and self.sha256 is not None:
             if sha256(folder, self.name) != self.sha256:
                 yield f"holds other bytes: its sha256 isn't {self.sha256}"
         elif self.content and _content(folder, self.name) != self.content:
@@ -233,6 +238,9 @@ class FileIdentity:
             yield "was changed in place, or touched; its hash isn't known, so nothing can tell which"
         elif found.inode != self.inode and led:
             yield f"is another file: {led} was replaced"
+
+    def _may_be_other(self, found: File, copies: bool) -> bool:
+        return found.version != self.version if found.inode == self.inode else copies
 
     def is_moved(self, folder: Store) -> bool:
         """Whether the file is another one than was written, as it is when the checkpoint was copied."""
@@ -305,8 +313,30 @@ def sha256(folder: Store, name: str) -> str:
 
 
 def identities(record: Mapping[str, Any]) -> list[FileIdentity]:
-    """The files that a checkpoint refers to, by its record (`formats/record/provenance.py`); none if it isn't virtual."""
-    return [FileIdentity(**file) for file in record.get("references", {}).get("files", ())]
+    """The files that a checkpoint refers to, by its record (`formats/record/provenance.py`); none if it isn't virtual.
+
+    Raises:
+      StorageError: it says something else there.
+    """
+    said = record.get("references", {})
+    files = said.get("files", []) if isinstance(said, Mapping) else None
+    if not isinstance(files, list) or not all(map(_is_identity, files)):
+        raise StorageError("conversion.json: what it says of the files that are referred to makes no sense")
+    return [FileIdentity(**file) for file in files]
+
+
+def _is_identity(said: object) -> bool:
+    """Whether a record's entry has the fields of a `FileIdentity`, and names a file of the folder itself."""
+    text, none = str, type(None)
+    kinds = dict(
+        name=text, size=int, version=text, inode=int, link=text, sha256=(text, none), crc32c=(text, none), content=text
+    )
+    return (
+        isinstance(said, Mapping)
+        and {"name", "size", "version", "inode", "link", "sha256"} <= said.keys() <= kinds.keys()
+        and all(isinstance(value, kinds[field]) for field, value in said.items())
+        and "/" not in said["name"]
+    )
 
 
 def find_changes(items: Store, files: Iterable[FileIdentity]) -> list[str]:

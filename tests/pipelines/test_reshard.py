@@ -289,8 +289,21 @@ def stock(folder: Path, tree: object, use_ocdbt: bool = True, use_zarr3: bool = 
 def state() -> State:
     """Arrays of every kind that Orbax stores, below dicts, lists and attributes."""
     values = np.arange(48).reshape(4, 12)
-    dtypes = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu", "int4")
+    dtypes = (
+        "float32",
+        "bfloat16",
+        "float16",
+        "int8",
+        "uint32",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e8m0fnu",
+        "float8_e5m2",
+        "int4",
+        "complex64",
+    )
     kinds = {name: jnp.asarray(values % 7, dtype=getattr(ml_dtypes, name, name)) for name in dtypes}
+    kinds["complex128"] = values + 1j
     return State(kinds, [jnp.float32(0.5), None, {"step": 3, "empty": {}, "of": [jnp.ones((5,), jnp.int32)]}])
 
 

@@ -38,6 +38,7 @@ from support import (
     save,
 )
 
+import weightbeam as wb
 from weightbeam.formats.orbax import find_items, ocdbt
 from weightbeam.formats.staging import links
 from weightbeam.formats.staging.links import SOURCE
@@ -387,8 +388,27 @@ def test_verify_says_what_happened_to_the_source(
     assert words in capsys.readouterr().err
     concerned = link == "symlink" or (link == "hard" and accident in ("changed in place", "truncated"))
     assert call("verify", "--checkpoint", step) == (1 if concerned else 0)
+    assert call("export", step, tmp_path / "back") == (2 if concerned else 0)
     if not concerned:
         assert_same_bits(restore(step), wanted)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [[1], {"a": 1}, [{"name": "../../x", "size": 1, "version": "1", "inode": 1, "link": "hard", "sha256": None}]],
+)
+def test_a_record_whose_files_make_no_sense(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, files: object
+) -> None:
+    """It is refused in words, and nothing is looked for outside of the folder."""
+    step = convert(source, tmp_path / "out", "--virtual")
+    told = record(step)
+    told["references"]["files"] = files
+    (step / "conversion.json").write_text(json.dumps(told))
+    for command in (["verify"], ["inspect"], ["export", "--output", tmp_path / "back"]):
+        capsys.readouterr()
+        assert call(command[0], step, *command[1:]) == 2
+        assert "the files that are referred to makes no sense" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
@@ -413,6 +433,11 @@ def test_another_model_of_the_same_size_and_time(
     assert f"source/{file.name} holds other bytes" in said
     assert "copies made since" not in said
     assert call("materialize", step, tmp_path / "made") != 0
+    for command in ("export", "reshard"):
+        assert call(command, step, tmp_path / command) == 2
+        assert not (tmp_path / command).exists()
+    with pytest.raises(wb.Refused, match="holds other bytes"):
+        wb.load(step, mesh="fsdp=1")
 
 
 def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

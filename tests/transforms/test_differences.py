@@ -115,6 +115,16 @@ def test_squares_that_vanish() -> None:
     assert (compare(a, a) + compare(a, -a)).cosine == 0.0
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers(dtype: type) -> None:
+    """An element with another imaginary part is another one; measures are of the parts."""
+    a = np.array([1 + 2j, -3j, complex(math.nan, 1)], dtype)
+    b = np.array([1 + 2j, 1 + 1j, complex(math.nan, 1)], dtype)
+    assert compare(a, a.copy()).status == "equal"
+    found = compare(a, b)
+    assert (found.status, found.elements, found.different, found.largest) == ("changed", 3, 1, 4.0)
+
+
 def test_integers_are_equal_or_changed() -> None:
     a = np.array([1, 2, 2**40], np.int64)
     assert compare(a, a).status == "equal"

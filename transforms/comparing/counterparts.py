@@ -14,7 +14,7 @@ from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box
-from weightbeam.model_mappings.plan import holds, is_float
+from weightbeam.model_mappings.plan import bits_of, holds, is_float
 from weightbeam.transforms.comparing.verification import (
     SLAB_ELEMENTS,
     ArrayResult,
@@ -97,7 +97,7 @@ def compare_counterparts(pair: Counterpart) -> ArrayResult:
         expected = wanted.decode(stored, box, np.dtype(np.float32))
         (found,), _ = read_boxes(pair.found.reads(box))
         if expected.dtype == dtype:
-            bits = np.dtype(f"u{dtype.itemsize}")
+            bits = bits_of(dtype)
             wrong = np.ascontiguousarray(expected).view(bits) != np.ascontiguousarray(found).view(bits)
         else:
             expected = expected.astype(np.float32).astype(dtype)

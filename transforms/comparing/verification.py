@@ -24,7 +24,7 @@ from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.model_mappings.boxes import Box, Range
 from weightbeam.model_mappings.cells import Cell, Part
-from weightbeam.model_mappings.plan import Array, holds, is_float
+from weightbeam.model_mappings.plan import Array, bits_of, holds, is_float
 from weightbeam.model_mappings.rules import ABSENT
 
 if TYPE_CHECKING:  # whose plan is handed in
@@ -286,7 +286,7 @@ def differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     if expected.dtype != found.dtype:
         expected, found = expected.astype(np.float64), found.astype(np.float64)
         return ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
-    bits = np.dtype(f"u{expected.itemsize}")
+    bits = bits_of(expected.dtype)
     wrong = _in_order(expected.view(bits)) != _in_order(found.view(bits))
     if is_float(expected.dtype) and wrong.any():
         wrong &= ~(np.isnan(expected) & np.isnan(found))

@@ -14,6 +14,7 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.ops import Op
+from weightbeam.model_mappings.plan import bits_of
 from weightbeam.model_mappings.relation import View, selection
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
@@ -121,7 +122,7 @@ def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[
 
 def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None:
     """`target = ops(source)` in float32 with one cast; a plain copy where both have one dtype and there are no ops."""
-    bits = np.dtype(f"u{target.dtype.itemsize}")  # numpy copies integers several times faster than ml_dtypes' floats
+    bits = bits_of(target.dtype)
     if not ops and source.dtype == target.dtype:
         _copy_bits(*_coalesce(source.view(bits), target.view(bits)))
         return
