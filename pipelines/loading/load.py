@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -254,6 +255,8 @@ def _shard(abstract: Abstract, source: ArraySource, mesh: Mesh, rules: Any) -> A
 
 
 LOG = logging.getLogger("weightbeam")
+# how an error of an exchange begins, which may be a ValueError, too (jaxlib 0.10, where a result is fetched)
+STATUS = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 # of a step, as they were read: for each block what its devices get
 Shares = list[dict["jax.Device", np.ndarray | Coded]]
 
@@ -304,12 +307,12 @@ class Loading:
 
         try:
             arrays = meeting.until(lambda: self._run(meeting))
-        except (StorageError, OSError, ValueError) as e:
-            if isinstance(e, jax.errors.JaxRuntimeError):
+        except (StorageError, OSError, ValueError, jax.errors.JaxRuntimeError) as e:
+            if isinstance(e, jax.errors.JaxRuntimeError) or (
+                STATUS.match(str(e)) and not (meeting.alone or meeting.agreed)
+            ):
                 raise self._lost(e, meeting) from e
             raise FailedError(f"{self.source.url}: {e}") from e
-        except jax.errors.JaxRuntimeError as e:
-            raise self._lost(e, meeting) from e
         dtypes = {key: target.dtype for key, target in self.targets.items()}
         settled = settle(
             arrays,

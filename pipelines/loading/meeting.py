@@ -64,7 +64,7 @@ class Meeting:
         self._begun, self._reads = 0, False  # exchanges of this process, and whether they wait for what it reads
         self._moved = time.monotonic()  # when any process last came further with its exchanges, or read
         self._looked = time.monotonic()  # for signs
-        self._amid = self._agreed = False  # in the exchanges; all have heard there of the error of this call
+        self._amid = self.agreed = False  # in the exchanges; all have heard there of the error of this call
         self.number = 0 if self.alone else next(_CALLS)
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class Meeting:
         if not self.alone:
             self._beating.join()
             with contextlib.suppress(FailedError):  # the coordinator is gone
-                self._say(f"signs/{self.process}", {"left": "" if error is None or self._agreed else _words(error)})
+                self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})
                 if self.process == 0 and isinstance(error, Exception):
                     self._leave_last()
 
@@ -138,7 +138,7 @@ class Meeting:
         try:
             made = self._watched(work)
         except AgreedError as e:
-            self._amid, self._agreed = False, True
+            self._amid, self.agreed = False, True
             raise e.error from None
         self._amid = False
         return made

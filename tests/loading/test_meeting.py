@@ -299,3 +299,30 @@ def test_a_coordinator_that_is_slow_to_answer() -> None:
     for ask in (lambda: meeting._say("key", 1), meeting._look, lambda: meeting.decide("what", dict)):
         with pytest.raises(wb.Failed, match="JAX's coordinator"):
             ask()
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_an_exchange_that_breaks_off_with_a_value_error(
+    agreed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gloo's does where a result is fetched: it is looked for who has stopped. An error that all have agreed on is a
+    file's, though TensorStore's begin alike.
+    """
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    meeting, load = Meeting(), object.__new__(loading.Loading)
+    meeting.alone, meeting.agreed, load.source = (
+        False,
+        agreed,
+        find_source(str(save(tmp_path / "hf", MODEL, tensors(1))), choose({})),
+    )
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+
+    def lost() -> None:
+        raise wb.Failed("process 1 of 2 has stopped")
+
+    monkeypatch.setattr(meeting, "until", broken)
+    monkeypatch.setattr(meeting, "find_lost", lost)
+    with pytest.raises(wb.Failed, match="UNKNOWN: Gloo" if agreed else "process 1 of 2 has stopped"):
+        load.run(meeting)
