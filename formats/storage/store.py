@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import base64
-import concurrent.futures
 import dataclasses
 import hashlib
 import logging
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import google_crc32c
+
+from weightbeam.formats.storage.readers import Readers
 
 PROBE = ".weightbeam-probe"  # a file that is made and deleted
 SILENCE = 15.0  # seconds of failing requests before it is said what is waited for
@@ -318,7 +319,7 @@ class Store(abc.ABC):
         if self.at_a_time == 1:
             yield from map(self.read, names)
             return
-        with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
+        with Readers(self.at_a_time) as pool:
             yield from pool.map(self.read, names)
 
     def make(self) -> bool:

@@ -1,0 +1,18 @@
+"""Threads that read, and whom nobody waits for who is stopped."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from types import TracebackType
+
+
+class Readers(concurrent.futures.ThreadPoolExecutor):
+    """A pool for what only reads. A stop leaves it at once: one of its threads may wait minutes for a store's answer, of
+    which nothing depends any more.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = kind is not None and not issubclass(kind, Exception)
+        self.shutdown(wait=not stopped, cancel_futures=kind is not None)
