@@ -30,7 +30,7 @@ from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import MAX_ELEMENTS
 
@@ -256,7 +256,7 @@ def _read_some(items: Store, names: Sequence[str], use_ocdbt: bool) -> Sequence[
     """What lies under some names of an item's key-value store."""
     if use_ocdbt:
         return ocdbt.read_small(items, names, MAX_DESCRIPTION)
-    with Readers(items.at_a_time) as pool:
+    with StoppablePool(items.at_a_time) as pool:
         try:
             return list(pool.map(lambda name: items.read(name, 0, MAX_DESCRIPTION + 1), names))
         except OSError as e:

@@ -27,7 +27,7 @@ from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
 from weightbeam.formats.storage.identity import Seen, check_together
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.text import json_text
@@ -383,7 +383,7 @@ def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) ->
       StorageError: one can't be read.
     """
     _say_left(files, source, "kept with the checkpoint")
-    with Readers(source.at_a_time) as pool:
+    with StoppablePool(source.at_a_time) as pool:
         held = zip(files, pool.map(files.__getitem__, files), strict=True)
         step.write(ARCHIVE, pack({name: name_sources(name, data, naming) for name, data in held}))
 

@@ -49,7 +49,7 @@ from weightbeam.formats.storage.identity import (
     touched,
     were_replaced,
 )
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.store import in_base64
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
@@ -225,7 +225,7 @@ class HfCheckpoint:
                 return Problem("source", shard.path, f"its end can't be read: {reason(e)}")
             return None
 
-        with Readers(store.at_a_time) as pool:
+        with StoppablePool(store.at_a_time) as pool:
             return [problem for problem in pool.map(attempt, self.shards) if problem]
 
     def find_damage(self) -> list[Problem]:
@@ -359,7 +359,7 @@ def _open_shards(
     store: Store, names: Sequence[str], problems: list[Problem], budget: Budget, allow_links: bool
 ) -> tuple[Shard, ...]:
     """The files whose headers can be read."""
-    with Readers(store.at_a_time) as pool:
+    with StoppablePool(store.at_a_time) as pool:
         opened = list(pool.map(lambda name: open_shard(store, name, budget, allow_links), names))
     problems += [problem for problem in opened if isinstance(problem, Problem)]
     return tuple(shard for shard in opened if isinstance(shard, Shard))

@@ -56,6 +56,7 @@ MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a r
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
+MAX_ANSWER = 32 << 20  # bytes of one answer; what the hub says of 10,000 files has 5 MB
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -217,11 +218,14 @@ class Repository(Store):
         try:
             for future in futures:
                 future.result()
-        finally:  # after a failure, too, nobody writes into the buffers any more
+        except Exception:  # nobody writes into the buffers any more; who is stopped doesn't wait for that
+            ended.set()
+            concurrent.futures.wait([future for future in futures if not future.cancel()])
+            raise
+        finally:
             ended.set()
             for future in futures:
                 future.cancel()
-            concurrent.futures.wait(futures)
         return sum(request.stop - request.start for request in wanted)
 
     def _fetch(self, name: str, request: Request, ended: threading.Event) -> None:
@@ -371,12 +375,35 @@ def _asked_pause(answer: httpx2.Response) -> float | None:
     return float(limit.reset_in_seconds) if limit and limit.remaining == 0 else None
 
 
+class _Bounded(httpx2.SyncByteStream):
+    """An answer's bytes, as many as one can mean."""
+
+    def __init__(self, stream: httpx2.SyncByteStream):
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = MAX_ANSWER
+        for data in self._stream:
+            if (left := left - len(data)) < 0:
+                raise ValueError(f"an answer of more than {MAX_ANSWER:,} bytes")
+            yield data
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def _look_at(answer: httpx2.Response) -> None:
     """Looks at each answer that huggingface_hub gets, which waits by itself as long as it is asked to, without a word.
 
     Raises:
       HfHubHTTPError: the pause that is asked for is longer than we wait.
+      ValueError: what our question was answered with is packed: it may be larger than any memory.
     """
+    if getattr(_PAGES, "left", None) is not None:
+        if (coded := answer.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ValueError(f"an answer that is {coded}, though it was asked for as it is")
+        if isinstance(answer.stream, httpx2.SyncByteStream):
+            answer.stream = _Bounded(answer.stream)
     if answer.status_code not in AGAIN or (pause := _asked_pause(answer)) is None:
         return
     if pause > MAX_REQUEST_SECONDS:
@@ -391,8 +418,9 @@ def _bound(request: httpx2.Request) -> None:
     Raises:
       ValueError: a list has too many pages.
     """
-    if request.method == "GET" and (left := getattr(_PAGES, "left", None)) is not None:
-        _PAGES.left = left - 1
+    if (left := getattr(_PAGES, "left", None)) is not None:
+        request.headers["Accept-Encoding"] = "identity"
+        _PAGES.left = left - (request.method == "GET")
         if not left:
             raise ValueError(f"a list of more than {MAX_PAGES:,} pages")
     if (request.extensions.get("timeout") or {}).get("read") is None:
@@ -457,10 +485,10 @@ def _host_of(error: BaseException | None) -> str:
     return asked.hostname if asked and asked.hostname and asked[:2] != urlsplit(_endpoint())[:2] else _endpoint()
 
 
-_PAGES = threading.local()  # `left`: how many a question of this thread to the hub may still ask for
+_PAGES = threading.local()  # `left`: how many pages a question of this thread to the hub may still ask for
 
 
-def retried(ask: Callable[P, T]) -> Callable[P, T]:
+def retried(ask: Callable[P, T], attempts: int = ATTEMPTS) -> Callable[P, T]:
     """Decorates a function that asks the hub: it is called again where that may help."""
 
     def asked(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -470,7 +498,7 @@ def retried(ask: Callable[P, T]) -> Callable[P, T]:
         finally:
             _PAGES.left = before
 
-    return _retrying().wraps(functools.wraps(ask)(asked))
+    return _retrying(attempts=attempts).wraps(functools.wraps(ask)(asked))
 
 
 # what the hub's client raises of an answer that has no JSON, lacks something, or has something else in its place, such as
@@ -499,9 +527,8 @@ _FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        found = _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
-            repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS
-        )
+        ask = retried(api().model_info, FIRST_ATTEMPTS)
+        found = ask(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
         check_form(found)
         return found
     except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:

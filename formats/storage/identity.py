@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 from weightbeam.formats.storage import ChangedError, File, LocalFolder, Store, open_store
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 
 SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
 MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
@@ -390,6 +390,6 @@ def hash_files(store: Store, files: Sequence[File]) -> str:
     def hash_part(part: Sequence[File]) -> str:
         return "".join(hash_blocks(store, file.name, spread(file.size, samples)) for file in part)
 
-    with Readers(READERS) as pool:
+    with StoppablePool(READERS) as pool:
         parts = pool.map(hash_part, (files[at : at + 256] for at in range(0, len(files), 256)))
         return hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import google_crc32c
 
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 
 PROBE = ".weightbeam-probe"  # a file that is made and deleted
 SILENCE = 15.0  # seconds of failing requests before it is said what is waited for
@@ -319,7 +319,7 @@ class Store(abc.ABC):
         if self.at_a_time == 1:
             yield from map(self.read, names)
             return
-        with Readers(self.at_a_time) as pool:
+        with StoppablePool(self.at_a_time) as pool:
             yield from pool.map(self.read, names)
 
     def make(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.hub import NO_ANSWER, STALL_SECONDS, answered, api, no_answer, retried
 from weightbeam.formats.storage.hub_cache import has_hash
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.targets.published import WEIGHTS
@@ -235,9 +237,9 @@ def publish(
         if not (overwrite or create_pr or is_new):
             _refuse_others(target, head, removed, replaced, kept)
         additions = [add for name, add in adds.items() if name not in kept]
-        retried(hub.preupload_lfs_files)(
-            target.repo, additions, revision=target.branch, create_pr=create_pr, gitignore_content=IGNORED
-        )
+        send = functools.partial(retried(hub.preupload_lfs_files), target.repo, additions, revision=target.branch)
+        with StoppablePool(1) as pool:
+            pool.submit(send, create_pr=create_pr, gitignore_content=IGNORED).result()
         if not is_wanted():
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]

@@ -12,7 +12,7 @@ import numpy as np
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import as_read
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.pipelines.checking.comparison import MISSING, SHAPE, Comparison, Verdict
 from weightbeam.pipelines.checking.pairs import ComparedPair
@@ -48,7 +48,7 @@ def compare_pairs(
     threads = min(AT_ONCE, cores() + 1)  # one reads while the others compare
     with (
         watch_progress(comparing.total, lambda: comparing.done, "comparing", report, places=places),
-        Readers(threads) as pool,
+        StoppablePool(threads) as pool,
     ):
         try:
             for future in concurrent.futures.as_completed([pool.submit(comparing.work) for _ in range(threads)]):

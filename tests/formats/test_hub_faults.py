@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,6 +304,23 @@ def test_a_list_without_an_end(
     with pytest.raises(StorageError, match="a list of more than 20 pages"):
         publish(URL, "another", files, overwrite=True, create_pr=True)
     assert len(asked) == 20
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_answer_larger_than_memory(
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, packed: bool, status: int
+) -> None:
+    """Packed, 2 MB may be 2 GB: it isn't asked for, and isn't unpacked; and of what isn't packed no more is read."""
+    assert attempt(files)
+    monkeypatch.setattr(store, "MAX_ANSWER", 20_000)
+    answer, body = hub.answer, b"[" + b" " * 40_000 + b"]"
+    reply = Reply(status, gzip.compress(body), {"Content-Encoding": "gzip"}) if packed else Reply(status, body)
+    monkeypatch.setattr(hub, "answer", lambda call: reply if "/commits/" in call.path else answer(call))
+    with pytest.raises(
+        StorageError, match="an answer that is gzip" if packed else "an answer of more than 20,000 bytes"
+    ):
+        publish(URL, "another", files, overwrite=True)
 
 
 def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:

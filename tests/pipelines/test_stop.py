@@ -20,6 +20,7 @@ import warm
 from processes import ROOT, free_port, listening, running, wait_until
 from servers.clients import asking
 from servers.gcs import FakeGcs
+from servers.hub import FakeHub
 from support import LLAMA, QWEN3_MOE, assert_same_bits, convert, make_release, restore
 
 import weightbeam as wb
@@ -129,6 +130,43 @@ def test_a_stop_after_the_publication_says_so(
     assert process.returncode == (130 if number == signal.SIGINT else 1)
     assert f"weightbeam {command}: stopped; but {made} was published already" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "pipe"]
+
+
+# --- a store that doesn't answer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "matching", "words"),
+    [
+        ("stall", "GET", ("cut", "hf://org/m", "out", "--layers", "0:1")),
+        ("slow", "config.json", ("cut", "hf://org/m", "out", "--layers", "0:1")),
+        ("stall", "GET", ("diff", "hf://org/m", "{source}")),
+        ("slow", "PUT", ("cut", "{source}", "hf://org/new", "--layers", "0:1")),
+    ],
+    ids=["headers", "a small file", "diff", "an upload"],
+)
+def test_a_stop_does_not_wait_for_a_store(
+    kind: str, matching: str, words: tuple[str, ...], source: Path, tmp_path: Path
+) -> None:
+    """Which may not answer for minutes: nothing depends on what it would say."""
+    hub = FakeHub()
+    hub.users.add("hf_me")
+    hub.writers.add("hf_me")
+    hub.add("org/m", make_release(tmp_path / "hf", MODEL, files=2))
+    with hub:
+        faults = [server.fail(kind, seconds=60, matching=matching) for server in (hub, hub.cdn)]
+        environment = (
+            os.environ | hub.env("hf_me") | {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        )
+        process = warm.start(*(word.format(source=source) for word in words), env=environment, cwd=tmp_path)
+        wait_until(lambda: any(fault.hits for fault in faults), process=process)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert f"weightbeam {words[0]}: stopped" in told
+    assert not (tmp_path / "out").exists()
+    assert "org/new" not in hub.repositories or not hub.held("org/new")
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Shard
 from weightbeam.formats.safetensors.header import HeaderError, parse_header
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.checksums import Stretch, as_base64, chain, crc32c_of, sum_ranges
-from weightbeam.formats.storage.readers import Readers
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.store import PIECE
 from weightbeam.transforms.cutting.units import Fetch
 
@@ -98,7 +98,7 @@ def check_reads(source: HfCheckpoint, ledger: Mapping[int, Mapping[str, Any]]) -
             return e
 
     wanted = [shard for shard in source.shards if noted[shard.name]]
-    with Readers(store.at_a_time) as pool:
+    with StoppablePool(store.at_a_time) as pool:
         found = dict(zip((shard.name for shard in wanted), pool.map(check, wanted), strict=True))
     damaged = [checked for checked in found.values() if isinstance(checked, DamagedError)]
     if damaged:

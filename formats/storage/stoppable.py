@@ -1,4 +1,4 @@
-"""Threads that read, and whom nobody waits for who is stopped."""
+"""Threads whom nobody waits for who is stopped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import concurrent.futures
 from types import TracebackType
 
 
-class Readers(concurrent.futures.ThreadPoolExecutor):
-    """A pool for what only reads. A stop leaves it at once: one of its threads may wait minutes for a store's answer, of
-    which nothing depends any more.
+class StoppablePool(concurrent.futures.ThreadPoolExecutor):
+    """A pool for what reads, or sends what counts for nothing before it is committed. A stop leaves it at once: one of
+    its threads may wait minutes for a store's answer.
     """
 
     def __exit__(
