@@ -301,10 +301,16 @@ def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files,
     """
     if head.made == head.commit and files.keys() <= head.files.keys():
         return Published(f"hf://{target.repo}@{head.commit}", _page(hub, target, head.commit))
-    found = _pulls(hub, target, title) if create_pr else []
+    first = retried(_only_pull)(hub, target, title) if create_pr else None
+    return Published(*_address(target, first)) if first else None
+
+
+def _only_pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
+    """The first of the pull requests of `_pulls`, if there is one; the others are closed."""
+    found = _pulls(hub, target, title)
     for late in found[1:]:
-        retried(hub.change_discussion_status)(target.repo, late.num, "closed")
-    return Published(*_address(target, found[0])) if found else None
+        hub.change_discussion_status(target.repo, late.num, "closed")
+    return found[0] if found else None
 
 
 def _pulls(hub: HfApi, target: HubAddress, title: str) -> list[Discussion]:
@@ -415,15 +421,14 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
             parent_commit=parent,
             create_pr=True,
         )
-        first = next(iter(_pulls(hub, target, title)), None)
+        first = _only_pull(hub, target, title)
         if first and made.pr_num and first.num < made.pr_num:
-            hub.change_discussion_status(target.repo, made.pr_num, "closed")
             return _address(target, first)
         return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
 
     def propose() -> tuple[str, str]:
-        found = _pulls(hub, target, title)
-        return _address(target, found[0]) if found else _waited_for(hub, target, open_one)
+        first = _only_pull(hub, target, title)
+        return _address(target, first) if first else _waited_for(hub, target, open_one)
 
     return retried(propose)()
 
