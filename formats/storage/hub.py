@@ -376,16 +376,18 @@ def _asked_pause(answer: httpx2.Response) -> float | None:
 
 
 class _Bounded(httpx2.SyncByteStream):
-    """An answer's bytes, as many as one can mean."""
+    """An answer's bytes, as many and in such a time as one can mean."""
 
     def __init__(self, stream: httpx2.SyncByteStream):
         self._stream = stream
 
     def __iter__(self) -> Iterator[bytes]:
-        left = MAX_ANSWER
+        left, latest = MAX_ANSWER, time.monotonic() + ANSWER_SECONDS
         for data in self._stream:
             if (left := left - len(data)) < 0:
                 raise ValueError(f"an answer of more than {MAX_ANSWER:,} bytes")
+            if time.monotonic() > latest:
+                raise ValueError(f"an answer that wasn't over after {ANSWER_SECONDS:,.0f} s")
             yield data
 
     def close(self) -> None:

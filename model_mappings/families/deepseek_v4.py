@@ -196,7 +196,7 @@ def compressed_theta(c, model):
 
 
 LINES = (
-    *SIZES, head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
+    *SIZES, size("base_num_kv_heads", "num_key_value_heads", default=1), head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
     size("base_mlp_dim", "moe_intermediate_size"),
     *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),

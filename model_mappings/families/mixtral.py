@@ -16,7 +16,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.lines import TIED, architecture, dense, no_window
+from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, no_window
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule
 
@@ -40,7 +40,7 @@ def stacks(c, layout):
 
 
 LINES = (
-    *dense(1_000_000),
+    *dense(1_000_000), eps(1e-5),
     *architecture("mixtral", "MixtralForCausalLM", "mixtral"),
     *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),

@@ -142,6 +142,8 @@ def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
 
 def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Problem]:
     """Everything that the tree asks for and the source doesn't have, and the parameters that the tree has no place for."""
+    import jax
+
     problems: list[Problem] = []
     unknown: list[str] = []  # whose logical axes nobody knows
     for target in abstract.targets:
@@ -159,6 +161,11 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
                     "dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"
                 )
             )
+        if (narrow := jax.dtypes.canonicalize_dtype(target.dtype)) != target.dtype:
+            message = (
+                f"the tree asks for {target.dtype.name}, of which JAX makes {narrow.name} unless jax_enable_x64 is set"
+            )
+            problems.append(_problem("dtype", target.key, message))
         if target.dtype != array.dtype and CODES in (target.dtype.name, array.dtype.name):
             message = f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}: FP8 codes are no values without their scales"
             problems.append(_problem("dtype", target.key, message))

@@ -189,8 +189,8 @@ def _open(
     told = dict(given)
     values = values_asked(given, has_scales(asked.keys))
     shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
-    if "token_embedder.embedding" in shapes:
-        told.setdefault("vocab_size", shapes["token_embedder.embedding"][0])
+    if rows := shapes.get("token_embedder.embedding", ())[:1]:
+        told.setdefault("vocab_size", rows[0])
     told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
     told.setdefault("multimodal", any(key.startswith(("vision_encoder.", "audio_encoder.")) for key in shapes))
     best: tuple[int, ArraySource, Options] | None = None

@@ -207,6 +207,22 @@ def test_what_maxtext_cannot_express(config, model, words):
     assert all(word in limit for word in words)
 
 
+@pytest.mark.parametrize(
+    ("model", "field", "key", "value"),
+    [
+        ("mixtral-8x7b", "rms_norm_eps", "normalization_layer_epsilon", 1e-5),
+        ("deepseek4-284b", "num_key_value_heads", "base_num_kv_heads", 1),
+    ],
+)
+def test_defaults_that_are_not_the_others(model: str, field: str, key: str, value: float) -> None:
+    """Of a field that isn't there: transformers' own."""
+    config = {name: said for name, said in TREES[model].items() if name != field}
+    assert made_for(config, model)[key] == value
+    from transformers import AutoConfig
+
+    assert getattr(AutoConfig.for_model(config["model_type"]), field) == value
+
+
 def test_the_base_of_compressed_layers() -> None:
     """DeepSeek V4 has two bases; where `rope_parameters` has both kinds, transformers 5.23.0 doesn't look at the others."""
     nested = {"main": {"rope_theta": 1e5}, "compress": {"rope_theta": 1e6}}

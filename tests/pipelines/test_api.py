@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lazily import lazily
 from processes import run
 from support import LLAMA, assert_same_bits, make_release, random_tensors, restore, save
 
@@ -28,6 +29,8 @@ from weightbeam.pipelines.terminal.arguments.commands import SHELL
 from weightbeam.pipelines.terminal.arguments.parser import make_parser
 from weightbeam.transforms.planning.options import Options
 from weightbeam.transforms.planning.values import size
+
+jax = lazily("jax")
 
 
 def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -441,6 +444,11 @@ def test_paths_and_what_is_none(tmp_path: Path) -> None:
     for mesh in ([], 5, Path("fsdp=1")):
         with pytest.raises(wb.Refused, match=r"should be a jax\.sharding\.Mesh"):
             wb.load(source, mesh=mesh)
+    keys, here = list(wb.open(source)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wide = {key: jax.ShapeDtypeStruct(array.shape, "float64", sharding=here) for key, array in wb.open(source).items()}
+    for like, words in ((dict.fromkeys(keys, 3), "the tree asks for"), (wide, "float64, of which JAX makes float32")):
+        with pytest.raises(wb.Refused, match=words):
+            wb.load(source, like=like)
     for call in (
         lambda: wb.plan(source, sharding_rules="\0"),
         lambda: wb.cut(source, "a\0b", layers="0:1"),
