@@ -22,6 +22,7 @@ from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Re
 ATTEMPTS = 4
 TIMEOUT = 10.0  # seconds of silence in an attempt
 LONGEST = 30.0  # seconds that all of an attempt may take
+MOST = 8  # attempts for one webhook that wait for an answer without an end, each a thread and a connection
 
 _log = logging.getLogger("weightbeam.watch")
 
@@ -122,6 +123,9 @@ def _is_passing(error: BaseException) -> bool:
     return isinstance(error, requests.RequestException | TimeoutError)
 
 
+_UNANSWERED: dict[str, list[threading.Thread]] = {}  # this process's attempts, by URL
+
+
 @tenacity.retry(
     retry=tenacity.retry_if_exception(_is_passing),
     wait=tenacity.wait_exponential_jitter(initial=0.5, max=10, jitter=0.5),
@@ -133,8 +137,11 @@ def _post(url: str, message: Record) -> None:
 
     Raises:
       requests.RequestException: it can't be delivered, or the answer is no success.
-      TimeoutError: there was no answer in `LONGEST`.
+      TimeoutError: there was no answer in `LONGEST`, or to as many attempts as may wait for one.
     """
+    waiting = _UNANSWERED[url] = [thread for thread in _UNANSWERED.get(url, ()) if thread.is_alive()]
+    if len(waiting) >= MOST:
+        raise TimeoutError
     answer: Future[requests.Response] = Future()
 
     def attempt() -> None:
@@ -147,7 +154,8 @@ def _post(url: str, message: Record) -> None:
             answer.set_exception(e)
 
     # on its own: an answer of a byte each second never falls silent
-    threading.Thread(target=attempt, name="webhook", daemon=True).start()
+    waiting.append(threading.Thread(target=attempt, name="webhook", daemon=True))
+    waiting[-1].start()
     found = answer.result(LONGEST)
     if not 200 <= found.status_code < 300:
         raise requests.HTTPError(response=found)
