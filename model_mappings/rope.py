@@ -8,10 +8,11 @@ AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py (`init_rotary_embeddi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import Line, copied, derived, number, unless
+from weightbeam.model_mappings.configuration import Holds, Line, copied, derived, number, unless
 
 THETA = 10_000  # transformers' default
 ROPE = "rope_parameters"
@@ -99,22 +100,53 @@ def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) 
         parameter(
             "original_max_position_embeddings",
             "original_max_position_embeddings",
-            lambda c: c.get("max_position_embeddings", 4096),
+            lambda c: c["max_position_embeddings"],
         ),
         parameter("rope_truncate", "truncate", truncate),
         constant("rope_interleave", interleave),
-        constant("rope_attention_scaling", True),
+        *attention_scaling(kind, lambda c: is_yarn(c, kind)),
         unless(lambda c, model: yarn_limit(rope_of(c, kind)) if is_yarn(c, kind) else None),
     )
 
 
+def attention_scaling(kind: str = "", when: Holds | None = None) -> tuple[Line, ...]:
+    """Whether MaxText multiplies the turned query and key each by YaRN's usual scale, or by nothing."""
+
+    def find(c: Config, model: str | None) -> bool:
+        rope = rope_of(c, kind)
+        return math.isclose(attention_scale(rope), yarn_scale(rope))
+
+    def written_factor(keys: Mapping[str, Any]) -> float | None:
+        return 1.0 if keys.get("rope_type") == "yarn" and keys.get("rope_attention_scaling") is False else None
+
+    path = f"{ROPE}.{kind}.attention_factor".replace("..", ".")
+    return derived("rope_attention_scaling", find, when=when), copied(path, written_factor)
+
+
+def yarn_scale(rope: Config, mscale: float = 1) -> float:
+    """The usual scale of YaRN, with `mscale` as DeepSeek has it."""
+    factor = rope.get("factor", 1)
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def attention_scale(rope: Config) -> float:
+    """By what transformers multiplies query and key each (v5.23.0, modeling_rope_utils.py,
+    `_compute_yarn_parameters`).
+    """
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    if (said := rope.get("attention_factor")) is not None:
+        return float(number(said))
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    return yarn_scale(rope, mscale) / yarn_scale(rope, of_all) if mscale and of_all else yarn_scale(rope)
+
+
 def yarn_limit(rope: Config) -> str | None:
     """What of a YaRN embedding MaxText can't express."""
-    factor = rope.get("factor", 1)
-    scale = rope.get("attention_factor")
-    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    if scale is not None and abs(scale - usual) > 1e-6:
-        return f"rope attention_factor is {scale}: MaxText multiplies query and key by {usual:.4f} each; attention is sharper or flatter than the model's"
+    factor, scale, usual = rope.get("factor", 1), attention_scale(rope), yarn_scale(rope)
+    if not math.isclose(scale, usual) and not math.isclose(scale, 1):
+        theirs = f"MaxText multiplies query and key by {usual:.4f} each, or by nothing"
+        return f"rope attention_factor is {scale:g}: {theirs}; attention is sharper or flatter than the model's"
     if not float(factor).is_integer():
         return f"rope factor is {factor}: MaxText takes whole numbers alone, and refuses the configuration"
     return None

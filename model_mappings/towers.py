@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weightbeam.model_mappings.blocks import Table
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import Line, derived, fixed, inside, same, size, written
-from weightbeam.model_mappings.rope import only_kinds, rope_of
+from weightbeam.model_mappings.rope import THETA, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import Stack, rule, stack
 
 
@@ -37,7 +37,9 @@ QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
 ), when=bool)  # fmt: skip
 
 
-def multimodal_rope(sections: tuple[int, ...], turning: Callable[[Config], int]) -> tuple[Line, ...]:
+def multimodal_rope(
+    sections: tuple[int, ...], turning: Callable[[Config], int], base: float = THETA
+) -> tuple[Line, ...]:
     """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has
     none.
 
@@ -51,6 +53,7 @@ def multimodal_rope(sections: tuple[int, ...], turning: Callable[[Config], int])
         return said if sum(said) == half else taken_sections(said, half)
 
     return (
+        theta("rope_max_timescale", default=base),
         fixed("use_mrope", True),
         derived("mrope_section", find, "rope_parameters.mrope_section"),
         written("rope_parameters.mrope_interleaved", True),

@@ -10,7 +10,7 @@ from weightbeam.pipelines.checking.verification import Verification
 from weightbeam.pipelines.commands.adapters import ExportedAdapter
 from weightbeam.pipelines.commands.convert import Converted
 from weightbeam.pipelines.commands.export import Exported
-from weightbeam.pipelines.commands.fit import fit as fit
+from weightbeam.pipelines.commands.fit import Fit
 from weightbeam.pipelines.commands.inspect import Inspection
 from weightbeam.pipelines.commands.merge import Merged
 from weightbeam.pipelines.commands.plan import Plan as Plan
@@ -355,6 +355,25 @@ def export(
       >>> tuned = wb.export("ckpt", "tuned", progress=False)
       >>> wb.diff("models/qwen3", "tuned", progress=False).ok
       True
+    """
+
+def fit(source: str, maxtext_model: str) -> Fit:
+    """Compares a release with a MaxText configuration; reads no weights.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      maxtext_model: the name of one of MaxText's models, or a file (`.yml`) that says its keys.
+
+    Returns:
+      The differences, and the keys that MaxText must be told besides the model's name.
+
+    Raises:
+      Refused: no such source, model or file, or a model that has no table.
+
+    Example:
+      >>> compared = wb.fit("models/qwen3", "qwen3-0.6b")
+      >>> compared.ok  # the sizes are others
+      False
     """
 
 def inspect(

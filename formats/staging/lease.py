@@ -66,15 +66,22 @@ def hold(store: Store, name: str) -> Iterator[Lease]:
       HeldError: another owner holds it.
       ForeignError: something else has its name, and stays as it is.
     """
-    lease = _lease(store, name)
-    lease.take()
-    stop = threading.Event()
+    lease, stop = _lease(store, name), threading.Event()
     thread = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
-    thread.start()
+
+    def begin() -> None:
+        lease.take()
+        thread.start()
+
     try:
+        if isinstance(lease, _FileLease):  # which would stay if a signal came in between
+            uninterrupted(begin, lambda _: "", "")
+        else:  # a bucket may not answer for minutes
+            begin()
         yield lease
     finally:
-        uninterrupted(lambda: _let_go(lease, thread, stop), lambda _: "", "")
+        if thread.is_alive():
+            uninterrupted(lambda: _let_go(lease, thread, stop), lambda _: "", "")
 
 
 def _let_go(lease: Lease, thread: threading.Thread, stop: threading.Event) -> None:

@@ -265,8 +265,8 @@ class Bucket(Store):
         """Also that each of the two clients reads what the other one writes, once in a process."""
         self._open_tensorstore()
         name, ours, theirs = f"{PROBE}.{uuid.uuid4().hex}", b"Google's client", b"TensorStore"
-        self.write(name, ours)
         try:
+            self.write(name, ours)
             if (seen := (self.bucket, "written", _settle())) not in _MET:
                 self._ask_tensorstore("read", lambda store: store.read(name), lambda read: read.value == ours)
                 self._ask_tensorstore(

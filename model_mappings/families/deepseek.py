@@ -8,6 +8,7 @@ says `model.language_model.` in memory, and its `save_pretrained` writes `blocks
 """
 
 import functools
+import math
 
 from weightbeam.model_mappings.blocks import (
     LAYER,
@@ -36,7 +37,7 @@ from weightbeam.model_mappings.configuration import (
 from weightbeam.model_mappings.family import Family, Prediction, Tower
 from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, WHOLE_LOSS, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
-from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
+from weightbeam.model_mappings.rope import attention_scale, is_yarn, rope_of, theta, yarn_limit, yarn_scale
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.sparse_decoder import (
     INDEXER,
@@ -127,9 +128,19 @@ def mscale_limit(c, model):
     rope = rope_of(c)
     if rope["rope_type"] not in ("default", "yarn"):
         return f"rope_type is {rope['rope_type']!r}: MaxText's layer has the default embedding without it; logits differ, most in long contexts"
+    if rope["rope_type"] == "yarn" and rope.get("attention_factor") is not None:
+        return yarn_limit(rope)
     if rope["rope_type"] == "yarn" and rope.get("mscale_all_dim") and rope.get("mscale", 1) != rope["mscale_all_dim"]:
         return f"rope mscale is {rope.get('mscale')}, mscale_all_dim {rope['mscale_all_dim']}: MaxText knows one for both; attention is sharper or flatter than the model's"
     return None
+
+
+def scales_attention(c, model):
+    """Where `mscale_all_dim` says nothing, or `attention_factor` what MaxText's embedding has."""
+    rope = rope_of(c)
+    if not is_yarn(c) or (rope.get("mscale_all_dim") and rope.get("attention_factor") is None):
+        return False
+    return math.isclose(attention_scale(rope), yarn_scale(rope))
 
 
 def original_context(c, model):
@@ -147,7 +158,7 @@ YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's o
     copied("rope_parameters.mscale", lambda keys: keys["mscale"]),
     fixed("rope_interleave", True),
     fixed("rope_truncate", True),
-    derived("rope_attention_scaling", lambda c, model: is_yarn(c) and not rope_of(c).get("mscale_all_dim")),
+    derived("rope_attention_scaling", scales_attention),
     unless(mscale_limit),
 )
 GROUPS = (  # MaxText routes without groups unless told

@@ -83,7 +83,7 @@ BLOCK = (
     *llama3_lines(), unless(limit),
 )  # fmt: skip
 LLAMA = (*BLOCK, *architecture("llama2", "LlamaForCausalLM", "llama"), *TIED)
-MISTRAL = (*BLOCK, *architecture("mistral", "MistralForCausalLM", "mistral"), *TIED, no_window())
+MISTRAL = (*BLOCK, *architecture("mistral", "MistralForCausalLM", "mistral"), *TIED, no_window(default=4096))
 
 
 FAMILY = Family(

@@ -28,7 +28,7 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import is_yarn, nested_rope, plain_rope, rope_of
+from weightbeam.model_mappings.rope import attention_scaling, is_yarn, nested_rope, plain_rope, rope_of
 from weightbeam.model_mappings.rules import rule
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -76,7 +76,7 @@ LINES = (
     size("sliding_window_size", "sliding_window", default=4096),
     *plain_rope(THETA, FULL),
     fixed("rope_interleave", False),
-    fixed("rope_attention_scaling", True),
+    *attention_scaling(FULL),
     unless(uneven),
 )  # fmt: skip
 

@@ -105,7 +105,7 @@ def drops(c, layout):
 
 
 THINKER = (
-    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20), whole_head), *TIED)),
+    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20), whole_head, 1_000_000), *TIED)),
     *QWEN_VISION,
     size("position_id_per_seconds", "position_id_per_seconds", default=25),
     fixed("vision_encoder_block", "qwen3_omni"),

@@ -92,7 +92,7 @@ def drops(c, layout):
     return common_drops(text(c), layout, HF) | tower | generator
 
 
-ROPE, OWN = multimodal_rope((24, 20, 20), whole_head), (fixed("vision_encoder_block", "qwen3_vl"),)
+ROPE, OWN = multimodal_rope((24, 20, 20), whole_head, 500_000), (fixed("vision_encoder_block", "qwen3_vl"),)
 
 
 def dense_lines(kind, name, head):

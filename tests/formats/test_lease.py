@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import elsewhere
 import pytest
@@ -156,6 +158,25 @@ def test_another_lease_is_not_renewed(tmp_path: Path, monkeypatch: pytest.Monkey
         found = path.lstat().st_mtime
         time.sleep(0.3)
         assert path.lstat().st_mtime == found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """Between the link that makes it this one's and the work under it: it is let go again, with its lock."""
+    plain = os.utime
+
+    def signalled(*arguments: Any, **keywords: Any) -> None:
+        signal.raise_signal(number)
+        plain(*arguments, **keywords)
+
+    monkeypatch.setattr(lease.os, "utime", signalled)
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), lease.hold(*store_and_name(str(tmp_path / "x.lease"))):
+            pytest.fail("the work began")
+    finally:
+        signal.signal(number, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_many_racers_for_a_stale_lease_one_wins(tmp_path: Path) -> None:

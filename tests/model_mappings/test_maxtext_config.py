@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import types
 
 import pytest
@@ -179,7 +180,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["gpt-oss-20b"] | {"attention_bias": False}, None, ["attention_bias is False", "leave them out"]),
         (TREES["qwen2.5-7b"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, None, ["rope_type is 'dynamic'"]),
         (TREES["llama2-7b"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, ["rope_type is 'dynamic'"]),
-        (TREES["llama2-7b"] | {"rope_scaling": {"type": "yarn", "factor": 2.5}}, None, ["rope factor is 2.5"]),
+        (TREES["llama2-7b"] | {"rope_scaling": {"type": "yarn", "factor": 2.5}, "max_position_embeddings": 4096}, None, ["rope factor is 2.5"]),
         (TREES["qwen3-next-80b-a3b"] | {"rope_scaling": YARN}, None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3.5-35b-a3b", YARN), None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3-vl-2b", YARN), None, ["rope_type is 'yarn'"]),
@@ -193,6 +194,8 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (PLAIN_V4 | {"rope_parameters": {"main": LINEAR, "compress": {}}}, None, ["'linear' in main layers"]),
         (PLAIN_V4 | {"hc_eps": 1e-3}, None, ["hc_eps"]),
         (PLAIN_V4 | {"scoring_func": "sigmoid"}, None, ["scoring_func"]),
+        ({name: said for name, said in TREES["mistral-7b"].items() if name != "sliding_window"}, None, ["sliding_window is 4096"]),
+        (TREES["gpt-oss-20b"] | {"rope_parameters": None, "rope_scaling": None}, None, ["no rope_parameters", "YaRN by 32"]),
         (TREES["qwen3-8b"] | {"is_causal": False}, None, ["is_causal is False"]),
         (with_rope("gemma4-31b", {}, use_bidirectional_attention="all"), None, ["use_bidirectional_attention is 'all'"]),
         (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
@@ -221,6 +224,62 @@ def test_defaults_that_are_not_the_others(model: str, field: str, key: str, valu
     from transformers import AutoConfig
 
     assert getattr(AutoConfig.for_model(config["model_type"]), field) == value
+
+
+@pytest.mark.parametrize(
+    ("said", "scaled", "told"),
+    [
+        ({}, True, False),
+        ({"attention_factor": 1.0}, False, False),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, False, False),
+        ({"mscale": 0.707, "mscale_all_dim": 0.5}, False, True),
+        ({"attention_factor": 1.5}, False, True),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.5}, False, True),
+    ],
+)
+@pytest.mark.parametrize("model", ["qwen3-8b", "gpt-oss-20b", "olmo3-7b", "deepseek3-671b"])
+def test_what_yarn_multiplies_by(model: str, said: dict[str, float], scaled: bool, told: bool) -> None:
+    """transformers' own number is MaxText's, or 1, which MaxText has, too; or it is told."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = YARN | {"rope_theta": 1e4} | said
+    config = TREES[model] | {
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), rope) if model == "olmo3-7b" else rope
+    }
+    made = made_for(config | {"rope_scaling": None}, model)
+    assert (made["rope_attention_scaling"], any("attention" in limit for limit in made.limits)) == (scaled, told)
+    read = AutoConfig.for_model(config["model_type"], rope_parameters=config["rope_parameters"])
+    layers = {"layer_type": "full_attention"} if model == "olmo3-7b" else {}
+    theirs = ROPE_INIT_FUNCTIONS["yarn"](read, "cpu", **layers)[1]
+    usual = 0.1 * math.log(4) + 1
+    assert told or math.isclose(theirs, usual if scaled else 1)
+    if not told and model != "deepseek3-671b":
+        assert (
+            made_for(config_json(dict(made)).config | {"max_position_embeddings": 4096}, model)[
+                "rope_attention_scaling"
+            ]
+            == scaled
+        )
+
+
+def test_yarn_of_no_context_is_refused() -> None:
+    """transformers takes the default of the model's class, which may be any."""
+    config = {name: said for name, said in TREES["qwen3-8b"].items() if name != "max_position_embeddings"}
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        made_for(config | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
+
+
+@pytest.mark.parametrize(
+    ("model", "base"), [("qwen3-vl-2b", 500_000), ("qwen3-vl-30b-a3b", 500_000), ("qwen3-omni-30b-a3b", 1_000_000)]
+)
+def test_the_base_that_a_class_has(model: str, base: int) -> None:
+    """Where `config.json` says none: of Qwen 3 VL and Omni that of transformers' classes, not 10,000."""
+    config = copy.deepcopy(TREES[model])
+    text = config.get("thinker_config", config)["text_config"]
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        text.pop(name, None)
+    assert made_for(config, model)["rope_max_timescale"] == base
 
 
 def test_the_base_of_compressed_layers() -> None:
