@@ -42,3 +42,15 @@ class Extremes:
         )
         self.is_finite = self.is_finite and positive < self._infinite and negative < self._sign + self._infinite
         self.is_zero = self.is_zero and positive <= 0 and negative <= self._sign
+
+
+SEEN = "seen"  # in a unit's ledger entry: what is to be said of its values, by tensor
+NOT_FINITE = "not_finite"  # field of a record: the tensors with values that are NaN or infinite, and how many of each
+
+
+def count_odd(values: np.ndarray, extremes: Extremes) -> tuple[int, int]:
+    """How many values are NaN, and how many infinite; `extremes` are of what they are a share of."""
+    if extremes.is_finite:
+        return 0, 0
+    wide = values.astype(np.float32)
+    return int(np.count_nonzero(np.isnan(wide))), int(np.count_nonzero(np.isinf(wide)))

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
-from weightbeam.formats.record.extremes import Extremes
+from weightbeam.formats.record.extremes import SEEN, Extremes
 from weightbeam.formats.record.provenance import digest
 from weightbeam.formats.staging import BucketStaging, Staging
 from weightbeam.formats.storage import File
@@ -24,7 +24,6 @@ from weightbeam.model_mappings.boxes import Box
 
 STATE = "state"  # in a unit's ledger entry: sizes and times of the files that it wrote, in short
 FILES = "files"  # in a unit's ledger entry: their names, where they don't lie in a folder of their own
-SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
 Shard = tuple[ArraySpec, Box, np.ndarray]  # an array, a box of it, and its values
 See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
 

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.orbax.metadata import checkpoint_around
+from weightbeam.formats.record.extremes import SEEN, Extremes, count_odd
 from weightbeam.formats.record.provenance import total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
@@ -176,10 +177,15 @@ def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Ma
     ]
     about = staging.write_stretches(stretches)
     shares: dict[str, int] = {}
+    seen = []
     for tensor, box, buffer in buffers:
         shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, buffer)
+        values, extremes = np.frombuffer(buffer, tensor.dtype), Extremes(tensor.dtype)
+        extremes.look(values)
+        if any(odd := count_odd(values, extremes)):
+            seen.append({tensor.name: (*odd, 0)})
     digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
-    staging.enter(unit, {"digests": digests, **about, **(notes or {})})
+    staging.enter(unit, {"digests": digests, **about, **({SEEN: seen} if seen else {}), **(notes or {})})
 
 
 def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:

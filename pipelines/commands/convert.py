@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.record.extremes import NOT_FINITE
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.staging.links import HARD
 from weightbeam.formats.storage import Store, open_store
@@ -33,7 +33,6 @@ from weightbeam.transforms.cutting.virtual import REST_IS_WRITTEN
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.options import Delivery, Linking, Options, options_of
 
-LOG = logging.getLogger("weightbeam")
 DELIVERY = Delivery()
 # src/maxtext/trainers/post_train/sft/train_sft.py against pre_train/train.py, 0.2.5, as run
 SFT_ONLY = "            only MaxText's SFT applies an adapter; pre_train ignores lora.* without a word"
@@ -196,12 +195,9 @@ def carry_out(
     items, said = open_store(made.folder) / ITEMS, f"--link {how.link}" if made.in_folder else "copied into the bucket"
     if made.state != DONE:
         return Converted(conversion, items, made.seconds, made.written, made.state)
-    odd = {field: made.record[field] for field in (odd_values.NOT_FINITE, odd_values.ZERO) if field in made.record}
+    odd = {field: made.record[field] for field in (NOT_FINITE, odd_values.ZERO) if field in made.record}
     stated = [shard["name"] for shard in made.record.get("shards", ()) if shard.get("hash") == "stated"]
-    converted = Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
-    for warning in converted.warnings:
-        LOG.warning(warning)
-    return converted
+    return Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
 
 
 def _warnings(conversion: Conversion) -> Iterator[str]:

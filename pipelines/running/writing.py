@@ -21,6 +21,7 @@ from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import is_local
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report, reporter
+from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Compared, compared_of
 from weightbeam.transforms.execution.overlap import overlaps
 from weightbeam.transforms.planning.options import Delivery, Options, options_of
@@ -117,7 +118,10 @@ def write(
         _write_at_once(planned, place, how)
     if planned.target.made_by(place.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {place.final} isn't its result")
-    return told(planned, place, time.monotonic() - start, written)
+    made = told(planned, place, time.monotonic() - start, written)
+    for line in odd_values.describe(made.record):
+        LOG.warning(printable(line))
+    return made
 
 
 def _replaced(planned: Transfer, place: Staging) -> str:

@@ -287,6 +287,24 @@ def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
     assert config["vocab_size"] == LLAMA["vocab_size"]
 
 
+def test_values_beyond_the_largest_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """float16 ends at 65,504: what becomes infinite is counted by whatever writes it, and stands in its record."""
+    tensors, name = random_tensors(LLAMA, F32), "model.layers.0.mlp.up_proj.weight"
+    tensors[name][0, :3] = 1e5, -1e5, 3.4e38
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    key = "params.params.decoder.layers.mlp.wi_1.kernel"
+    for command, source, dtype, output, told in (
+        ("export", "ckpt", "float16", "half", f"{name} (3 infinite)"),
+        ("reshard", "ckpt", "bfloat16", "narrow", f"{key} (1 infinite)"),
+    ):
+        capsys.readouterr()
+        assert call(command, tmp_path / source, tmp_path / output, "--save_dtype", dtype) == 0
+        assert f"1 tensor holds values that aren't finite: {told}" in capsys.readouterr().err
+    record = json.loads((tmp_path / "half" / "weightbeam.json").read_text())
+    assert record["not_finite"] == {name: {"nan": 0, "infinite": 3}}
+
+
 def test_a_unit_of_padding_alone(tmp_path: Path) -> None:
     """It makes nothing, and is done as any other one."""
     tensors = random_tensors(LLAMA, F32)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.record.extremes import Extremes
+from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.record.extremes import NOT_FINITE, SEEN, Extremes, count_odd
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.plan import Array
 
-NOT_FINITE, ZERO = "not_finite", "zero"  # fields of the record
+ZERO = "zero"  # field of the record, beside NOT_FINITE
 Counts = tuple[int, int, int]  # elements that are NaN, that are infinite, and that are zeros of nothing but zeros
 SHOWN = 3  # tensors that a message names
 
@@ -42,14 +43,18 @@ def find_odd(array: Array, box: Box, values: np.ndarray, extremes: Extremes) -> 
             continue
         for piece in cell.pieces(box):
             share = piece.target.of(values, origin)
-            if not extremes.is_finite:
-                wide = share.astype(np.float32)
-                found[cell.tensor, 0] += int(np.count_nonzero(np.isnan(wide)))
-                found[cell.tensor, 1] += int(np.count_nonzero(np.isinf(wide)))
+            for kind, times in enumerate(count_odd(share, extremes)):
+                found[cell.tensor, kind] += times
             if is_matrix and (extremes.is_zero or _is_zero(share)):
                 found[cell.tensor, 2] += share.size
     odd = sorted({tensor for (tensor, _), times in found.items() if times})
     return {tensor: (found[tensor, 0], found[tensor, 1], found[tensor, 2]) for tensor in odd}
+
+
+def see_array(spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes) -> dict[str, Counts]:
+    """What of a shard isn't finite, of an array that is told by its own name."""
+    odd = count_odd(values, extremes)
+    return {spec.key: (*odd, 0)} if any(odd) else {}
 
 
 def _none_is_zero(array: Array, values: np.ndarray) -> bool:
@@ -86,16 +91,26 @@ def conclude(counts: Iterable[Mapping[str, Sequence[int]]], arrays: Iterable[Arr
     throughout.
     """
     total = add(counts)
-    not_finite = {
-        tensor: {"nan": nan, "infinite": infinite} for tensor, (nan, infinite, _) in total.items() if nan or infinite
-    }
     maybe = {tensor for tensor, (_, _, zeros) in total.items() if zeros}
     elements: Counter[str] = Counter()
     for part in (part for array in arrays if maybe for part in array.parts):
         for tensor in maybe.intersection(part.tensors):
             elements[tensor] += math.prod(part.window_shape)
     zero = sorted(tensor for tensor in maybe if total[tensor][2] >= elements[tensor])
-    return {**({NOT_FINITE: dict(sorted(not_finite.items()))} if not_finite else {}), **({ZERO: zero} if zero else {})}
+    return {**not_finite(total), **({ZERO: zero} if zero else {})}
+
+
+def not_finite(total: Mapping[str, Counts]) -> dict[str, Any]:
+    """The tensors with NaN or infinite elements, for the record."""
+    odd = {
+        tensor: {"nan": nan, "infinite": infinite} for tensor, (nan, infinite, _) in total.items() if nan or infinite
+    }
+    return {NOT_FINITE: dict(sorted(odd.items()))} if odd else {}
+
+
+def not_finite_of(ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What all units found that look for nothing else."""
+    return not_finite(add(found for entry in ledger.values() for found in entry.get(SEEN, ())))
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from weightbeam.formats.encodings.made_codes import MadeScales
 from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.record.extremes import Extremes
+from weightbeam.formats.record.extremes import SEEN, Extremes
 from weightbeam.formats.release.files import SmallFiles, files_of, keep_files, kept_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
@@ -26,7 +26,6 @@ from weightbeam.formats.staging.links import SOURCE, identify, put_source
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.targets import TARGETS, Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
-from weightbeam.formats.targets.orbax_units import SEEN
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem

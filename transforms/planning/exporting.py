@@ -31,6 +31,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import ArrayPlan
+from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import ComparesSource
 from weightbeam.transforms.cutting.blocks import Block, element_box
 from weightbeam.transforms.cutting.files import FileLayout
@@ -207,7 +208,7 @@ class Export(ComparesSource, ToRelease):
         return [self._stored[name].key for name in dict.fromkeys(names)]
 
     def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        return self.compare_reads(staging, ledger)
+        return {**self.compare_reads(staging, ledger), **odd_values.not_finite_of(ledger)}
 
     def expand(self, unit: int, place: Store) -> Unit:
         """A unit, spelled out; `place` is where the plan is at work."""

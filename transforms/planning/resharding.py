@@ -44,6 +44,7 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import ArrayPlan
+from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.grid import Grid
@@ -218,7 +219,8 @@ class Reshard(ComparesSource, Transfer):
 
     def conclude(self, place: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         written = total(entry["digests"] for entry in ledger.values())
-        return self.compare_reads(place, ledger, {key: written[key] for key in self._kept & written.keys()})
+        compared = self.compare_reads(place, ledger, {key: written[key] for key in self._kept & written.keys()})
+        return {**compared, **odd_values.not_finite_of(ledger)}
 
     def expand(self, unit: int, place: Store) -> Unit:
         """A unit, spelled out; `place` is where the plan is at work."""
@@ -296,6 +298,7 @@ class Reshard(ComparesSource, Transfer):
             tree=self.tree.metadata if full else None,
             metadata=copied,
             handlers=self.around.handlers if full else {},
+            see=odd_values.see_array,
         )
 
     def bring(self, place: Staging, how: Delivery) -> None:

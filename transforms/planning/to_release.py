@@ -8,8 +8,9 @@ from typing import Any
 
 from weightbeam.formats.release.files import hash_each
 from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.staging import Staging
 from weightbeam.formats.targets.release import ReleaseTarget
-from weightbeam.transforms.comparing import baselines
+from weightbeam.transforms.comparing import baselines, odd_values
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.planning.transfer import Transfer
 
@@ -50,6 +51,9 @@ class ToRelease(Transfer):
             baselines.gather,
             frozenset({baselines.FILE}),
         )
+
+    def conclude(self, place: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        return odd_values.not_finite_of(ledger)
 
     @property
     def target_bytes(self) -> int:
