@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
                     raise
                 # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
                 refused = e.errno == errno.ENAMETOOLONG
-                told("refused" if refused else "failed", OSError(f"  {e}"))
+                told("refused" if refused else "failed", OSError("; ".join([f"  {e}", *DONE])))
                 return 2 if refused else 1
             # Some libraries make something else of a KeyboardInterrupt.
             said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or "; ".join(DONE)

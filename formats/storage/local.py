@@ -346,7 +346,9 @@ class LocalFolder(Store):
             if re.fullmatch(r"[0-9a-f]{16}", probe.suffix[1:]):
                 for folder in (probe / "a", probe / "b", probe):  # whatever else lies in there is somebody's
                     with contextlib.suppress(OSError):
-                        (folder / "file").unlink(missing_ok=True)
+                        file = folder / "file"
+                        if os.path.lexists(file) and not file.lstat().st_size:
+                            file.unlink()
                         folder.rmdir()
 
     def unmake(self) -> None:

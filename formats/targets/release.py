@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None
         if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
             return str(place.final), "is a link or a file; name a folder"
+        if folder and os.path.ismount(folder):
+            return str(place.final), "is a mount point, and can't be replaced; name a folder in it"
         if around := checkpoint_around(place.final.parent):
             return str(place.final), f"lies in a checkpoint, {around}; choose another"
         if folder and (why := clash(folder, [*(name for name, *_ in self.files), *self.texts])):

@@ -248,7 +248,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def lies_in(url: str, other: str) -> bool:
-    """Whether a folder or file is another one or lies in it, links resolved."""
+    """Whether a folder or file is another one or lies in it, links resolved; one that is mounted twice is one."""
     if "://" in url or "://" in other:
         return f"{url}/".startswith(f"{other}/")
-    return Path(os.path.realpath(url)).is_relative_to(os.path.realpath(other))
+    here, there = Path(os.path.realpath(url)), Path(os.path.realpath(other))
+    return here.is_relative_to(there) or (
+        there.exists() and any(place.exists() and place.samefile(there) for place in (here, *here.parents))
+    )

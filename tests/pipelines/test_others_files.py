@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -790,6 +791,46 @@ def test_what_is_called_as_a_probe(source: Path, tmp_path: Path) -> None:
     for folder in mine:
         folder.mkdir()
         (folder / "thesis.txt").write_text("mine")
+    alike = place / f".weightbeam-probe.{16 * '2'}" / "a" / "file"
+    alike.parent.mkdir(parents=True)
+    alike.write_text("mine")
     assert call("convert", source, place, *MODEL) == 0
-    assert sorted(path.name for path in place.iterdir()) == sorted(["0", *(folder.name for folder in mine)])
-    assert all((folder / "thesis.txt").read_text() == "mine" for folder in mine)
+    assert sorted(path.name for path in place.iterdir()) == sorted(
+        ["0", alike.parts[-3], *(folder.name for folder in mine)]
+    )
+    assert all(file.read_text() == "mine" for file in (alike, *(folder / "thesis.txt" for folder in mine)))
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *how: str) -> Iterator[Path]:
+    """Context manager: something is mounted there; else the test is skipped."""
+    place.mkdir()
+    if os.geteuid() or subprocess.run(["mount", *how, str(place)], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_source_that_is_mounted_where_the_output_is(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Its other name is no other place: it would be replaced by what is made of it."""
+    shutil.copytree(checkpoint, tmp_path / "here" / "ckpt")
+    assert call("cut", source, tmp_path / "here" / "release", "--layers", "0:1") == 0
+    before = sorted((tmp_path / "here").rglob("*"))
+    with mounted(tmp_path / "there", "--bind", str(tmp_path / "here")) as there:
+        for command in (
+            ("cut", tmp_path / "here" / "release", there / "release", "--layers", "0:1"),
+            ("reshard", tmp_path / "here" / "ckpt", there / "ckpt"),
+        ):
+            assert call(*command, "--overwrite") == 2
+    assert sorted((tmp_path / "here").rglob("*")) == before
+
+
+def test_a_release_that_is_a_mount_point(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can be renamed to its name: it is refused before anything is made."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "tmpfs") as disk:
+        assert call("cut", source, disk, "--layers", "0:1") == 2
+        assert "is a mount point" in capsys.readouterr().err
+        assert call("cut", source, disk / "release", "--layers", "0:1") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]

@@ -442,6 +442,17 @@ def test_files_that_take_nothing_more(source: Path, tmp_path: Path, capfd: pytes
     assert call("verify", source, tmp_path / "b", "-q") == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_an_output_that_takes_nothing(source: Path, tmp_path: Path) -> None:
+    """What can't be said is no success; what is published by then is said with it."""
+    with open("/dev/full", "w") as full:
+        process = warm.start("convert", source, tmp_path / "out", stdout=full)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"No space left on device; but {tmp_path / 'out' / '0'} was published already" in told
+    assert call("verify", source, tmp_path / "out", "-q") == 0
+
+
 def test_json_is_written_whole_or_not_at_all(source: Path, tmp_path: Path) -> None:
     """What an earlier command told stays, and nothing lies beside it."""
     (tmp_path / "told").mkdir()
