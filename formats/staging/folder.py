@@ -31,6 +31,10 @@ from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Sto
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
+CAME = (
+    "isn't what it was as this began, and stays; look at it, and the same command with --resume --overwrite replaces it"
+)
+Files = tuple[tuple[str, int, int], ...]  # of a folder's own files, in order: name, size in bytes, time in nanoseconds
 REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
 log = logging.getLogger("weightbeam")
@@ -44,6 +48,7 @@ class FolderStaging(Staging):
     def __init__(self, output: LocalFolder, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
         self._folder: str | None = None  # what is staged; None until it is claimed or created
+        self._replaces: Files | None = None  # what may be replaced; None where nobody has looked
 
     def check_name(self) -> None:
         """Makes sure that the file system takes the names that lie beside the final one.
@@ -164,6 +169,9 @@ class FolderStaging(Staging):
         if self.final.exists(self.marker) and holds_plan(self.final):
             (final / PLAN).unlink(missing_ok=True)
 
+    def look_there(self) -> None:
+        self._replaces = _files_in(Path(self.final))
+
     def exists(self) -> bool:
         return self.checkpoint.folder.exists()
 
@@ -232,7 +240,7 @@ class FolderStaging(Staging):
             if place.exists():
                 sync_folder(place)
         try:
-            self._swap(sealed, final) if overwrite else rename_new(sealed, final)
+            self._replace(sealed, final) if overwrite else rename_new(sealed, final)
         except FileNotFoundError as e:
             raise self.taken_over() from e
         except OSError:
@@ -255,6 +263,17 @@ class FolderStaging(Staging):
         self._check_lease()
         self.final.delete(self.marker)
         self.final.delete_folder()
+
+    def _replace(self, sealed: Path, final: Path) -> None:
+        """Puts a folder in the place of what is there, if that is what was there as the command began.
+
+        Raises:
+          OSError: it isn't; it is there again.
+        """
+        self._swap(sealed, final)
+        if self._replaces is not None and os.path.lexists(sealed) and _files_in(sealed) != self._replaces:
+            self._swap(sealed, final)
+            raise StorageError(f"{final}: {CAME}")
 
     def _swap(self, sealed: Path, final: Path) -> None:
         """Puts a folder in the place of what is there, if anything is; `sealed` is that then.
@@ -299,6 +318,15 @@ def new_id() -> str:
     """A name's random part, and a checksum of it: no folder that anyone else has named is taken for ours."""
     start = uuid.uuid4().hex[:16]
     return start + _checksum(start)
+
+
+def _files_in(place: Path) -> Files:
+    """What a folder's own files tell of what it is; empty where nothing is."""
+    with contextlib.suppress(FileNotFoundError):
+        with os.scandir(place) as entries:
+            stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries if not entry.is_dir()]
+        return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats))
+    return ()
 
 
 def _is_id(text: str) -> bool:

@@ -257,6 +257,23 @@ def _content(folder: Store, name: str) -> str:
     return found.content if isinstance(found, Shard) else ""
 
 
+def check_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool) -> None:
+    """Checks that a release's files were put into a folder as `put_source` would.
+
+    Raises:
+      LinkError: they were put there in another way, or links lead to where the release was.
+    """
+    again = "start anew with --overwrite"
+    if hashed and not folder.exists(SUMS):
+        raise LinkError(f"{folder}: was made without --sha256; {again}")
+    for shard in checkpoint.shards if isinstance(folder, LocalFolder) else ():
+        led, found = _leads_to(folder, shard.name), folder.stat(shard.name)
+        if led and led != os.path.realpath(shard.path):
+            raise LinkError(f"{folder.path(shard.name)}: leads to {led}, not to {shard.path}; {again}")
+        if (kind := _kind(folder, found, shard)) != how:
+            raise LinkError(f"{folder.path(shard.name)}: was made with --link {kind}; {again}")
+
+
 def _leads_to(folder: Store, name: str) -> str:
     """Where a symbolic link leads; empty if it is none."""
     path = folder.path(name)

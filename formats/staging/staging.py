@@ -209,6 +209,9 @@ class Staging(abc.ABC):
     def is_taken(self) -> bool:
         """Whether something else is where the checkpoint should be read from."""
 
+    def look_there(self) -> None:  # noqa: B027
+        """Notes what lies in the place, which may be replaced: what comes there later isn't. A bucket looks by itself."""
+
     def is_staged(self) -> bool:
         """Whether the plan is there, so that units can be made."""
         return self.plan_folder.exists(PLAN)

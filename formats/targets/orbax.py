@@ -45,7 +45,7 @@ from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
-from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
+from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, listed, nothing
 
 OTHERS = "what others have put there"
 
@@ -236,6 +236,7 @@ def assemble(
                 raise
             staging.sweep()
             raise staging.taken_over() from e
+    check_replaced(staging, target, overwrite)
     publish(staging, overwrite)
 
 

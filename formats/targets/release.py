@@ -26,7 +26,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_t
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
-from weightbeam.formats.targets.target import Conclude, Target, lies_in, listed, nothing
+from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, listed, nothing
 from weightbeam.model_mappings.boxes import Box
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
@@ -234,4 +234,5 @@ def assemble(
             "digests": total(entry["digests"] for entry in ledger.values()),
         }
         staging.put(RECORD, json.dumps(about, indent=1).encode())
+    check_replaced(staging, target, overwrite)
     staging.publish(overwrite)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import Store
+from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.storage import StorageError, Store
 
 LISTED = 10  # names in a sentence
 PlaceT = TypeVar("PlaceT", bound=Staging)
@@ -239,6 +239,16 @@ class Target(abc.ABC, Generic[PlaceT]):
         Returns:
           Bytes that are still to be written.
         """
+
+
+def check_replaced(place: PlaceT, target: Target[PlaceT], overwrite: bool) -> None:
+    """Looks once more, before it is replaced, at what lies in a folder's place; of a bucket `check_place` does.
+
+    Raises:
+      StorageError: others' files would go with it by now.
+    """
+    if overwrite and isinstance(place, FolderStaging) and place.is_taken() and (why := target.why_not_replace(place)):
+        raise StorageError(f"{place.final}: {why}")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -105,6 +105,7 @@ def write(
     """Writes a result to its place, which is this command's alone."""
     start, written = time.monotonic(), 0
     refuse(check_output(place, planned, how), planned.source)  # again: now nobody else changes it
+    place.look_there()
     if how.overwrite and place.is_taken():
         LOG.info(_replaced(planned, place))
     if planned.units:

@@ -22,7 +22,7 @@ from support import call, convert
 
 import weightbeam as wb
 from weightbeam.formats.orbax import others_in
-from weightbeam.formats.staging import ASIDE, PLAN, BucketStaging, lease
+from weightbeam.formats.staging import ASIDE, PLAN, BucketStaging, FolderStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
@@ -799,6 +799,48 @@ def test_what_is_called_as_a_probe(source: Path, tmp_path: Path) -> None:
         ["0", alike.parts[-3], *(folder.name for folder in mine)]
     )
     assert all(file.read_text() == "mine" for file in (alike, *(folder / "thesis.txt" for folder in mine)))
+
+
+@pytest.mark.parametrize("others", ["a folder", "a checkpoint"])
+@pytest.mark.parametrize("before", [False, True], ids=["", "replaced"])
+@pytest.mark.parametrize("command", ["convert", "cut"])
+def test_what_comes_while_a_command_runs_is_not_replaced(
+    command: str,
+    before: bool,
+    others: str,
+    source: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--overwrite` is about what lay there as it was said: somebody's work of an hour later stays, and is named."""
+    out = tmp_path / "out"
+    place = out / "0" if command == "convert" else out
+    words = (command, source, out, *(MODEL if command == "convert" else ("--layers", "0:1")))
+    if before:
+        assert call(*words) == 0
+    plain = FolderStaging.look_there
+
+    def look(self: FolderStaging) -> None:
+        plain(self)
+        if others == "a checkpoint":
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(checkpoint / "0", place)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "thesis.txt").write_text("mine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderStaging, "look_there", look)
+        assert call(*words, "--overwrite") == 1
+    assert str(place) in capsys.readouterr().err
+    assert (place / "thesis.txt").read_text() == "mine"
+    assert (place / "items").exists() == (others == "a checkpoint" or (before and command == "convert"))
+    (place / "thesis.txt").rename(tmp_path / "thesis.txt")
+    if others == "a checkpoint" and command == "cut":
+        shutil.rmtree(place)
+    assert call(*words, "--resume", "--overwrite") == 0
+    assert call("verify", source, out) == (0 if command == "convert" else 2)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from support import (
 
 import weightbeam as wb
 from weightbeam.formats.orbax import find_items, ocdbt
-from weightbeam.formats.staging import links
+from weightbeam.formats.staging import folder, links
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines.checking import virtual
@@ -298,6 +298,30 @@ def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert call(*command, "--resume") == 0
     assert call(*command) == 2
     assert call(*command, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("again", [("--link", "copy"), ("--sha256",), ("moved",)], ids=lambda words: words[-1])
+def test_what_is_whole_but_for_its_name_refers_to_what_is_asked_for(
+    again: tuple[str, ...], mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Links that lead to where the release was would read whatever lies there by now."""
+    source = Path(shutil.copytree(mixed, tmp_path / "hf"))
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "the power is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "rename_new", fails)
+        assert call("convert", source, tmp_path / "out", "--virtual", "--link", "symlink") == 1
+    if again == ("moved",):
+        source, again = source.rename(tmp_path / "elsewhere"), ()
+    options = ("--virtual", "--link", "symlink", *again, "--resume")
+    capsys.readouterr()
+    assert call("convert", source, tmp_path / "out", *options) == 2
+    assert "start anew with --overwrite" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "0").exists()
+    assert call("convert", source, tmp_path / "out", *options[:-1], "--overwrite") == 0
+    assert call("verify", tmp_path / "out") == 0
 
 
 def test_a_virtual_conversion_that_has_no_units_resumes_too(

@@ -22,7 +22,7 @@ from weightbeam.formats.record.extremes import SEEN, Extremes
 from weightbeam.formats.release.files import SmallFiles, files_of, keep_files, kept_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.staging.links import SOURCE, identify, put_source
+from weightbeam.formats.staging.links import SOURCE, check_source, identify, put_source
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.targets import TARGETS, Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
@@ -232,6 +232,10 @@ class Conversion(Transfer):
         keep_files(place.aside, open_store(self.source.root), self._small_files, self.naming(place.final.url))
         if self.virtual_bytes:
             put_source(place.shards / SOURCE, self.source, how.link, how.sha256)
+
+    def check_complete(self, place: Staging, how: Delivery) -> None:
+        if self.virtual_bytes:
+            check_source(place.items / SOURCE, self.source, how.link, how.sha256)
 
     @functools.cached_property
     def _summed(self) -> dict[str, str]:

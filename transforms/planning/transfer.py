@@ -170,6 +170,9 @@ class Transfer(abc.ABC):
     def bring(self, place: Staging, how: Delivery) -> None:  # noqa: B027
         """Brings there what no unit makes: files of the source."""
 
+    def check_complete(self, place: Staging, how: Delivery) -> None:  # noqa: B027
+        """Raises `LinkError` where what is complete but for its name isn't what `bring` would make."""
+
     def copy(self, unit: Unit, notes: dict[str, Any]) -> Sequence[Any]:
         """Reads the chunks that a unit copies as they are encoded; adds to the notes of its ledger entry."""
         return ()

@@ -24,9 +24,11 @@ def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
       Whether anything is left to do but publishing.
 
     Raises:
-      LinkError: the source's files can't be put there so; what was staged only now is removed.
+      LinkError: the source's files can't be put there so; what was staged only now is removed. Or what is complete
+        refers to others.
     """
     if how.resume and plan.target.made_by(staging.checkpoint) == plan.hash:
+        plan.check_complete(staging, how)
         return False
     resumed = how.resume and staging.is_staged()
     if resumed:
