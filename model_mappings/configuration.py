@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -62,11 +63,22 @@ def number(value: Any) -> int | float:
     """A number as MaxText's types want it: whole ones as integers.
 
     Raises:
-      ValueError: not a number.
+      ValueError: not a number, or NaN or infinite.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def positive(value: Any) -> int | float:
+    """A number above zero, such as the base of a power.
+
+    Raises:
+      ValueError: it isn't.
+    """
+    if (found := number(value)) <= 0:
+        raise ValueError(value)
+    return found
 
 
 def flag(value: Any) -> bool:
@@ -509,6 +521,8 @@ def write(lines: Iterable[Line], keys: Mapping[str, Any]) -> dict[str, Any]:
         value = keys.get(line.key)
         try:
             field = line.to_field(value)
+            if isinstance(field, float):
+                number(field)  # no JSON says NaN, or an infinity
         except (KeyError, TypeError, ValueError) as e:
             raise MaxTextConfigError(f"{line.key} is {value!r}, for which config.json has no {line.path}") from e
         put(config, line.path, field)

@@ -6,6 +6,7 @@ AI-Hypercomputer/maxtext, src/maxtext/models and layers, e591f30.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from weightbeam.model_mappings.configuration import (
     fixed,
     mapped,
     only,
+    positive,
     real,
     size,
     truth,
@@ -47,7 +49,7 @@ def activation(field: str = "hidden_act", default: str = "silu") -> tuple[Line, 
 
 def eps(default: float = 1e-6) -> Line:
     """What is added to a variance."""
-    return real("normalization_layer_epsilon", "rms_norm_eps", default)
+    return dataclasses.replace(real("normalization_layer_epsilon", "rms_norm_eps", default), to_key=positive)
 
 
 def fixed_eps(default: float = 1e-6) -> tuple[Line, ...]:
@@ -126,6 +128,7 @@ def mlp_layer_types(keys: Mapping[str, Any]) -> list[str]:
 
 
 NORM_TOPK = "MaxText divides the weights of the chosen experts by their sum all the same; logits differ much. There is no way round"
+NORMED = only("norm_topk_prob", True, NORM_TOPK, default=True)
 
 
 def dense(rope_theta: float = 10_000) -> tuple[Line, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import Holds, Line, copied, derived, number, unless
+from weightbeam.model_mappings.configuration import Holds, Line, copied, derived, number, positive, unless
 
 THETA = 10_000  # transformers' default
 ROPE = "rope_parameters"
@@ -74,7 +74,7 @@ def theta(key: str, kind: str = "", default: float = THETA) -> Line:
     """The base of the frequencies."""
     return derived(
         key,
-        lambda c, _: number(rope_of(c, kind).get("rope_theta", default)),
+        lambda c, _: positive(rope_of(c, kind).get("rope_theta", default)),
         f"{ROPE}.{kind}.rope_theta".replace("..", "."),
     )
 

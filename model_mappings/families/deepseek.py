@@ -26,16 +26,16 @@ from weightbeam.model_mappings.configuration import (
     count,
     derived,
     fixed,
+    flag,
     inside,
     number,
-    only,
     real,
     size,
     unless,
     written,
 )
 from weightbeam.model_mappings.family import Family, Prediction, Tower
-from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, WHOLE_LOSS, activation, architecture, eps
+from weightbeam.model_mappings.lines import CONTEXT, NORMED, SIZES, TIED, WHOLE_LOSS, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import attention_scale, is_yarn, rope_of, theta, yarn_limit, yarn_scale
 from weightbeam.model_mappings.rules import rule, stack
@@ -128,11 +128,10 @@ def mscale_limit(c, model):
     rope = rope_of(c)
     if rope["rope_type"] not in ("default", "yarn"):
         return f"rope_type is {rope['rope_type']!r}: MaxText's layer has the default embedding without it; logits differ, most in long contexts"
-    if rope["rope_type"] == "yarn" and rope.get("attention_factor") is not None:
-        return yarn_limit(rope)
-    if rope["rope_type"] == "yarn" and rope.get("mscale_all_dim") and rope.get("mscale", 1) != rope["mscale_all_dim"]:
+    said = rope.get("attention_factor") is not None
+    if is_yarn(c) and not said and rope.get("mscale_all_dim") and rope.get("mscale", 1) != rope["mscale_all_dim"]:
         return f"rope mscale is {rope.get('mscale')}, mscale_all_dim {rope['mscale_all_dim']}: MaxText knows one for both; attention is sharper or flatter than the model's"
-    return None
+    return yarn_limit(rope) if is_yarn(c) else None
 
 
 def scales_attention(c, model):
@@ -157,18 +156,19 @@ YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's o
     derived("mscale", lambda c, model: softmax_mscale(rope_of(c)), "rope_parameters.mscale_all_dim"),
     copied("rope_parameters.mscale", lambda keys: keys["mscale"]),
     fixed("rope_interleave", True),
-    fixed("rope_truncate", True),
+    derived("rope_truncate", lambda c, model: flag(rope_of(c).get("truncate", True))),
     derived("rope_attention_scaling", scales_attention),
     unless(mscale_limit),
 )
+V3_GROUPS = (8, 4)  # transformers' defaults: how many there are, and how many are chosen
 GROUPS = (  # MaxText routes without groups unless told
-    derived("n_routing_groups", lambda c, model: groups(c)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
-    derived("topk_routing_group", lambda c, model: groups(c)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
+    derived("n_routing_groups", lambda c, model: groups(c, V3_GROUPS)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
+    derived("topk_routing_group", lambda c, model: groups(c, V3_GROUPS)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
 )
 
 
-def groups(c):
-    number, chosen = c.get("n_group") or 1, c.get("topk_group") or 1
+def groups(c, defaults=(1, 1)):
+    number, chosen = c.get("n_group", defaults[0]) or 1, c.get("topk_group", defaults[1]) or 1
     return (-1, -1) if number == chosen else (number, chosen)  # all groups are none
 
 
@@ -206,7 +206,7 @@ SIGMOID = (
     real("routed_scaling_factor", "routed_scaling_factor", default=2.5),
     fixed("routed_score_func", "sigmoid"),
     fixed("routed_bias", True),
-    only("norm_topk_prob", True, NORM_TOPK, default=True),
+    NORMED,
 )  # fmt: skip
 V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
 INDEX = (

@@ -29,7 +29,7 @@ from weightbeam.model_mappings.configuration import derived, fixed, number, only
 from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
-    NORM_TOPK,
+    NORMED,
     SIZES,
     STREAMS,
     TIED,
@@ -213,7 +213,7 @@ LINES = (
     only("scoring_func", "sqrtsoftplus", "MaxText's router takes the square root of softplus; other experts are chosen", default="sqrtsoftplus"),
     fixed("routed_bias", True),
     fixed("norm_topk_prob", True),
-    only("norm_topk_prob", True, NORM_TOPK, default=True),
+    NORMED,
     real("routed_scaling_factor", "routed_scaling_factor", default=1.5),
     fixed("attention_type", "compressed"),
     only_in(NEWEST, derived("use_indexer", lambda c, model: True)),  # in e591f30 it is of latent attention alone

@@ -19,9 +19,9 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import derived, fixed, inside, only, real, size, unless
+from weightbeam.model_mappings.configuration import derived, fixed, inside, real, size, unless
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
-from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, STREAMS, TIED, activation, architecture, eps
+from weightbeam.model_mappings.lines import CONTEXT, MLP, NORMED, SIZES, STREAMS, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import delta_attention, hyper_connection, hyper_dims
 from weightbeam.model_mappings.rules import rule, stack
@@ -126,7 +126,7 @@ LINES = (
     fixed("routed_score_func", "sigmoid"),
     fixed("routed_bias", True),
     fixed("norm_topk_prob", True),
-    only("norm_topk_prob", True, NORM_TOPK, default=True),
+    NORMED,
     unless(window_limit),
 )  # fmt: skip
 

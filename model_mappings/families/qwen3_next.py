@@ -23,11 +23,11 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, fixed, number, only, size, written
+from weightbeam.model_mappings.configuration import copied, derived, fixed, number, size, written
 from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
-    NORM_TOPK,
+    NORMED,
     SIZES,
     TIED,
     activation,
@@ -139,7 +139,7 @@ LINES = (
     fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
     fixed("norm_topk_prob", True),
 )  # fmt: skip
-NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True), only_kinds("default"))
+NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), NORMED, only_kinds("default"))
 
 FAMILY = Family(
     name="qwen3_next",

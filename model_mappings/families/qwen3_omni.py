@@ -11,6 +11,7 @@ from weightbeam.model_mappings.configuration import fixed, inside, size
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
+    NORMED,
     TIED,
     architecture,
 )
@@ -105,7 +106,7 @@ def drops(c, layout):
 
 
 THINKER = (
-    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20), whole_head, 1_000_000), *TIED)),
+    *inside("text_config", (*MOE, NORMED, *multimodal_rope((24, 20, 20), whole_head, 1_000_000), *TIED)),
     *QWEN_VISION,
     size("position_id_per_seconds", "position_id_per_seconds", default=25),
     fixed("vision_encoder_block", "qwen3_omni"),

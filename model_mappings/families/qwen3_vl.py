@@ -27,6 +27,7 @@ from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen import DENSE, HEAD, MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
+    NORMED,
     TIED,
     architecture,
 )
@@ -109,7 +110,7 @@ FAMILY = Family(
     configuration={
         "qwen3_vl": dense_lines("qwen3_vl", "Qwen3VL", HEAD),
         **dict.fromkeys(REASONERS, dense_lines("cosmos3_omni", "Cosmos3Omni", TIED)),  # transformers has no class for Weaver
-        "qwen3_vl_moe": (*inside("text_config", (*MOE, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *QWEN_VISION, *OWN),
+        "qwen3_vl_moe": (*inside("text_config", (*MOE, NORMED, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *QWEN_VISION, *OWN),
     },
     towers="vision",
     layouts=("unscanned",),

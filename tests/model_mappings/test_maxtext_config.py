@@ -263,6 +263,28 @@ def test_what_yarn_multiplies_by(model: str, said: dict[str, float], scaled: boo
         )
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 0.0])
+@pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps"])
+def test_numbers_that_nobody_means_are_refused(field: str, value: float) -> None:
+    """1e400 is infinity to JSON's readers, and no configuration says it back."""
+    with pytest.raises(ConfigError, match=field):
+        made_for(TREES["qwen3-8b"] | {"rope_parameters": None, field: value})
+    if not math.isfinite(value):
+        with pytest.raises(MaxTextConfigError, match="rope_max_timescale"):
+            config_json(dict(made_for(TREES["qwen3-8b"])) | {"rope_max_timescale": value})
+
+
+def test_deepseeks_groups_and_truncation() -> None:
+    """Without a word there are 8 groups, as in transformers' class; YaRN's bounds aren't always whole numbers."""
+    config = {name: said for name, said in TREES["deepseek3-671b"].items() if name not in ("n_group", "topk_group")}
+    made = made_for(config, "deepseek3-671b")
+    assert (made["n_routing_groups"], made["topk_routing_group"]) == (8, 4)
+    rope = YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}
+    for said, truncated, told in (({}, True, 0), ({"truncate": False}, False, 0), ({"factor": 2.5}, True, 1)):
+        made = made_for(config | {"rope_scaling": None, "rope_parameters": rope | said}, "deepseek3-671b")
+        assert (made["rope_truncate"], len(made.limits)) == (truncated, told)
+
+
 def test_yarn_of_no_context_is_refused() -> None:
     """transformers takes the default of the model's class, which may be any."""
     config = {name: said for name, said in TREES["qwen3-8b"].items() if name != "max_position_embeddings"}
