@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ def _clean(value: Any) -> Any:
             return number(float(value))
         except ValueError:
             return value
-    return number(value) if isinstance(value, float) else value
+    return number(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
 def config_json(given: Mapping[str, Any]) -> HfConfig:
