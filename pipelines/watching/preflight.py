@@ -66,19 +66,21 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
         for run in _runs_around(url, feeds):
             problems.append(
-                f"{who}: {url} lies in {run}, a run in which nothing is ever written; choose another output"
+                f"{who}: {url} lies in {run} in which nothing is ever written; choose another output"
             )
     output = feeds[0].output
     problems += [
-        f"output: {output} lies in {run}, a run in which nothing is ever written; choose another output"
+        f"output: {output} lies in {run} in which nothing is ever written; choose another output"
         for run in _runs_around(output.url, feeds)
     ]
     return problems
 
 
 def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
-    """The runs into whose folders something would be written."""
-    return [run for run in dict.fromkeys(feed.run.checkpoints for feed in feeds) if _is_below(url, run)]
+    """The runs into whose folders something would be written, and the releases that they are like."""
+    read = {feed.run.checkpoints: "a run" for feed in feeds}
+    read |= {feed.run.like: "a release that is read" for feed in feeds if feed.run.like}
+    return [f"{place}, {what}" for place, what in read.items() if _is_below(url, place)]
 
 
 def _is_below(url: str, folder: str) -> bool:

@@ -1226,6 +1226,13 @@ def test_everything_wrong_is_said_at_the_start(
     write(tmp_path / "second" / "checkpoints", 1, model=model)
     assert watch(tmp_path / "second" / "checkpoints", like, tmp_path / "mine") == 2
     assert "two runs can't be published into one place" in capsys.readouterr().err
+    file.write_text(
+        yaml.safe_dump(dict(output=str(like / "in"), runs=[dict(checkpoints=str(run), name="g", like=str(like))]))
+    )
+    before = sorted(like.rglob("*"))
+    assert call("watch", "--config", file, "--once") == 2
+    assert f"output: {like}/in lies in {like}, a release that is read in which nothing" in capsys.readouterr().err
+    assert sorted(like.rglob("*")) == before
 
 
 def test_a_watcher_starts_before_the_run(
