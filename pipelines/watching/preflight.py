@@ -65,9 +65,7 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
             if _real(url) == _real(theirs):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
         for run in _runs_around(url, feeds):
-            problems.append(
-                f"{who}: {url} lies in {run} in which nothing is ever written; choose another output"
-            )
+            problems.append(f"{who}: {url} lies in {run} in which nothing is ever written; choose another output")
     output = feeds[0].output
     problems += [
         f"output: {output} lies in {run} in which nothing is ever written; choose another output"
