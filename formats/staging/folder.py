@@ -172,6 +172,11 @@ class FolderStaging(Staging):
     def look_there(self) -> None:
         self._replaces = _files_in(Path(self.final))
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether `look_there` noted what lies in the place."""
+        return self._replaces is not None
+
     def exists(self) -> bool:
         return self.checkpoint.folder.exists()
 

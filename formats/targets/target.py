@@ -242,12 +242,14 @@ class Target(abc.ABC, Generic[PlaceT]):
 
 
 def check_replaced(place: PlaceT, target: Target[PlaceT], overwrite: bool) -> None:
-    """Looks once more, before it is replaced, at what lies in a folder's place; of a bucket `check_place` does.
+    """Looks once more, before it is replaced, at what lies in a folder's place, if a command has looked there before; of
+    a bucket `check_place` does.
 
     Raises:
       StorageError: others' files would go with it by now.
     """
-    if overwrite and isinstance(place, FolderStaging) and place.is_taken() and (why := target.why_not_replace(place)):
+    looks = overwrite and isinstance(place, FolderStaging) and place.has_looked and place.is_taken()
+    if looks and (why := target.why_not_replace(place)):
         raise StorageError(f"{place.final}: {why}")
 
 
