@@ -383,7 +383,10 @@ def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) ->
             if reference.offset + reference.length > sizes.get(reference.path, -1):
                 what = "ends too early" if reference.path in sizes else "is gone"
                 return f"{items.path(reference.path)} {what}"
-        check_files(items)
     except (ValueError, StorageError) as e:  # TensorStore's errors too
         return f"its index can't be read: {str(e).splitlines()[0]}"
+    try:
+        check_files(items)
+    except StorageError as e:
+        return str(e)
     return ""

@@ -19,7 +19,7 @@ import xxhash
 
 from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.extremes import SEEN, Extremes, count_odd
-from weightbeam.formats.record.provenance import total
+from weightbeam.formats.record.provenance import pieces, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
@@ -182,19 +182,20 @@ def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Ma
     shares: dict[str, int] = {}
     seen = []
     for tensor, box, buffer in buffers:
-        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, buffer)
         values, extremes = np.frombuffer(buffer, tensor.dtype), Extremes(tensor.dtype)
-        extremes.look(values)
+        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, values, extremes)
         if any(odd := count_odd(values, extremes)):
             seen.append({tensor.name: (*odd, 0)})
     digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
     staging.enter(unit, {"digests": digests, **about, **({SEEN: seen} if seen else {}), **(notes or {})})
 
 
-def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:
-    """The share of some rows in their tensor's digest."""
+def _digest(tensor: Tensor, box: Box, values: np.ndarray, extremes: Extremes) -> int:
+    """The share of some rows in their tensor's digest; `extremes` sees them on the way."""
     hashed = xxhash.xxh3_128(f"{tensor.name} {tensor.dtype.name} {[list(span) for span in box]}".encode())
-    hashed.update(data)
+    for piece in pieces(values):
+        hashed.update(piece.view(np.uint8).data)
+        extremes.look(piece)
     return hashed.intdigest()
 
 
