@@ -184,8 +184,9 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     With `complete` a chunk that isn't there is an error where the metadata say that all are stored, and not zeros.
 
     Raises:
-      StorageError: see `open_stores`; or a chunk is larger than this machine's memory.
+      StorageError: see `check_files` and `open_stores`; or a chunk is larger than this machine's memory.
     """
+    check_files(items)
     tree = read_tree(items)
     opened = open_stores(items, tree, complete and tree.get("store_array_data_equal_to_fill_value", False))
     for key, store in opened.items():
@@ -194,8 +195,8 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
 
 
 def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) -> dict[str, ts.TensorStore]:
-    """The arrays of a tree, by their keys; opened, not read. A stranger's: nothing that lies elsewhere is opened, and
-    nothing larger than can be meant.
+    """The arrays of a tree, by their keys; opened, not read. A stranger's, whose files were checked (`check_files`): nothing
+    larger than can be meant is opened.
 
     Args:
       items: the item.
@@ -203,9 +204,8 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
       complete: whether a chunk that isn't there is an error, and not zeros.
 
     Raises:
-      StorageError: one isn't there, or can't be meant; or the item holds what isn't its own.
+      StorageError: one isn't there, or can't be meant.
     """
-    check_files(items)
     format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
     if format.use_ocdbt:
         check_database_size(items)
@@ -284,7 +284,7 @@ def check_files(items: Store) -> None:
     for name in sorted(set(links) - symbolic):
         raise StorageError(f"{items.path(name)}: {FOREIGN}")
     for name, file in meant.items():
-        for fault in file.faults(source, there.get(name), copies=False):
+        for fault in file.faults(source, there.get(name), hash_copies=False):
             raise StorageError(f"{source.path(name)}: {fault}")
 
 
@@ -346,6 +346,7 @@ def _nbytes(store: ts.TensorStore, extents: Sequence[int]) -> int:
 
 def read_arrays(items: Store) -> list[CheckpointArray]:
     """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
+    check_files(items)
     arrays = []
     for key, store in open_stores(items, read_tree(items), complete=False).items():
         codec = json.dumps(store.codec.to_json() if store.codec else None)

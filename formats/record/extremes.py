@@ -16,7 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 # the bits of infinity, by dtype; of the codes of FP8, which haven't got it, of NaN
-INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float8_e4m3fn": 0x7F}
+INFINITE = {
+    "bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0 << 48, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7F,
+}  # fmt: skip
 
 
 class Extremes:

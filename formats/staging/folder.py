@@ -16,6 +16,7 @@ import contextlib
 import errno
 import gzip
 import io
+import itertools
 import logging
 import os
 import re
@@ -34,7 +35,9 @@ from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 CAME = (
     "isn't what it was as this began, and stays; look at it, and the same command with --resume --overwrite replaces it"
 )
-Files = tuple[tuple[str, int, int], ...]  # of a folder's own files, in order: name, size in bytes, time in nanoseconds
+Note = tuple[
+    tuple[str, int, int], ...
+]  # of files in order: name, size in bytes, time in nanoseconds; of folders the name
 REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
 log = logging.getLogger("weightbeam")
@@ -48,7 +51,7 @@ class FolderStaging(Staging):
     def __init__(self, output: LocalFolder, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
         self._folder: str | None = None  # what is staged; None until it is claimed or created
-        self._replaces: Files | None = None  # what may be replaced; None where nobody has looked
+        self._replaces: Note | None = None  # what may be replaced; None where nobody has looked
 
     def check_name(self) -> None:
         """Makes sure that the file system takes the names that lie beside the final one.
@@ -170,7 +173,7 @@ class FolderStaging(Staging):
             (final / PLAN).unlink(missing_ok=True)
 
     def look_there(self) -> None:
-        self._replaces = _files_in(Path(self.final))
+        self._replaces = _note(Path(self.final))
 
     @property
     def has_looked(self) -> bool:
@@ -275,8 +278,10 @@ class FolderStaging(Staging):
         Raises:
           OSError: it isn't; it is there again.
         """
+        if self.has_looked and _note(final) not in ((), self._replaces):
+            raise StorageError(f"{final}: {CAME}")
         self._swap(sealed, final)
-        if self._replaces is not None and os.path.lexists(sealed) and _files_in(sealed) != self._replaces:
+        if self.has_looked and _note(sealed) not in ((), self._replaces):  # it came at this moment
             self._swap(sealed, final)
             raise StorageError(f"{final}: {CAME}")
 
@@ -325,13 +330,23 @@ def new_id() -> str:
     return start + _checksum(start)
 
 
-def _files_in(place: Path) -> Files:
-    """What a folder's own files tell of what it is; empty where nothing is."""
-    with contextlib.suppress(FileNotFoundError):
-        with os.scandir(place) as entries:
-            stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries if not entry.is_dir()]
-        return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats))
-    return ()
+def _note(place: Path) -> Note:
+    """What tells what lies in a place from anything else: its files, and those of its folders. Empty where nothing is."""
+    try:
+        found = place.lstat()
+    except FileNotFoundError:
+        return ()
+    note = [("", 0, 0)]
+    try:
+        folders = [Path(entry) for entry in os.scandir(place) if entry.is_dir(follow_symlinks=False)]
+        for entry in itertools.chain.from_iterable(map(os.scandir, (place, *folders))):
+            about = entry.stat(follow_symlinks=False)
+            is_folder = entry.is_dir(follow_symlinks=False)
+            path = entry.path.removeprefix(str(place))
+            note.append((path, 0, 0) if is_folder else (path, about.st_size, about.st_mtime_ns))
+    except OSError:  # no folder, or none that can be read
+        return (("", found.st_size, found.st_mtime_ns),)
+    return tuple(sorted(note))
 
 
 def _is_id(text: str) -> bool:

@@ -66,11 +66,12 @@ def hold(store: Store, name: str) -> Iterator[Lease]:
       HeldError: another owner holds it.
       ForeignError: something else has its name, and stays as it is.
     """
-    lease, stop = _lease(store, name), threading.Event()
+    lease, stop, taken = _lease(store, name), threading.Event(), threading.Event()
     thread = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
 
     def begin() -> None:
         lease.take()
+        taken.set()
         thread.start()
 
     try:
@@ -80,14 +81,15 @@ def hold(store: Store, name: str) -> Iterator[Lease]:
             begin()
         yield lease
     finally:
-        if thread.is_alive():
+        if taken.is_set():
             uninterrupted(lambda: _let_go(lease, thread, stop), lambda _: "", "")
 
 
 def _let_go(lease: Lease, thread: threading.Thread, stop: threading.Event) -> None:
     """Has nobody renew a lease any more, and removes it."""
     stop.set()
-    thread.join()
+    if thread.ident is not None:
+        thread.join()
     with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
         lease.release()
 

@@ -212,14 +212,14 @@ class FileIdentity:
     crc32c: str | None = None
     content: str = ""
 
-    def faults(self, folder: Store, there: File | None = None, copies: bool = True) -> Iterator[str]:
+    def faults(self, folder: Store, there: File | None = None, hash_copies: bool = True) -> Iterator[str]:
         """Why the file isn't the one that it was, as far as that can be told; all its bytes are read only where their
         hash settles it.
 
         Args:
           folder: where it lies.
           there: the file, if it was looked for.
-          copies: whether that is so of a copy, too, made since; else its blocks are enough.
+          hash_copies: whether a copy that was made since is hashed whole; else its header and blocks are enough.
         """
         found, led = there or folder.stat(self.name), _leads_to(folder, self.name)
         if found is None:
@@ -229,7 +229,7 @@ class FileIdentity:
         elif self.crc32c is not None and found.crc32c is not None:
             if found.crc32c != self.crc32c:
                 yield f"holds other bytes: its crc32c isn't {self.crc32c}"
-        elif self._may_be_other(found, copies) and self.sha256 is not None:
+        elif self._may_be_other(found, hash_copies) and self.sha256 is not None:
             if sha256(folder, self.name) != self.sha256:
                 yield f"holds other bytes: its sha256 isn't {self.sha256}"
         elif self.content and _content(folder, self.name) != self.content:
@@ -239,8 +239,8 @@ class FileIdentity:
         elif found.inode != self.inode and led:
             yield f"is another file: {led} was replaced"
 
-    def _may_be_other(self, found: File, copies: bool) -> bool:
-        return found.version != self.version if found.inode == self.inode else copies
+    def _may_be_other(self, found: File, hash_copies: bool) -> bool:
+        return found.version != self.version if found.inode == self.inode else hash_copies
 
     def is_moved(self, folder: Store) -> bool:
         """Whether the file is another one than was written, as it is when the checkpoint was copied."""
@@ -263,15 +263,13 @@ def check_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool
     Raises:
       LinkError: they were put there in another way, or links lead to where the release was.
     """
-    again = "start anew with --overwrite"
     if hashed and not folder.exists(SUMS):
-        raise LinkError(f"{folder}: was made without --sha256; {again}")
+        raise LinkError(f"{folder}: was made without --sha256; start anew with --overwrite")
     for shard in checkpoint.shards if isinstance(folder, LocalFolder) else ():
-        led, found = _leads_to(folder, shard.name), folder.stat(shard.name)
-        if led and led != os.path.realpath(shard.path):
-            raise LinkError(f"{folder.path(shard.name)}: leads to {led}, not to {shard.path}; {again}")
-        if (kind := _kind(folder, found, shard)) != how:
-            raise LinkError(f"{folder.path(shard.name)}: was made with --link {kind}; {again}")
+        led = _leads_to(folder, shard.name)
+        if _kind(folder, folder.stat(shard.name), shard) != how or (led and led != os.path.realpath(shard.path)):
+            path = folder.path(shard.name)
+            raise LinkError(f"{path} isn't what --link {how} makes of {shard.path}; start anew with --overwrite")
 
 
 def _leads_to(folder: Store, name: str) -> str:

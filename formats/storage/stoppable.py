@@ -8,7 +8,7 @@ from types import TracebackType
 
 class StoppablePool(concurrent.futures.ThreadPoolExecutor):
     """A pool for what reads, or sends what counts for nothing before it is committed. A stop leaves it at once: one of
-    its threads may wait minutes for a store's answer.
+    its threads may wait minutes for a store's answer. A command ends without them; a Python program waits at its own end.
     """
 
     def __exit__(

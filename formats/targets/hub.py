@@ -421,8 +421,9 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
             parent_commit=parent,
             create_pr=True,
         )
-        first = _only_pull(hub, target, title)
+        first = next(iter(_pulls(hub, target, title)), None)
         if first and made.pr_num and first.num < made.pr_num:
+            hub.change_discussion_status(target.repo, made.pr_num, "closed")
             return _address(target, first)
         return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
 

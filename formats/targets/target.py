@@ -260,7 +260,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def lies_in(url: str, other: str) -> bool:
-    """Whether a folder or file is another one or lies in it, links resolved; one that is mounted twice is one."""
+    """Whether a folder or file is another one or lies in it, links resolved; a folder around both that is mounted twice is
+    one, but not a folder in the other that is mounted elsewhere.
+    """
     if "://" in url or "://" in other:
         return f"{url}/".startswith(f"{other}/")
     here, there = Path(os.path.realpath(url)), Path(os.path.realpath(other))

@@ -128,18 +128,14 @@ def mscale_limit(c, model):
     rope = rope_of(c)
     if rope["rope_type"] not in ("default", "yarn"):
         return f"rope_type is {rope['rope_type']!r}: MaxText's layer has the default embedding without it; logits differ, most in long contexts"
-    said = rope.get("attention_factor") is not None
-    if is_yarn(c) and not said and rope.get("mscale_all_dim") and rope.get("mscale", 1) != rope["mscale_all_dim"]:
-        return f"rope mscale is {rope.get('mscale')}, mscale_all_dim {rope['mscale_all_dim']}: MaxText knows one for both; attention is sharper or flatter than the model's"
     return yarn_limit(rope) if is_yarn(c) else None
 
 
 def scales_attention(c, model):
-    """Where `mscale_all_dim` says nothing, or `attention_factor` what MaxText's embedding has."""
+    """Whether MaxText's embedding multiplies as transformers' does; not by the softmax's `mscale`, which is another one."""
     rope = rope_of(c)
-    if not is_yarn(c) or (rope.get("mscale_all_dim") and rope.get("attention_factor") is None):
-        return False
-    return math.isclose(attention_scale(rope), yarn_scale(rope))
+    usual = yarn_scale(rope)
+    return is_yarn(c) and usual > 1 and math.isclose(attention_scale(rope), usual)
 
 
 def original_context(c, model):
@@ -160,15 +156,18 @@ YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's o
     derived("rope_attention_scaling", scales_attention),
     unless(mscale_limit),
 )
-V3_GROUPS = (8, 4)  # transformers' defaults: how many there are, and how many are chosen
-GROUPS = (  # MaxText routes without groups unless told
-    derived("n_routing_groups", lambda c, model: groups(c, V3_GROUPS)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
-    derived("topk_routing_group", lambda c, model: groups(c, V3_GROUPS)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
-)
 
 
-def groups(c, defaults=(1, 1)):
-    number, chosen = c.get("n_group", defaults[0]) or 1, c.get("topk_group", defaults[1]) or 1
+def routing_groups(*defaults):
+    """MaxText routes without groups unless told. `defaults` are transformers': how many there are, and how many are chosen."""
+    return (
+        derived("n_routing_groups", lambda c, model: groups(c, *defaults)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
+        derived("topk_routing_group", lambda c, model: groups(c, *defaults)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
+    )
+
+
+def groups(c, default=1, default_chosen=1):
+    number, chosen = c.get("n_group", default) or 1, c.get("topk_group", default_chosen) or 1
     return (-1, -1) if number == chosen else (number, chosen)  # all groups are none
 
 
@@ -202,13 +201,14 @@ V2 = (
     unless(v2_limit),
 )  # fmt: skip
 SIGMOID = (
-    *SHARED, *GROUPS,
+    *SHARED,
     real("routed_scaling_factor", "routed_scaling_factor", default=2.5),
     fixed("routed_score_func", "sigmoid"),
     fixed("routed_bias", True),
     NORMED,
 )  # fmt: skip
-V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
+V3_GROUPS = routing_groups(8, 4)
+V3 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
 INDEX = (
     fixed("use_indexer", True),
     WHOLE_LOSS,
@@ -216,8 +216,8 @@ INDEX = (
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=2048),
 )
-V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
-K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
+V32 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
+K2 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):
     c = text_part(c)

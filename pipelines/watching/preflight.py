@@ -57,7 +57,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
 
 
 def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
-    """Places that several runs or targets would publish into, or that lie in a run."""
+    """Places that several runs or targets would publish into, or that lie in what is read."""
     held = [(f"run {feed.run.name}, target {name}", place.url) for feed in feeds for name, place in feed.places.items()]
     problems = []
     for number, (who, url) in enumerate(held):
@@ -65,10 +65,10 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
             if _real(url) == _real(theirs):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
         for run in _runs_around(url, feeds):
-            problems.append(f"{who}: {url} lies in {run} in which nothing is ever written; choose another output")
+            problems.append(f"{who}: {url} lies in {run}: nothing is ever written there; choose another output")
     output = feeds[0].output
     problems += [
-        f"output: {output} lies in {run} in which nothing is ever written; choose another output"
+        f"output: {output} lies in {run}: nothing is ever written there; choose another output"
         for run in _runs_around(output.url, feeds)
     ]
     return problems
@@ -77,7 +77,7 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
 def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
     """The runs into whose folders something would be written, and the releases that they are like."""
     read = {feed.run.checkpoints: "a run" for feed in feeds}
-    read |= {feed.run.like: "a release that is read" for feed in feeds if feed.run.like}
+    read |= {feed.run.like: "a release that a run is like" for feed in feeds if feed.run.like}
     return [f"{place}, {what}" for place, what in read.items() if _is_below(url, place)]
 
 

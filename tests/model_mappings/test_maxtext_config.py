@@ -235,6 +235,7 @@ def test_defaults_that_are_not_the_others(model: str, field: str, key: str, valu
         ({"mscale": 0.707, "mscale_all_dim": 0.5}, False, True),
         ({"attention_factor": 1.5}, False, True),
         ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.5}, False, True),
+        ({"mscale_all_dim": 1.0}, True, False),
     ],
 )
 @pytest.mark.parametrize("model", ["qwen3-8b", "gpt-oss-20b", "olmo3-7b", "deepseek3-671b"])
@@ -283,6 +284,23 @@ def test_deepseeks_groups_and_truncation() -> None:
     for said, truncated, told in (({}, True, 0), ({"truncate": False}, False, 0), ({"factor": 2.5}, True, 1)):
         made = made_for(config | {"rope_scaling": None, "rope_parameters": rope | said}, "deepseek3-671b")
         assert (made["rope_truncate"], len(made.limits)) == (truncated, told)
+
+
+@pytest.mark.parametrize("model", ["deepseek3-671b", "deepseek3.2-671b", "glm5.1-744b"])
+def test_groups_that_are_not_said(model: str) -> None:
+    """8 of which 4 are chosen in DeepSeek's classes, one in GLM's, which share the lines."""
+    from transformers import AutoConfig
+
+    config = {name: said for name, said in TREES[model].items() if name not in ("n_group", "topk_group")}
+    theirs = AutoConfig.for_model(config["model_type"])
+    wanted = (theirs.n_group, theirs.topk_group) if theirs.n_group > 1 else (-1, -1)
+    assert (made_for(config, model)["n_routing_groups"], made_for(config, model)["topk_routing_group"]) == wanted
+
+
+def test_one_rotary_embedding_in_two_spellings() -> None:
+    """OLMo 3's two kinds of layers turn alike, whatever a config says besides."""
+    for rope in ({"type": "default"}, {"rope_type": "default", "partial_rotary_factor": 1.0}):
+        assert not made_for(TREES["olmo3-7b"] | {"rope_scaling": rope, "rope_parameters": None}).limits
 
 
 def test_yarn_of_no_context_is_refused() -> None:

@@ -1215,7 +1215,7 @@ def test_everything_wrong_is_said_at_the_start(
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
     wanted = ["run b, target one: is published into", f"{tmp_path}/run: has no steps", f"{like}: is a release", "a DiLoCo state", "gs://out/x",
-              "roles/storage.objectUser", "in which nothing is ever written", "run b, target one: step 1: "]  # fmt: skip
+              "roles/storage.objectUser", "a run: nothing is ever written there", "run b, target one: step 1: "]  # fmt: skip
     assert [text for text in wanted if text not in said] == []
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
@@ -1231,7 +1231,7 @@ def test_everything_wrong_is_said_at_the_start(
     )
     before = sorted(like.rglob("*"))
     assert call("watch", "--config", file, "--once") == 2
-    assert f"output: {like}/in lies in {like}, a release that is read in which nothing" in capsys.readouterr().err
+    assert f"output: {like}/in lies in {like}, a release that a run is like: nothing is ever" in capsys.readouterr().err
     assert sorted(like.rglob("*")) == before
 
 

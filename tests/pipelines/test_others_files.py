@@ -801,7 +801,7 @@ def test_what_is_called_as_a_probe(source: Path, tmp_path: Path) -> None:
     assert all(file.read_text() == "mine" for file in (alike, *(folder / "thesis.txt" for folder in mine)))
 
 
-@pytest.mark.parametrize("others", ["a folder", "a checkpoint"])
+@pytest.mark.parametrize("others", ["a folder", "a checkpoint", "a checkpoint of folders alone"])
 @pytest.mark.parametrize("before", [False, True], ids=["", "replaced"])
 @pytest.mark.parametrize("command", ["convert", "cut"])
 def test_what_comes_while_a_command_runs_is_not_replaced(
@@ -824,16 +824,24 @@ def test_what_comes_while_a_command_runs_is_not_replaced(
 
     def look(self: FolderStaging) -> None:
         plain(self)
-        if others == "a checkpoint":
+        if others != "a folder":
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(checkpoint / "0", place)
         place.mkdir(parents=True, exist_ok=True)
+        if others == "a checkpoint of folders alone":
+            for file in place.glob("*"):
+                file.unlink() if file.is_file() else (file / "thesis.txt").write_text("mine")
+            (place / "items" / "thesis.txt").rename(place / "items" / "_sharding")  # nothing foreign to an Orbax item
+            return
         (place / "thesis.txt").write_text("mine")
 
     with monkeypatch.context() as patched:
         patched.setattr(FolderStaging, "look_there", look)
         assert call(*words, "--overwrite") == 1
     assert str(place) in capsys.readouterr().err
+    if others == "a checkpoint of folders alone":
+        assert (place / "items" / "_sharding").read_text() == "mine"
+        return
     assert (place / "thesis.txt").read_text() == "mine"
     assert (place / "items").exists() == (others == "a checkpoint" or (before and command == "convert"))
     (place / "thesis.txt").rename(tmp_path / "thesis.txt")
