@@ -61,7 +61,7 @@ class TinyPlan(ToRelease):
         self.name = name
         self.hash_ = hashlib.sha256(name.encode()).hexdigest()
         self.options: Any = ExportOptions(family=name)
-        self.plan: Any = SimpleNamespace(problems=())
+        self.plan: Any = SimpleNamespace(problems=(), code="")
         self.tensors = {each: np.frombuffer(f"{name:>4}{each:>4}".encode(), np.float32) for each in ("a", "b")}
         self.files = plan_files(((each, it.dtype, it.shape) for each, it in self.tensors.items()), max_shard_size=8)
         self.small = {
