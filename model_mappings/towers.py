@@ -43,9 +43,9 @@ def multimodal_rope(
     """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has
     none.
 
-    `turning` says how many of a head's dimensions turn. MaxText refuses sections that aren't half as many in all
-    (src/maxtext/layers/embeddings.py, `Qwen3OmniMoeThinkerTextRotaryEmbedding`, e591f30 and 0.2.5); transformers
-    doesn't look.
+    `turning` says how many of a head's dimensions turn, `base` which base transformers' class has where `config.json`
+    says none. MaxText refuses sections that aren't half as many in all (src/maxtext/layers/embeddings.py,
+    `Qwen3OmniMoeThinkerTextRotaryEmbedding`, e591f30 and 0.2.5); transformers doesn't look.
     """
 
     def find(c: Config, model: str | None) -> list[int]:

@@ -132,7 +132,7 @@ def mscale_limit(c, model):
 
 
 def scales_attention(c, model):
-    """Whether MaxText's embedding multiplies as transformers' does; not by the softmax's `mscale`, which is another one."""
+    """Whether MaxText's embedding is to multiply query and key by YaRN's usual scale, as transformers' does; the softmax has its own."""
     rope = rope_of(c)
     usual = yarn_scale(rope)
     return is_yarn(c) and usual > 1 and math.isclose(attention_scale(rope), usual)

@@ -25,7 +25,7 @@ from weightbeam.model_mappings.blocks import (
     vocabulary,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import derived, fixed, number, only, only_in, real, size, unless
+from weightbeam.model_mappings.configuration import derived, fixed, number, only, only_in, positive, real, size, unless
 from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -192,7 +192,7 @@ def drops(c, layout):
 
 
 def compressed_theta(c, model):
-    return number((nested_rope(c, "compress") or {}).get("rope_theta", c.get("compress_rope_theta", 160_000)))
+    return positive((nested_rope(c, "compress") or {}).get("rope_theta", c.get("compress_rope_theta", 160_000)))
 
 
 LINES = (
@@ -219,7 +219,7 @@ LINES = (
     only_in(NEWEST, derived("use_indexer", lambda c, model: True)),  # in e591f30 it is of latent attention alone
     WHOLE_LOSS,
     derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
-    derived("rope_max_timescale", lambda c, model: number(rope_of(c, "main").get("rope_theta", THETA)), "rope_theta"),
+    derived("rope_max_timescale", lambda c, model: positive(rope_of(c, "main").get("rope_theta", THETA)), "rope_theta"),
     derived("compressed_rope_max_timescale", compressed_theta, "compress_rope_theta"),
     only_kinds("default", kind="main", nested=True), only_kinds("default", kind="compress"),
     derived("rope_type", lambda c, model: "default"),

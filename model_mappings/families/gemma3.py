@@ -20,7 +20,7 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, number, real, size, truth, written
+from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, positive, real, size, truth, written
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -141,7 +141,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def local_theta(c, model):
-    return number((nested_rope(c, LOCAL) or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
+    return positive((nested_rope(c, LOCAL) or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
 
 
 def query_scalar(keys):

@@ -33,7 +33,7 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import derived, fixed, inside, number, real, size, truth, written
+from weightbeam.model_mappings.configuration import derived, fixed, inside, number, positive, real, size, truth, written
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -255,7 +255,7 @@ def ids(t):
 
 
 def thetas(t, kind, default):
-    return number(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
+    return positive(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
 
 
 SHARED = (

@@ -105,9 +105,10 @@ def write(
     """Writes a result to its place, which is this command's alone."""
     start, written = time.monotonic(), 0
     refuse(check_output(place, planned, how), planned.source)  # again: now nobody else changes it
-    place.look_there()
-    if how.overwrite and place.is_taken():
-        LOG.info(_replaced(planned, place))
+    if how.overwrite:
+        place.look_there()
+        if place.is_taken():
+            LOG.info(_replaced(planned, place))
     if planned.units:
         from weightbeam.pipelines.running.graph import run_units  # only now: it imports Beam
 

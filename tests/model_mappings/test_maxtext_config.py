@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import types
+from typing import Any
 
 import pytest
 import yaml
@@ -284,6 +285,26 @@ def test_deepseeks_groups_and_truncation() -> None:
     for said, truncated, told in (({}, True, 0), ({"truncate": False}, False, 0), ({"factor": 2.5}, True, 1)):
         made = made_for(config | {"rope_scaling": None, "rope_parameters": rope | said}, "deepseek3-671b")
         assert (made["rope_truncate"], len(made.limits)) == (truncated, told)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("deepseek4-284b", {"rope_theta": 0.0}),
+        ("deepseek4-284b", {"compress_rope_theta": -1.0}),
+        ("gemma3-4b", {"text_config": {"rope_local_base_freq": -1.0}}),
+        ("gemma4-31b", {"text_config": {"rope_parameters": {"sliding_attention": {"rope_theta": -1.0}}}}),
+    ],
+)
+def test_bases_that_nobody_means_are_refused(model: str, said: dict[str, Any]) -> None:
+    """Of each kind of layers."""
+    config = TREES[model] | {"rope_scaling": None} | said
+    if "text_config" in said:
+        config["text_config"] = TREES[model]["text_config"] | {"rope_parameters": None} | said["text_config"]
+    else:
+        config["rope_parameters"] = None
+    with pytest.raises(ConfigError):
+        made_for(config, model)
 
 
 @pytest.mark.parametrize("model", ["deepseek3-671b", "deepseek3.2-671b", "glm5.1-744b"])
