@@ -161,7 +161,8 @@ class Line:
         except ConfigError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-            raise ConfigError(f"config.json: {self.path!r} is {found!r}, for which MaxText has nothing") from e
+            shown = e.args[0] if found is None and e.args else found  # what wasn't taken where it was looked for
+            raise ConfigError(f"config.json: {self.path!r} is {shown!r}, for which MaxText has nothing") from e
 
     def found(self, about: Config, model: str | None = None) -> Any:
         """The field's value, or its default.

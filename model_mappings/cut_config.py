@@ -14,6 +14,7 @@ from typing import Any
 
 from weightbeam.model_mappings.anatomy import LAYERS
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
+from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
 from weightbeam.model_mappings.family import rename
 
 Path = tuple[str, ...]
@@ -41,7 +42,6 @@ KNOWN = VALUES | NUMBERS | SHARED
 NOT_LAYERS = re.compile(r"architectures|.*_token_ids?|.*_ids|keys_to_ignore.*|mrope_section")
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
-GROUPS, CHOSEN_GROUPS = "n_group", "topk_group"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +179,7 @@ def _edited(key: str, value: Any, part: Mapping[str, Any], cut: Renumbered) -> I
 
 def _reachable(part: Mapping[str, Any], experts: int) -> int:
     """How many experts the router can choose of so many: with groups, those of the groups that it chooses."""
-    said = [part.get(key) for key in (GROUPS, CHOSEN_GROUPS)]
-    groups, chosen = (max(1, each) if type(each) is int else 1 for each in said)
+    groups, chosen = expert_groups(part)
     return experts // groups * min(chosen, groups)
 
 
@@ -191,16 +190,12 @@ def expert_count(config: Mapping[str, Any]) -> int:
 
 
 def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
-    """Why a router can't do with so many experts."""
+    """Why a router can't do with so many experts, if it can with those that it has."""
     for section in TEXT_SECTIONS:
         part = _at(config, section)
-        groups = part.get(GROUPS) if isinstance(part, Mapping) else None
-        if type(groups) is not int or groups < 2:
-            continue
-        # all but DeepSeek V2 tell groups apart by their two best experts (transformers v5.23.0, modeling_deepseek_v3.py)
-        least = 1 if part.get("topk_method") == "group_limited_greedy" else 2
-        if kept % groups or kept // groups < least:
-            yield f"the router has {groups} groups of experts alike, of at least {least} each; keep a multiple of {groups}, {groups * least} or more"
+        there = expert_count(part) if isinstance(part, Mapping) else 0
+        if there and not why_not_in_groups(part, there) and (why := why_not_in_groups(part, kept)):
+            yield f"{why}; keep a multiple of {expert_groups(part)[0]}"
 
 
 def _is_list_of_layers(key: str, value: Any, cut: Renumbered) -> bool:

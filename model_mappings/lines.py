@@ -110,14 +110,23 @@ def no_window(field: str = "sliding_window", default: int | None = None) -> Line
     return unless(limit)
 
 
+NOBODY = "neither MaxText nor transformers runs it"
+
+
 def experts(
     number: str = "num_experts", other: str = "num_local_experts", width: str = "moe_intermediate_size"
 ) -> tuple[Line, ...]:
     """How many experts of which width, how many of them a token is sent to."""
+
+    def limit(c: Config, model: str | None) -> str | None:
+        there, chosen = c.size(number, c.get(other)), c.size("num_experts_per_tok")
+        return f"num_experts_per_tok is {chosen}, of {there} experts: {NOBODY}" if chosen > there else None
+
     return (
         size("base_moe_mlp_dim", width),
         size("num_experts", number, default=lambda c: c[other]),
         size("num_experts_per_tok", "num_experts_per_tok"),
+        unless(limit),
     )
 
 
@@ -131,6 +140,6 @@ NORM_TOPK = "MaxText divides the weights of the chosen experts by their sum all 
 NORMED = only("norm_topk_prob", True, NORM_TOPK, default=True)
 
 
-def dense(rope_theta: float = 10_000) -> tuple[Line, ...]:
+def dense(rope: tuple[Line, ...] = plain_rope()) -> tuple[Line, ...]:
     """A dense decoder whose rotary halves are kept apart."""
-    return (*SIZES, head_dim(), MLP, *activation(), eps(), CONTEXT, *plain_rope(rope_theta))
+    return (*SIZES, head_dim(), MLP, *activation(), eps(), CONTEXT, *rope)

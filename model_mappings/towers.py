@@ -56,6 +56,8 @@ def multimodal_rope(
         theta("rope_max_timescale", default=base),
         fixed("use_mrope", True),
         derived("mrope_section", find, "rope_parameters.mrope_section"),
+        fixed("rope_type", "default"),
+        written("rope_parameters.rope_type", "default"),
         written("rope_parameters.mrope_interleaved", True),
         only_kinds("default", "mrope"),
     )

@@ -21,6 +21,7 @@ from weightbeam.model_mappings.blocks import (
     text_part,
     tied_head,
 )
+from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import (
     copied,
     count,
@@ -34,8 +35,19 @@ from weightbeam.model_mappings.configuration import (
     unless,
     written,
 )
+from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
 from weightbeam.model_mappings.family import Family, Prediction, Tower
-from weightbeam.model_mappings.lines import CONTEXT, NORMED, SIZES, TIED, WHOLE_LOSS, activation, architecture, eps
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    NOBODY,
+    NORMED,
+    SIZES,
+    TIED,
+    WHOLE_LOSS,
+    activation,
+    architecture,
+    eps,
+)
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import attention_scale, is_yarn, rope_of, theta, yarn_limit, yarn_scale
 from weightbeam.model_mappings.rules import rule, stack
@@ -138,44 +150,57 @@ def scales_attention(c, model):
     return is_yarn(c) and usual > 1 and math.isclose(attention_scale(rope), usual)
 
 
+def yarn_of(c):
+    """YaRN's parameters; none where the embedding isn't YaRN's, whatever stands beside its type."""
+    return rope_of(c) if is_yarn(c) else Config()
+
+
 def original_context(c, model):
-    return number(rope_of(c).get("original_max_position_embeddings", c.get("max_position_embeddings", 4096)))
+    return number(yarn_of(c).get("original_max_position_embeddings", c.get("max_position_embeddings", 4096)))
 
 
 YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's other class doesn't interleave
     theta("rope_max_timescale"),
     fixed("rope_type", "yarn"),
     written("rope_parameters.rope_type", "yarn"),
-    *(derived(key, lambda c, model, name=name, default=default: number(rope_of(c).get(name, default)), f"rope_parameters.{name}") for key, name, default in (
+    *(derived(key, lambda c, model, name=name, default=default: number(yarn_of(c).get(name, default)), f"rope_parameters.{name}") for key, name, default in (
         ("rope_factor", "factor", 1), ("beta_fast", "beta_fast", 32), ("beta_slow", "beta_slow", 1))),
     derived("original_max_position_embeddings", original_context, "rope_parameters.original_max_position_embeddings"),
     derived("mscale", lambda c, model: softmax_mscale(rope_of(c)), "rope_parameters.mscale_all_dim"),
     copied("rope_parameters.mscale", lambda keys: keys["mscale"]),
     fixed("rope_interleave", True),
-    derived("rope_truncate", lambda c, model: flag(rope_of(c).get("truncate", True))),
+    derived("rope_truncate", lambda c, model: flag(yarn_of(c).get("truncate", True))),
     derived("rope_attention_scaling", scales_attention),
     unless(mscale_limit),
 )
 
 
-def routing_groups(*defaults):
-    """MaxText routes without groups unless told. `defaults` are transformers': how many there are, and how many are chosen."""
-    return (
-        derived("n_routing_groups", lambda c, model: groups(c, *defaults)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
-        derived("topk_routing_group", lambda c, model: groups(c, *defaults)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
-    )
-
-
-def groups(c, default=1, default_chosen=1):
-    number, chosen = c.get("n_group", default) or 1, c.get("topk_group", default_chosen) or 1
+def groups(c):
+    """How many there are, and how many are chosen; MaxText routes without groups unless told."""
+    number, chosen = expert_groups(c)
     return (-1, -1) if number == chosen else (number, chosen)  # all groups are none
+
+
+def groups_limit(c, model):
+    found, wanted, (number, chosen) = c.size("n_routed_experts"), c.size("num_experts_per_tok"), expert_groups(c)
+    why = why_not_in_groups(c, found)
+    if not why and (chosen > number or found // number * chosen < wanted):
+        why = f"the router chooses {chosen} of {number} groups, and {wanted} of their experts"
+    return why and f"n_routed_experts is {found}: {why}; {NOBODY}"
+
+
+GROUPS = (
+    derived("n_routing_groups", lambda c, model: groups(c)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
+    derived("topk_routing_group", lambda c, model: groups(c)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
+    unless(groups_limit),
+)
 
 
 def v2_limit(c, model):
     """Groups don't change the choice where as many of them are chosen as experts: the best k experts lie in the k best groups at most."""
-    chosen = groups(c)[1]
-    if c.get("topk_method") == "group_limited_greedy" and 0 < chosen < c.size("num_experts_per_tok"):
-        return f"topk_method is 'group_limited_greedy' with {chosen} of {c['n_group']} groups: MaxText's DeepSeek V2 chooses among all experts; logits differ. There is no way round"
+    number, chosen = expert_groups(c)
+    if c.get("topk_method") == "group_limited_greedy" and number != chosen < c.size("num_experts_per_tok"):
+        return f"topk_method is 'group_limited_greedy' with {chosen} of {number} groups: MaxText's DeepSeek V2 chooses among all experts; logits differ. There is no way round"
     return None
 
 
@@ -207,8 +232,7 @@ SIGMOID = (
     fixed("routed_bias", True),
     NORMED,
 )  # fmt: skip
-V3_GROUPS = routing_groups(8, 4)
-V3 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
+V3 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
 INDEX = (
     fixed("use_indexer", True),
     WHOLE_LOSS,
@@ -216,8 +240,8 @@ INDEX = (
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=2048),
 )
-V32 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
-K2 = (*SIGMOID, *V3_GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
+V32 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
+K2 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):
     c = text_part(c)

@@ -192,7 +192,8 @@ def drops(c, layout):
 
 
 def compressed_theta(c, model):
-    return positive((nested_rope(c, "compress") or {}).get("rope_theta", c.get("compress_rope_theta", 160_000)))
+    nested = nested_rope(c, "compress")
+    return positive(c.get("compress_rope_theta", 160_000) if nested is None else nested.get("rope_theta", c.get("rope_theta", THETA)))
 
 
 LINES = (

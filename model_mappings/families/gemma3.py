@@ -141,7 +141,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def local_theta(c, model):
-    return positive((nested_rope(c, LOCAL) or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
+    return positive((nested_rope(c, LOCAL) or {}).get("rope_theta", c.get("rope_local_base_freq", 10_000)))
 
 
 def query_scalar(keys):

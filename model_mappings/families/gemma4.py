@@ -258,6 +258,12 @@ def thetas(t, kind, default):
     return positive(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
 
 
+def turned(t, model):
+    """How much of a head turns in layers that look at all: a quarter where nothing is said of any layers, else all of it unless it is said."""
+    default = 1 if isinstance(t.get("rope_parameters"), dict) else 0.25
+    return number(rope_of(t, GLOBAL).get("partial_rotary_factor", default))
+
+
 SHARED = (
     *WIDTHS[:2], size("base_num_kv_heads", "num_key_value_heads", default=DEFAULTS["num_key_value_heads"]),
     LAYERS, VOCAB, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT,
@@ -273,7 +279,7 @@ SHARED = (
     derived("global_rope_max_timescale", lambda t, model: thetas(t, GLOBAL, 1_000_000), f"rope_parameters.{GLOBAL}.rope_theta"),
     derived("rope_max_timescale", lambda t, model: thetas(t, GLOBAL, 1_000_000)),
     written(f"rope_parameters.{GLOBAL}.rope_type", "proportional"),
-    derived("global_rope_proportion", lambda t, model: number(rope_of(t, GLOBAL).get("partial_rotary_factor", 0.25)), f"rope_parameters.{GLOBAL}.partial_rotary_factor"),
+    derived("global_rope_proportion", turned, f"rope_parameters.{GLOBAL}.partial_rotary_factor"),
     derived("local_rope_proportion", lambda t, model: 1),
     only_kinds("default", kind=LOCAL, nested=True), only_kinds("proportional", kind=GLOBAL, nested=True),
 )  # fmt: skip

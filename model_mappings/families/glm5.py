@@ -60,7 +60,7 @@ def latent_limit(c, model):
 
 
 LINES = (
-    *deepseek.SIGMOID, *deepseek.routing_groups(), *deepseek.INDEX, *architecture("glm5", "GlmMoeDsaForCausalLM", "glm_moe_dsa"), eps(1e-5),
+    *deepseek.SIGMOID, *deepseek.GROUPS, *deepseek.INDEX, *architecture("glm5", "GlmMoeDsaForCausalLM", "glm_moe_dsa"), eps(1e-5),
     derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
     derived("norm_topk_prob", lambda c, model: True, "norm_topk_prob"),
     derived("use_index_share", lambda c, model: is_sharing(c)),

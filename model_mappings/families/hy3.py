@@ -15,6 +15,7 @@ from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, mlp_layer_types
 from weightbeam.model_mappings.lines import experts as expert_lines
+from weightbeam.model_mappings.rope import plain_rope
 from weightbeam.model_mappings.rules import rule
 from weightbeam.model_mappings.sparse_decoder import as_spare, bias_variables, dense_prefix, dense_then_routed
 
@@ -56,7 +57,7 @@ def drops(c, layout):
 
 
 LINES = (
-    *dense(11_158_840), *architecture("hy3", "HYV3ForCausalLM", "hy_v3"), *TIED, eps(1e-5), *expert_lines(),
+    *dense(plain_rope(11_158_840)), *architecture("hy3", "HYV3ForCausalLM", "hy_v3"), *TIED, eps(1e-5), *expert_lines(),
     size("shared_experts", "num_shared_experts", default=1),
     derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
     copied("mlp_layer_types", mlp_layer_types),

@@ -36,7 +36,7 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import llama3_limit, llama3_lines, rope_of, theta
+from weightbeam.model_mappings.rope import llama3_limit, llama3_lines, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule
 
 CYCLE = 4
@@ -100,7 +100,7 @@ TEXT = (
     theta("rope_max_timescale", default=500_000),
     fixed("rope_type", "llama3.1"),
     derived("rope_use_scale", lambda t, model: scaled(t), "rope_parameters.rope_type", to_field=lambda yes: "llama3" if yes else "default"),
-    *llama3_lines(), unless(lambda t, model: llama3_limit(rope_of(t))),
+    *llama3_lines(), only_kinds("default", "llama3"), unless(lambda t, model: llama3_limit(rope_of(t))),
     size("base_mlp_dim", "intermediate_size_mlp", default=16384, when=has_dense_layers),
     size("base_mlp_dim", "intermediate_size", when=lambda t: not has_dense_layers(t)),  # no layer has it
     size("base_moe_mlp_dim", "intermediate_size"),

@@ -18,6 +18,7 @@ from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, no_window
 from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rope import plain_rope
 from weightbeam.model_mappings.rules import rule
 
 
@@ -40,7 +41,7 @@ def stacks(c, layout):
 
 
 LINES = (
-    *dense(1_000_000), eps(1e-5),
+    *dense(plain_rope(1_000_000)), eps(1e-5),
     *architecture("mixtral", "MixtralForCausalLM", "mixtral"),
     *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),

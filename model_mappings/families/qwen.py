@@ -77,16 +77,16 @@ def stacks(c, layout):
 
 HEAD = (truth("logits_via_embedding", "tie_word_embeddings"), fixed("normalize_embedding_logits", False))
 WINDOW = only("use_sliding_window", False, "MaxText's layers look at all tokens; logits differ beyond the window. There is no way round", default=False)
-DENSE = (*dense(), fixed("use_qk_norm", True))
+DENSE = (*dense(rope=()), fixed("use_qk_norm", True))
 MOE = (
-    *SIZES, head_dim(), *activation(), eps(), CONTEXT, *plain_rope(), *experts_lines(), fixed("use_qk_norm", True),
+    *SIZES, head_dim(), *activation(), eps(), CONTEXT, *experts_lines(), fixed("use_qk_norm", True),
     size("base_mlp_dim", "moe_intermediate_size"),
     copied("intermediate_size", lambda keys: keys["base_mlp_dim"]),  # no layer has it
     derived("norm_topk_prob", lambda c, model: True, "norm_topk_prob"),
 )  # fmt: skip
 QWEN2 = (*dense(), *architecture("qwen2", "Qwen2ForCausalLM", "qwen2"), *HEAD, fixed("use_qk_norm", False), fixed("attention_bias", True), WINDOW)
-QWEN3 = (*DENSE, *architecture("qwen3", "Qwen3ForCausalLM", "qwen3"), *HEAD, WINDOW)
-QWEN3_MOE = (*MOE, *architecture("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"), *TIED, WINDOW, only("norm_topk_prob", True, NORM_TOPK, default=False))
+QWEN3 = (*DENSE, *plain_rope(), *architecture("qwen3", "Qwen3ForCausalLM", "qwen3"), *HEAD, WINDOW)
+QWEN3_MOE = (*MOE, *plain_rope(), *architecture("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"), *TIED, WINDOW, only("norm_topk_prob", True, NORM_TOPK, default=False))
 
 CHECKED = (
     "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-1.7b-base", "qwen3-4b", "qwen3-4b-base", "qwen3-4b-thinking-2507",

@@ -166,6 +166,9 @@ def test_what_the_router_chooses() -> None:
     assert "8 groups" in next(check_experts(grouped, 8))
     assert "8 groups" in next(check_experts(grouped, 20))
     assert not [*check_experts(grouped | dict(topk_method="group_limited_greedy"), 8)]
+    unsaid = dict(model_type="deepseek_v3", n_routed_experts=256, num_experts_per_tok=8)
+    assert "8 groups" in next(check_experts(unsaid, 12))
+    assert not [*check_experts(unsaid | dict(model_type="glm_moe_dsa"), 12)]
 
 
 def test_tokens_without_rows() -> None:

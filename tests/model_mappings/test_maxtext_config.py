@@ -203,6 +203,11 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["gemma3-4b"] | {"text_config": TREES["gemma3-4b"]["text_config"] | {"rms_norm_eps": 3e-6, "hidden_activation": None}}, None, ["rms_norm_eps"]),
         (TREES["gemma4-31b"] | {"text_config": TREES["gemma4-31b"]["text_config"] | {"rms_norm_eps": 3e-6}}, None, ["rms_norm_eps"]),
         (TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, None, ["group_limited_greedy"]),
+        (TREES["deepseek3-671b"] | {"n_group": 7}, None, ["7 groups of experts alike"]),
+        (TREES["deepseek3-671b"] | {"topk_group": 9}, None, ["chooses 9 of 8 groups"]),
+        (TREES["deepseek3-671b"] | {"n_group": None, "n_routed_experts": 12}, None, ["n_routed_experts is 12", "8 groups"]),
+        (TREES["qwen3-30b-a3b"] | {"num_experts_per_tok": 999}, None, ["num_experts_per_tok is 999, of 128 experts"]),
+        (TREES["llama4-17b-16e"] | {"text_config": TREES["llama4-17b-16e"]["text_config"] | {"rope_scaling": LINEAR}}, None, ["rope_type is 'linear'"]),
     ],
 )  # fmt: skip
 def test_what_maxtext_cannot_express(config, model, words):
@@ -293,6 +298,8 @@ def test_deepseeks_groups_and_truncation() -> None:
         ("deepseek4-284b", {"rope_theta": 0.0}),
         ("deepseek4-284b", {"compress_rope_theta": -1.0}),
         ("gemma3-4b", {"text_config": {"rope_local_base_freq": -1.0}}),
+        ("gemma3-4b", {"text_config": {"rope_local_base_freq": 0}}),
+        ("gemma3-4b", {"text_config": {"rope_parameters": {"sliding_attention": {"rope_theta": 0.0}}}}),
         ("gemma4-31b", {"text_config": {"rope_parameters": {"sliding_attention": {"rope_theta": -1.0}}}}),
     ],
 )
@@ -324,6 +331,18 @@ def test_one_rotary_embedding_in_two_spellings() -> None:
         assert not made_for(TREES["olmo3-7b"] | {"rope_scaling": rope, "rope_parameters": None}).limits
 
 
+def test_two_kinds_of_multimodal_rotary_embeddings() -> None:
+    """Qwen 2.5 VL's word for it is Qwen 3 VL's embedding, too, with the base of its class where nothing is said."""
+    made = made_for(with_rope("qwen3-vl-2b", {"type": "mrope", "mrope_section": [24, 20, 20]}), "qwen3-vl-2b")
+    assert not made.limits
+    assert (made["rope_type"], made["rope_max_timescale"]) == ("default", 500_000)
+
+
+def test_a_base_that_is_not_a_number_is_shown() -> None:
+    with pytest.raises(ConfigError, match=r"'rope_parameters.rope_theta' is -1, "):
+        made_for(TREES["qwen3-8b"] | {"rope_parameters": {"rope_theta": -1}})
+
+
 def test_yarn_of_no_context_is_refused() -> None:
     """transformers takes the default of the model's class, which may be any."""
     config = {name: said for name, said in TREES["qwen3-8b"].items() if name != "max_position_embeddings"}
@@ -351,6 +370,8 @@ def test_the_base_of_compressed_layers() -> None:
         assert (made["rope_max_timescale"], made["compressed_rope_max_timescale"]) == (100_000, 1_000_000)
         back = config_json(dict(made)).config
         assert (back["rope_theta"], back["compress_rope_theta"]) == (1e5, 1e6)
+    unsaid = {"rope_parameters": {"main": {}, "compress": {}}, "rope_theta": 1e5, "compress_rope_theta": 1e6}
+    assert made_for(PLAIN_V4 | unsaid)["compressed_rope_max_timescale"] == 100_000
 
 
 def test_no_schedule_of_a_mesh_is_taken_for_a_cut() -> None:
