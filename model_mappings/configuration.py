@@ -115,6 +115,7 @@ class Line:
       when: whether the line is about a model.
       of: the field's value for all keys, where no single key says it.
       version: the version of MaxText that the line is about; None for all.
+      tower: whether the limit is one of a tower's, which matters where the towers are converted.
     """
 
     key: str | None
@@ -128,6 +129,7 @@ class Line:
     when: Holds | None = None
     of: Callable[[Mapping[str, Any]], Any] | None = None
     version: str | None = None
+    tower: bool = False
 
     @property
     def path(self) -> str | None:
@@ -430,6 +432,19 @@ def only_in(version: str, line: Line) -> Line:
       The line.
     """
     return dataclasses.replace(line, version=version)
+
+
+def of_tower(part: str, lines: Iterable[Line]) -> tuple[Line, ...]:
+    """What MaxText's tower can't express: told where the towers are converted, by `--multimodal true`.
+
+    Args:
+      part: the tower's object of `config.json`, such as `vision_config`; without it nothing is told.
+      lines: their fields begin at the object around it, so that what is told names the tower.
+
+    Returns:
+      The lines.
+    """
+    return tuple(dataclasses.replace(line, tower=True, when=lambda about: bool(about.get(part))) for line in lines)
 
 
 def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple[Line, ...]:

@@ -199,7 +199,8 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Model
     named = naming.model or _template(family, config, lines)
     if named is None:
         raise ConfigError(f"{family.name}: MaxText has no model of this kind whose name could stand for it")
-    reading = read([line for line in lines if line.version in (None, layout.maxtext)], config, named)
+    ours = [line for line in lines if line.version in (None, layout.maxtext) and (layout.multimodal or not line.tower)]
+    reading = read(ours, config, named)
     notes = [f"It runs as {run_as(named)}: {NAMES[named]}."] if named in NAMES else []
     if naming.model is None:
         notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")

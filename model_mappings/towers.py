@@ -1,12 +1,30 @@
-"""Vision towers that families share. Their axis words begin with `v_` where a text model has the word too."""
+"""Vision towers that families share. Their axis words begin with `v_` where a text model has the word too.
+
+What MaxText's towers have built in: AI-Hypercomputer/maxtext, src/maxtext/models/gemma3.py, gemma4_vision.py and qwen3.py (of
+all Qwens' towers), e591f30 and 0.2.5.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from weightbeam.model_mappings.blocks import Table
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import Line, derived, fixed, inside, same, size, written
+from weightbeam.model_mappings.configuration import (
+    Line,
+    derived,
+    fixed,
+    inside,
+    lookup,
+    of_tower,
+    positive,
+    same,
+    size,
+    unless,
+    written,
+)
+from weightbeam.model_mappings.lines import EXACT_GELU
 from weightbeam.model_mappings.rope import THETA, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import Stack, rule, stack
 
@@ -22,7 +40,53 @@ def qwen_vision_dims(v: Config) -> dict[str, int]:
     )  # fmt: skip
 
 
-QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
+TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")  # one function
+
+
+def said(c: Config, path: str, default: Any) -> Any:
+    """The value at a path; the default where it is absent or null."""
+    found = lookup(c, path)
+    return default if found is None else found
+
+
+def tower_activation(path: str, default: str = TANH[0]) -> Line:
+    """MaxText's towers have the tanh form of GELU (`nnx.gelu`, `jax.nn.gelu`)."""
+
+    def limit(c: Config, model: str | None) -> str | None:
+        if (found := said(c, path, default)) in TANH:
+            return None
+        built_in = "MaxText's tower has GELU built in; what it makes of its inputs is wrong. There is no way round"
+        return f"{path} is {found!r}: {EXACT_GELU if found == 'gelu' else built_in}"
+
+    return unless(limit)
+
+
+def tower_eps(field: str = "") -> Line:
+    """The norms of MaxText's vision towers add what those of the text model add (`normalization_layer_epsilon`).
+
+    Args:
+      field: what transformers' tower adds to a variance; where it has no field for it, 1e-6.
+
+    Returns:
+      The line.
+    """
+
+    def limit(c: Config, model: str | None) -> str | None:
+        ours = said(c, "text_config.rms_norm_eps", 1e-6)
+        theirs = said(c, f"vision_config.{field}", 1e-6) if field else 1e-6
+        what = f"vision_config.{field} is {theirs!r}" if field else f"text_config.rms_norm_eps is {ours!r}"
+        added = f"MaxText's vision tower adds {ours!r} to a variance, as its decoder does, and the model's {theirs!r}"
+        return None if ours == theirs else f"{what}: {added}; what it makes of images differs"
+
+    return unless(limit)
+
+
+def tower_theta(default: float = THETA) -> Line:
+    """The base of the frequencies of a vision tower."""
+    return derived("rope_theta_for_vit", lambda v, model: positive(rope_of(v).get("rope_theta", default)))
+
+
+QWEN_VISION = (*inside("vision_config", (  # MaxText's keys of `qwen_vision`
     size("hidden_size_for_vit", "hidden_size"),
     size("intermediate_size_for_vit", "intermediate_size"),
     size("num_hidden_layers_for_vit", "depth"),
@@ -34,7 +98,8 @@ QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
     size("out_hidden_size_for_vit", "out_hidden_size"),
     size("num_position_embeddings_for_vit", "num_position_embeddings"),
     same("deepstack_visual_indexes_for_vit", "deepstack_visual_indexes", default=()),
-), when=bool)  # fmt: skip
+    tower_theta(),
+), when=bool), *of_tower("vision_config", (tower_activation("vision_config.hidden_act"), tower_eps())))  # fmt: skip
 
 
 def multimodal_rope(
@@ -49,8 +114,8 @@ def multimodal_rope(
     """
 
     def find(c: Config, model: str | None) -> list[int]:
-        said, half = list(rope_of(c).get("mrope_section", sections)), turning(c) // 2
-        return said if sum(said) == half else taken_sections(said, half)
+        own, half = list(rope_of(c).get("mrope_section", sections)), turning(c) // 2
+        return own if sum(own) == half else taken_sections(own, half)
 
     return (
         theta("rope_max_timescale", default=base),

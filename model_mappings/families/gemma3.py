@@ -20,7 +20,19 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, positive, real, size, truth, written
+from weightbeam.model_mappings.configuration import (
+    copied,
+    derived,
+    fixed,
+    inside,
+    of_tower,
+    only,
+    positive,
+    real,
+    size,
+    truth,
+    written,
+)
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -33,7 +45,7 @@ from weightbeam.model_mappings.lines import (
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import linear_factor, nested_rope, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.towers import layer_norm, linear_layer
+from weightbeam.model_mappings.towers import layer_norm, linear_layer, tower_activation, tower_eps
 
 # of transformers v5.23.0, configuration_gemma3.py; the hub's gemma-3-4b-it names none of them
 DEFAULTS = dict(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, tie_word_embeddings=True)
@@ -172,7 +184,7 @@ TEXT = (
     copied("query_pre_attn_scalar", query_scalar),
 )  # fmt: skip
 HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
-VISION = inside("vision_config", (
+VISION = (*inside("vision_config", (
     size("hidden_size_for_vit", "hidden_size"),
     size("intermediate_size_for_vit", "intermediate_size"),
     size("num_hidden_layers_for_vit", "num_hidden_layers"),
@@ -182,7 +194,10 @@ VISION = inside("vision_config", (
     size("image_size_for_vit", "image_size", default=896),
     size("num_channels_for_vit", "num_channels", default=3),
     fixed("vision_encoder_block", "gemma3"),
-), when=bool)  # fmt: skip
+), when=bool), *of_tower("vision_config", (
+    tower_activation("vision_config.hidden_act"), tower_eps("layer_norm_eps"),
+    only("mm_tokens_per_image", 256, "MaxText's vision tower makes 256 tokens of an image whatever its configuration says. There is no way round", default=256),
+)))  # fmt: skip
 
 FAMILY = Family(
     name="gemma3",

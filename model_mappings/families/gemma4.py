@@ -33,7 +33,19 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import derived, fixed, inside, number, positive, real, size, truth, written
+from weightbeam.model_mappings.configuration import (
+    derived,
+    fixed,
+    inside,
+    number,
+    of_tower,
+    only,
+    positive,
+    real,
+    size,
+    truth,
+    written,
+)
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -47,7 +59,7 @@ from weightbeam.model_mappings.lines import (
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import only_kinds, rope_of
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.towers import layer_norm, linear_layer
+from weightbeam.model_mappings.towers import layer_norm, linear_layer, tower_activation, tower_eps, tower_theta
 
 HF = "model.language_model."
 LAYER = HF + "layers.{layer}."
@@ -284,7 +296,8 @@ SHARED = (
     only_kinds("default", kind=LOCAL, nested=True), only_kinds("proportional", kind=GLOBAL, nested=True),
 )  # fmt: skip
 HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
-VISION = inside("vision_config", (
+POOLED = "MaxText makes a token of 3 by 3 patches whatever its configuration says; an image has other tokens, and not as many. There is no way round"
+VISION = (*inside("vision_config", (
     size("hidden_size_for_vit", "hidden_size"),
     size("intermediate_size_for_vit", "intermediate_size"),
     size("num_hidden_layers_for_vit", "num_hidden_layers"),
@@ -293,17 +306,19 @@ VISION = inside("vision_config", (
     size("conv_stride_for_vit", "patch_size", default=16),
     size("num_position_embeddings_for_vit", "position_embedding_size", default=10_240),
     size("vision_output_length", "default_output_length", default=280),
-    derived("rope_theta_for_vit", lambda v, model: number(rope_of(v).get("rope_theta", 100))),
+    tower_theta(100),
     fixed("vision_encoder_block", "gemma4"),
-), when=bool)  # fmt: skip
-UNIFIED_VISION = inside("vision_config", (
+), when=bool), *of_tower("vision_config", (
+    tower_activation("vision_config.hidden_activation"), tower_eps("rms_norm_eps"), only("vision_config.pooling_kernel_size", 3, POOLED, default=3),
+)))  # fmt: skip
+UNIFIED_VISION = (*inside("vision_config", (
     size("hidden_size_for_vit", "mm_embed_dim", default=UNIFIED_VISION_DEFAULTS["mm_embed_dim"]),
     derived("patch_size_for_vit", patch_side),
     derived("conv_stride_for_vit", patch_side),
     size("num_position_embeddings_for_vit", "mm_posemb_size", default=UNIFIED_VISION_DEFAULTS["mm_posemb_size"]),
     size("vision_output_length", "num_soft_tokens", default=280),
     fixed("vision_encoder_block", "gemma4_unified"),
-), when=bool)  # fmt: skip
+), when=bool), *of_tower("vision_config", (tower_eps("rms_norm_eps"),)))  # fmt: skip
 
 
 def has_experts(t):

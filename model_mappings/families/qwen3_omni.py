@@ -7,7 +7,7 @@ towers in models/qwen3.py, e591f30).
 """
 
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
-from weightbeam.model_mappings.configuration import fixed, inside, size
+from weightbeam.model_mappings.configuration import fixed, inside, of_tower, size, unless
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
@@ -24,6 +24,7 @@ from weightbeam.model_mappings.towers import (
     multimodal_rope,
     qwen_vision,
     qwen_vision_dims,
+    tower_activation,
     whole_head,
 )
 
@@ -105,6 +106,14 @@ def drops(c, layout):
     return common_drops(text_part(thinker(c)), layout, HF, head=HEAD) | left
 
 
+def short_sighted(c, model):
+    """MaxText's layers look at one chunk of twice `n_window` frames, whatever its key for `n_window_infer` says (`Qwen3OmniAudioEncoder`)."""
+    audio = c["audio_config"]
+    chunk, window = 2 * audio["n_window"], audio["n_window_infer"]
+    effect = f"MaxText's audio tower looks at {chunk} frames at a time; what it makes of longer sounds differs. There is no way round"
+    return None if window // chunk == 1 else f"audio_config.n_window_infer is {window}: {effect}"
+
+
 THINKER = (
     *inside("text_config", (*MOE, NORMED, *multimodal_rope((24, 20, 20), whole_head, 1_000_000), *TIED)),
     *QWEN_VISION,
@@ -123,6 +132,7 @@ THINKER = (
         size("max_source_positions_for_audio", "max_source_positions"),
         size("conv_chunksize_for_audio", "conv_chunksize"),
     ), when=bool),
+    *of_tower("audio_config", (tower_activation("audio_config.activation_function", "gelu"), unless(short_sighted))),
 )  # fmt: skip
 
 FAMILY = Family(
