@@ -23,7 +23,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightbeam.formats.staging.links import SOURCE
@@ -38,6 +38,7 @@ CAME = (
 Note = tuple[
     tuple[str, int, int], ...
 ]  # of files in order: name, size in bytes, time in nanoseconds; of folders the name
+LAYER = "lies in a layer of an overlay that is only read, such as a container's image, and can't be renamed there; move it elsewhere, or remove it"
 REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
 log = logging.getLogger("weightbeam")
@@ -136,7 +137,8 @@ class FolderStaging(Staging):
         """Gives what is staged a name that nobody else knows; None where it was published, or thrown away."""
         mine = self._new_name()
         try:
-            os.rename(self.output / name, self.output / mine)
+            with _layer_named(Path(self.output, name)):
+                os.rename(self.output / name, self.output / mine)
         except FileNotFoundError:
             return None
         # it was published at this moment: this is what it replaced
@@ -248,7 +250,8 @@ class FolderStaging(Staging):
             if place.exists():
                 sync_folder(place)
         try:
-            self._replace(sealed, final) if overwrite else rename_new(sealed, final)
+            with _layer_named(final):
+                self._replace(sealed, final) if overwrite else rename_new(sealed, final)
         except FileNotFoundError as e:
             raise self.taken_over() from e
         except OSError:
@@ -322,6 +325,17 @@ class FolderStaging(Staging):
             raise
         if os.path.lexists(old):
             os.rename(old, sealed)
+
+
+@contextlib.contextmanager
+def _layer_named(place: Path) -> Iterator[None]:
+    """Context manager: says of a folder that can't be renamed within its file system what it is."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno != errno.EXDEV:
+            raise
+        raise StorageError(f"{place}: {LAYER}") from e
 
 
 def new_id() -> str:

@@ -10,6 +10,7 @@ from typing import cast
 from weightbeam.formats.storage.local import (
     TEMPORARY,
     LocalFolder,
+    check_locale,
     create_file,
     drop_pages,
     read_named,
@@ -72,8 +73,13 @@ def open_store(where: str | Path | Store) -> Store:
         path = Path(os.path.expanduser(url))
         if str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
             raise StorageError(f"{url}: there is no user {path.parts[0][1:]}, in whose home folder that would be")
-        path = path.absolute()
+        try:
+            path = path.absolute()
+        except FileNotFoundError as e:
+            raise StorageError(f"{url}: the folder that this was begun in isn't there any more") from e
+        check_locale(str(path))
         folder = LocalFolder(os.path.realpath(path) if ".." in path.parts else str(path))
+        check_locale(folder.url)
         folder.given = url
         return folder
     if scheme == "gs":

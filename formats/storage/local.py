@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,20 @@ PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
 IRREGULAR = "isn't a regular file"
 RWF_DONTCACHE = 0x80  # Linux 6.14, include/uapi/linux/fs.h; Python 3.11 has no name for it
+
+
+def check_locale(path: str) -> None:
+    """Makes sure that a path is the same one for TensorStore, which takes each name for UTF-8.
+
+    Raises:
+      StorageError: the locale has another encoding of names.
+    """
+    encoding = sys.getfilesystemencoding()
+    if not path.isascii() and encoding != "utf-8":
+        shown = ascii(path)[1:-1]
+        raise StorageError(
+            f"{shown}: names of files are {encoding} in this locale; set PYTHONUTF8=1, or a locale of UTF-8 such as LC_ALL=C.UTF-8"
+        )
 
 
 def open_file(path: str) -> int:
@@ -148,6 +163,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, unless they are there: durably, where the folders above may be read."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            sync_folder(path.parent)
 
 
 TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being written
@@ -317,7 +341,7 @@ class LocalFolder(Store):
 
     def make(self) -> bool:
         is_new = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         return is_new
 
     def check_writable(self) -> None:
@@ -339,6 +363,8 @@ class LocalFolder(Store):
                     raise StorageError(f"folders can't be made and renamed there: {e.strerror}") from e
             finally:
                 shutil.rmtree(probe, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    probe.rmdir()  # one that may not be looked into, such as of a umask of 777
 
     def sweep_probes(self) -> None:
         """Removes what processes left that were killed while they tried the file system."""
@@ -410,13 +436,13 @@ class LocalFolder(Store):
     def write(self, name: str, data: bytes) -> None:
         path = self.folder / name
         if self.folder.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         write_file(path, data)
 
     def write_over(self, name: str, data: bytes, before: File | None) -> bool:
         path = self.folder / name
         if self.folder.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         return replace_file(path, data, before)
 
     def create(self, name: str, data: bytes) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 from weightbeam.formats.release.files import hash_each, remove_others
 from weightbeam.formats.staging import FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, drop_pages, sync_folder
+from weightbeam.formats.storage.local import make_folder
 from weightbeam.formats.targets.published import RECORD
 
 SMALL = "small.json"  # in the ledger: what the record says of the small files
@@ -103,8 +104,12 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         remove_others(self.checkpoint, {*small, *(name for name, _, _ in files)})
         for name, data in small.items():
             path = Path(self.checkpoint.path(name))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            make_folder(path.parent)
+            with open(path, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(path.parent)
 
     def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> dict[str, Any]:
         """Writes to the places in the files."""

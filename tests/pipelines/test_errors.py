@@ -627,3 +627,28 @@ def test_an_output_with_the_name_of_what_is_not_published(
     assert call("convert", source, tmp_path / name, "--maxtext_model", "llama2-7b") == 2
     assert "has the name of what isn't published yet" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
+
+
+NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_names_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    """TensorStore takes names for UTF-8: in such a locale it would read, and write, another folder than is named."""
+    source = make_release(tmp_path / "source")
+    command = [sys.executable, "-m", "weightbeam", "convert"]
+    where = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for said, words in (("--output", (source, tmp_path / "oü")), ("ascii", (tmp_path / "quü", tmp_path / "out"))):
+        ran = run(*command, *words, env=os.environ | where | NO_UTF8, status=2)
+        assert said in ran.stderr
+        assert "set PYTHONUTF8=1" in ran.stderr
+    assert os.listdir(tmp_path) == ["source"]
+    run(*command, source, tmp_path / "oü", env=os.environ | where | NO_UTF8 | {"PYTHONUTF8": "1"}, status=0)
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    source, gone = make_release(tmp_path / "source"), tmp_path / "gone"
+    gone.mkdir()
+    where = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    code = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, '-m', 'weightbeam', 'convert', {str(source)!r}, 'out'])"
+    ran = run(sys.executable, "-c", code, env=where, cwd=gone, status=2)
+    assert "the folder that this was begun in isn't there any more" in ran.stderr

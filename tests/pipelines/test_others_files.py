@@ -877,6 +877,28 @@ def test_a_source_that_is_mounted_where_the_output_is(source: Path, checkpoint: 
     assert sorted((tmp_path / "here").rglob("*")) == before
 
 
+def test_what_an_image_holds_is_not_replaced(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of an overlay's lower layer can't be renamed: that is said, it stays, and once it is gone --resume ends."""
+    for name in ("lower/out", "upper", "work"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copytree(checkpoint, tmp_path / "lower" / "out", dirs_exist_ok=True)
+    layers = ",".join(
+        f"{key}={tmp_path / name}" for key, name in (("lowerdir", "lower"), ("upperdir", "upper"), ("workdir", "work"))
+    )
+    with mounted(tmp_path / "image", "-t", "overlay", "overlay", "-o", layers) as image:
+        words = ("convert", source, image / "out", *MODEL)
+        before = sorted((image / "out" / "0").rglob("*"))
+        for again in ("--overwrite",), ("--resume", "--overwrite"):
+            assert call(*words, *again) == 1
+            assert f"{image / 'out' / '0'}: lies in a layer of an overlay" in capsys.readouterr().err
+            assert sorted((image / "out" / "0").rglob("*")) == before
+        shutil.rmtree(image / "out" / "0")
+        assert call(*words, "--resume") == 0
+        assert [path.name for path in (image / "out").iterdir()] == ["0"]
+
+
 def test_a_release_that_is_a_mount_point(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing can be renamed to its name: it is refused before anything is made."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "tmpfs") as disk:
