@@ -15,6 +15,7 @@ from typing import Any
 
 from weightbeam.pipelines.running.without_beam import LoggingAsItIs
 from weightbeam.pipelines.terminal.errors import Interrupted
+from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.progress import NotebookBar, in_a_notebook
 from weightbeam.pipelines.terminal.wording import worded
 
@@ -66,6 +67,8 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["progress"] = cell = NotebookBar(f"{name}: reading headers")
         try:
             with LoggingAsItIs():
+                if name != "load":  # which does so once its processes have met
+                    check_arithmetic()
                 return function(*args, **kwargs)
         except KeyboardInterrupt as e:
             said = worded(str(e))

@@ -23,6 +23,7 @@ from weightbeam.pipelines.running.without_beam import is_local, leave_out_servic
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.shell import check_written, messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
@@ -125,6 +126,7 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
                 # only now: commands import numpy, TensorStore and Beam
                 module = importlib.import_module(COMMANDS[command].home)
                 interrupts.at_once = False
+                check_arithmetic()
                 try:
                     status = module.run(args, rest)
                 finally:

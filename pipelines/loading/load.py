@@ -49,6 +49,7 @@ from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.running.prepare import describe
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.report import count
 from weightbeam.transforms.planning.conversion import rules_of
@@ -115,12 +116,11 @@ def load(
       dtype('float32')
     """
     check_jax()
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise RefusedError(f"timeout={timeout!r} should be seconds, more than 0")
-    with Meeting(timeout) as meeting:
+    is_time = isinstance(timeout, int | float) and timeout > 0
+    with Meeting(timeout if is_time else TIMEOUT) as meeting:  # who refuses has come, too
         asked, chosen, most = meeting.agree(
             "arguments",
-            lambda: _asked(like, mesh, unit_bytes, dequantize, options),
+            lambda: _asked(like, mesh, unit_bytes, dequantize, options, "" if is_time else repr(timeout)),
             lambda read: _told(
                 read[1],
                 options,
@@ -146,13 +146,21 @@ def load(
 
 
 def _asked(
-    like: Any, mesh: Mesh | str | None, unit_bytes: int | str, dequantize: str, options: Mapping[str, Any]
+    like: Any,
+    mesh: Mesh | str | None,
+    unit_bytes: int | str,
+    dequantize: str,
+    options: Mapping[str, Any],
+    no_time: str = "",
 ) -> tuple[Abstract | None, Options, int]:
     """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
 
     Raises:
-      RefusedError: they can't be meant.
+      RefusedError: they can't be meant; `no_time` is a `timeout` that can't, in words.
     """
+    check_arithmetic()
+    if no_time:
+        raise RefusedError(f"timeout={no_time} should be seconds, more than 0")
     if dequantize not in (HOST, DEVICE):
         raise RefusedError(
             f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"

@@ -128,7 +128,8 @@ class MappedRelease:
         return self._stacked_axes[key]
 
     def identity(self) -> dict[str, str]:
-        return _identity(self.conversion.source, [adapter.files for adapter in self.conversion.adapters])
+        told = _identity(self.conversion.source, [adapter.files for adapter in self.conversion.adapters])
+        return told | {"what the family's table makes of it": self.conversion.making[:16]}
 
     def check(self) -> None:
         self.conversion.check()

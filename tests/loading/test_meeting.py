@@ -65,6 +65,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "replaced": dict(source=[first, replaced], mesh=MESH, options=STEPS, fault=[1, "replaces"]),
         "late": dict(source=first, mesh=MESH, options=SOON, waits=[1, folder / "done-9-0", "to call"]),
         "after both": dict(source=first, mesh=MESH),
+        "no time": dict(source=first, mesh=MESH, options=[{}, dict(timeout=0)]),
+        "after no time": dict(source=first, mesh=MESH),
         "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
         "dies": dict(source=first, mesh=MESH, options=SOON, fault=[1, "dies opening"]),
     }
@@ -94,6 +96,27 @@ def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
     for name, seed in {"after it": 2, "copies": 1, "after both": 1, "slow": 1}.items():
         for told in job[name]:
             assert_holds(told, wanted(seed))
+
+
+def test_a_timeout_that_is_none(job: Told) -> None:
+    """Who refuses it has come to the call all the same: the next one is the next of both."""
+    first, second = job["no time"]
+    assert second["refused"] == "timeout=0 should be seconds, more than 0"
+    assert first["refused"] == f"process 1 of 2 refused, so nothing was loaded: {second['refused']}"
+    for told in job["after no time"]:
+        assert_holds(told, wanted(1))
+
+
+def test_tables_are_compared_by_what_they_make(tmp_path: Path) -> None:
+    """Two hosts may have other files of one name: what tells it is the file, and each rule."""
+    release = save(tmp_path / "release", MODEL, tensors(1))
+    table = tmp_path / "table.py"
+    made = []
+    for text in ("", "# another host's", "FAMILY = dataclasses.replace(FAMILY, releases='others')"):
+        table.write_text(f"import dataclasses\nfrom weightbeam.model_mappings.families.llama import FAMILY\n{text}\n")
+        made.append(find_source(str(release), choose({"family": str(table)})).identity())
+    told = [differences(each, made[0]).partition(" is ")[0] for each in made]
+    assert told == ["", *["what the family's table makes of it"] * 2]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,32 @@ def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-c", textwrap.dedent(code), *arguments)
 
 
+def test_arithmetic_without_subnormal_numbers_is_refused(tmp_path: Path) -> None:
+    """Such as after torch was told so, or a library that was built with -ffast-math was loaded, in this thread; `load` says
+    it once its processes have met. Nothing is written.
+    """
+    code = """
+    import sys, torch, weightbeam as wb
+    release, out = sys.argv[1:]
+    torch.set_flush_denormal(True)
+    calls = (
+        lambda: wb.convert(release, out, progress=False), lambda: wb.plan(release),
+        lambda: wb.load(release, mesh="fsdp=1"), lambda: wb.diff(release, release, progress=False),
+    )
+    for call in calls:
+        try:
+            call()
+        except wb.Refused as e:
+            print(e)
+    torch.set_flush_denormal(False)
+    print(wb.convert(release, out, progress=False).path)
+    """
+    out = tmp_path / "out"
+    told = script(code, make_release(tmp_path / "release"), out).stdout.splitlines()
+    assert ["subnormal" in line for line in told] == [True] * 4 + [False]
+    assert [path.name for path in out.iterdir()] == ["0"]
+
+
 def test_importing_does_nothing() -> None:
     """Neither the face nor any module below it configures logging, changes the environment or prints; the face imports
     nothing else.

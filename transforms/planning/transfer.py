@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -190,19 +190,38 @@ class Transfer(abc.ABC):
         """
         identity = Identity()
         identity.add(DECODING_VERSION, self.kind, hashed(self.options), dict(self.small_hashes), self.settled())
-        if others := doors.versions(doors.ENCODINGS):  # their code decodes, and no table of ours tells what it does
-            identity.add(others)
-        if code := self.plan.code or doors.code_of(getattr(self.options, "family", None)):
+        for code in self._code():
             identity.add(code)
         for source in self.sources:
             identity.add(source.identity)
-        for array in self.plan.arrays:
-            parts = [(part.tensors, repr(part.rule), part.layers.tolist()) for part in array.parts]
-            identity.add(array.key, array.shape, array.dtype.name, array.fill, parts)
+        for facts in self._arrays():
+            identity.add(*facts)
         identity.add(self.target.identity)
         for unit in self.units:
             identity.add([(block.array, block.shards) for block in unit])
         return identity.hash
+
+    @functools.cached_property
+    def making(self) -> str:
+        """Identifies how each array is made of the source's tensors, wherever it is written."""
+        identity = Identity()
+        identity.add(DECODING_VERSION, *self._code())
+        for facts in self._arrays():
+            identity.add(*facts)
+        return identity.hash
+
+    def _code(self) -> Iterator[object]:
+        """Whose code decodes and maps, where no table's words tell what it does."""
+        if others := doors.versions(doors.ENCODINGS):
+            yield others
+        if code := self.plan.code or doors.code_of(getattr(self.options, "family", None)):
+            yield code
+
+    def _arrays(self) -> Iterator[tuple[object, ...]]:
+        """Each array, and what it is made of by which rules."""
+        for array in self.plan.arrays:
+            parts = [(part.tensors, repr(part.rule), part.layers.tolist()) for part in array.parts]
+            yield array.key, array.shape, array.dtype.name, array.fill, parts
 
     def stage(self) -> bytes:
         """The inputs, compressed; `staged.load` makes the same plan of them."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightbeam.formats.staging import Staging
+from weightbeam.transforms.execution.arithmetic import FLUSHES, flushes
 from weightbeam.transforms.planning import conversion_planner, export_planner, merge_planner, reshard_planner
 from weightbeam.transforms.planning.inputs import unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer
@@ -27,8 +28,10 @@ def load(staged: bytes) -> Transfer:
     """The plan that was staged.
 
     Raises:
-      RuntimeError: this version of Weightbeam plans it differently.
+      RuntimeError: this version of Weightbeam plans it differently, or the worker's arithmetic isn't exact.
     """
+    if flushes():
+        raise RuntimeError(FLUSHES)
     inputs = unpack_inputs(staged)
     plan = _LOADERS[inputs.get("kind", "convert")](inputs)
     if plan.hash != inputs["hash"]:
