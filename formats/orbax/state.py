@@ -23,6 +23,7 @@ from weightbeam.formats.orbax import (
     FOREIGN,
     METADATA,
     STRINGS,
+    TEXT,
     read_descriptions,
 )
 from weightbeam.formats.orbax.metadata import item_handlers, read_of_step
@@ -32,6 +33,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.strict_json import Budget, parse_json
 
 SHARDING = "_sharding"
+TEXT_IS = "the text"  # how what a text says begins
 LARGEST, MOST = 64 << 20, 256 << 20  # bytes of a file of another item that is copied, and of all of them
 MOST_FILES = 50_000  # of other items: a data iterator has one of each host
 
@@ -109,6 +111,26 @@ def _extras(items: Store) -> dict[str, Mapping[str, Any]]:
             if about.get("ext_metadata"):
                 found[str(about["param_name"])] = dict(about["ext_metadata"])
     return found
+
+
+def described(checkpoint: OrbaxCheckpoint) -> dict[str, str]:
+    """By key, in words, what isn't in an array's elements: leaves that hold no array (texts; None and empty dicts), and
+    of what random generator's the elements are; "numbers" of all others.
+
+    Raises:
+      StorageError: a file that says it can't be read.
+    """
+    items = open_store(checkpoint.root)
+    texts = _json(items, STRINGS) if items.exists(STRINGS) else {}
+    found = dict.fromkeys(checkpoint.arrays, "numbers")
+    for entry in checkpoint.metadata["tree_metadata"].values():
+        key = ".".join(str(part["key"]) for part in entry["key_metadata"])
+        kind = entry["value_metadata"].get("value_type")
+        if kind == TEXT:
+            found[key] = f"{TEXT_IS} {json.dumps(texts.get(key))}"
+        elif entry["value_metadata"].get("skip_deserialize"):
+            found[key] = "None" if kind == "None" else f"an empty {kind}"
+    return found | {key: json.dumps(about, sort_keys=True) for key, about in _extras(items).items() if key in found}
 
 
 def array_metadatas(

@@ -13,6 +13,7 @@ import numpy as np
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.orbax.scaled import values_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.orbax.state import TEXT_IS, described
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
@@ -38,6 +39,7 @@ MODULE_AXIS = 0  # where it stacks the state of its modules
 IN_LIST = re.compile(r"(\.\w*layers)\.(\d+)\.")  # a layer in an nnx.List
 NOT_ASKED = f"not a weight (--state {PARAMS})"
 NO_STATE = "a training state around the weights, and the other checkpoint has none like it"
+NOT_THERE = "not there"
 NO_GENERATORS = "random generators that the other checkpoint doesn't have"
 
 
@@ -54,6 +56,7 @@ class ComparedPair:
       left_out: tensors of a release that its table leaves out on purpose, with the reason.
       sources: what is read.
       apart: of each side the arrays of a training state that aren't compared, with the reason.
+      unlike: of two training states the leaves that aren't the same and hold no numbers to compare, and how they differ.
     """
 
     a: str
@@ -63,6 +66,7 @@ class ComparedPair:
     left_out: Mapping[str, str]
     sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...] = ()
     apart: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    unlike: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def shared(self, name: str) -> bool:
         """Whether both have a tensor of that name and of one shape."""
@@ -82,7 +86,9 @@ def open_pair(
     (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
     states = [_state(source) if isinstance(source, OrbaxCheckpoint) else {} for source in sources]
     (one, other), apart = _compared_states(states[0], states[1], state)
-    return ComparedPair(a, b, {**first, **one}, {**second, **other}, left_out, tuple(sources), apart)
+    held = {place: source for place, source in zip((a, b), sources, strict=True) if isinstance(source, OrbaxCheckpoint)}
+    unlike = _unlike(held) if one and other and len(held) == 2 else {}
+    return ComparedPair(a, b, {**first, **one}, {**second, **other}, left_out, tuple(sources), apart, unlike)
 
 
 def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
@@ -176,6 +182,28 @@ def _compared_states(
     left = apart(one, other), apart(other, one)
     sides = [{key: side[key] for key in side if key not in out} for side, out in zip((one, other), left, strict=True)]
     return (sides[0], sides[1]), left
+
+
+def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
+    """What of two training states holds no numbers to compare, and isn't the same: texts, and the kinds of random keys and
+    of what is empty. Of what only one side has the texts count.
+
+    Raises:
+      Refused: a file that says it can't be read.
+    """
+    try:
+        told = {place: described(state) for place, state in states.items()}
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    found = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(told.values())):
+        said = {place: leaves.get(key, NOT_THERE) for place, leaves in told.items()}
+        is_text = any(what.startswith(TEXT_IS) for what in said.values())
+        # of an array and none, and of something empty and nothing, the arrays tell
+        is_alike = len({key in state.arrays for state in states.values()}) == 1 and NOT_THERE not in said.values()
+        if len({*said.values()}) > 1 and (is_text or is_alike):
+            found[IN_LIST.sub(r"\1_\2.", key)] = ", ".join(f"{what} in {place}" for place, what in said.items())
+    return found
 
 
 def _layer_by_layer(side: Side, other: Side) -> Side:

@@ -21,7 +21,7 @@ from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.progress import Report, watch_progress
 from weightbeam.pipelines.terminal.tables import shape_text
-from weightbeam.transforms.comparing.differences import EQUAL, ROUNDED, Difference, compare_each, cut
+from weightbeam.transforms.comparing.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution.operands import Operand
 
 AT_ONCE = 4  # boxes at most, each of all sides: 16 MB a side, up to 256 MB where chunks are large
@@ -133,7 +133,7 @@ def _verdicts(pair: ComparedPair, differences: Mapping[str, Difference]) -> dict
             lossy = a.lossy or b.lossy
             status = ROUNDED if lossy and difference.status == EQUAL else difference.status
             found[name] = Verdict(status, difference, lossy)
-    return found
+    return found | {name: Verdict(CHANGED, message=how) for name, how in pair.unlike.items()}
 
 
 def _cut(sides: Sequence[Operand]) -> Iterator[Box]:

@@ -28,6 +28,7 @@ from trained import SHARED, trained_like
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
 
+jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
@@ -285,6 +286,38 @@ def test_training_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert statuses(a, c, status=1, folder=tmp_path)["opt_state.0.nu.embedding"]["status"] == "missing"
     assert kinds(statuses(a, b, "--state", "params", status=0, folder=tmp_path)) == {"equal": 1}
     assert f"3 of {b} not compared: not a weight (--state params)" in capsys.readouterr().out
+
+
+def test_what_of_training_states_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts, what is empty in another way, and random keys of another generator with the same bits."""
+    bits = np.asarray([0, 3, 0, 3], np.uint32)
+    base: dict[str, Any] = {
+        "params": {"params": {"decoder": {"decoder_norm": {"scale": np.ones(8, F32)}}}},
+        "opt_state": [{"nu": np.ones(8, F32)}, None],
+        "note": "hello",
+        "rng": jax.random.wrap_key_data(bits, impl="rbg"),
+        "step": np.int64(7),
+    }
+    others: dict[str, dict[str, Any]] = {
+        "same": {},
+        "note": {"note": "hellO"},
+        "opt_state.1": {"opt_state": [base["opt_state"][0], {}]},
+        "rng": {"rng": jax.random.wrap_key_data(bits, impl="unsafe_rbg")},
+        "rng as numbers": {"rng": bits},
+    }
+    for name, changed in others.items():
+        ocp.PyTreeCheckpointer().save(tmp_path / name / "7" / "items", base | changed)
+    for name in others:
+        found = statuses(tmp_path / "same", tmp_path / name, status=int(name != "same"), folder=tmp_path)
+        assert [key for key, each in found.items() if each["status"] == "changed"] == [name.split()[0]] * (
+            name != "same"
+        )
+    without = {key: value for key, value in base.items() if key != "note"}
+    ocp.PyTreeCheckpointer().save(tmp_path / "without" / "7" / "items", without)
+    statuses(tmp_path / "without", tmp_path / "same", status=1, folder=tmp_path)
+    assert f'not there in {tmp_path / "without"}, the text "hello" in {tmp_path / "same"}' in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @needs_shared

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import QWEN3_MOE, call, convert, make_release
+from support import LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, read_tensors, save
 
 import weightbeam as wb
 from weightbeam.formats.storage import LocalFolder
@@ -144,6 +144,24 @@ def test_a_lost_record_is_said(
     said = " ".join(capsys.readouterr().out.split())
     assert f"warning: {RECORD} " in said
     assert "warning: config.json: rope_theta 7.5," in said
+
+
+def test_a_nan_of_another_payload_is_another_one(tmp_path: Path) -> None:
+    """What is only copied is copied bit by bit."""
+    tensors = random_tensors(LLAMA, np.dtype(np.float32))
+    name = "model.norm.weight"
+    tensors[name].view(np.uint32)[:2] = 0x7FC00001, 0xFFC00000
+    step = convert(save(tmp_path / "hf", LLAMA, tensors), tmp_path / "ckpt", "--save_dtype", "float32")
+    assert call("export", step, tmp_path / "out") == 0
+    assert read_tensors(tmp_path / "out")[name].tobytes() == tensors[name].tobytes()
+    assert call("verify", tmp_path / "out") == 0
+    for place, bits in ((0, 0x7FC00002), (1, 0x7FC00000)):
+        there = read_tensors(tmp_path / "out")
+        there[name].view(np.uint32)[place] = bits
+        save_file(there, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+        found = wb.verify(str(step), str(tmp_path / "out"), progress=False).to_dict()
+        assert [each["different"] for key, each in found.items() if key.endswith("decoder_norm.scale")] == [1]
+        save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
 
 
 def test_two_releases_are_for_diff(export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

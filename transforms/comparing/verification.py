@@ -199,7 +199,8 @@ def compare(
         found = layouts.read(store, slab).reshape(values.shape)
         if exported:
             expected, rounded = _exported(found, cell.part, encoding)
-            wrong = differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
+            is_copy = expected is found
+            wrong = differs(expected, values, is_copy) if encoding.label is None else _is_no_code(expected, values)
             if encoding.label is not None:
                 wide = expected.astype(np.float64)
                 changed, norm = changed + float(np.sum((wide - values) ** 2)), norm + float(np.sum(wide**2))
@@ -281,14 +282,14 @@ def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dty
     return values.astype(stored), rounded
 
 
-def differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Where two arrays differ: bit by bit where their dtypes are the same, but for NaN; else by value."""
+def differs(expected: np.ndarray, found: np.ndarray, payloads: bool = False) -> np.ndarray:
+    """Where two arrays differ: bit by bit where their dtypes are the same, but for NaN unless `payloads`; else by value."""
     if expected.dtype != found.dtype:
         expected, found = expected.astype(np.float64), found.astype(np.float64)
         return ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
     bits = bits_of(expected.dtype)
     wrong = _in_order(expected.view(bits)) != _in_order(found.view(bits))
-    if is_float(expected.dtype) and wrong.any():
+    if is_float(expected.dtype) and not payloads and wrong.any():
         wrong &= ~(np.isnan(expected) & np.isnan(found))
     return wrong
 
