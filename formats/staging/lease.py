@@ -44,6 +44,8 @@ HOLDER = re.compile(r" \(process \S+ on [^)]*\)")  # in what says who holds a le
 # of a file system without locks
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 
+UNSEEN = "unknown"  # when a process was started that is there
+
 Owner = dict[str, Any]
 
 
@@ -391,7 +393,8 @@ def _is_gone(owner: Owner) -> bool:
     """Whether the owner was a process that could be seen from here, and isn't any more."""
     if (owner.get("host"), owner.get("processes")) != (socket.gethostname(), _processes()):
         return False
-    return _started(owner.get("pid", 0)) != owner.get("process")
+    now, then = _started(owner.get("pid", 0)), owner.get("process")
+    return now != then and UNSEEN not in (now, then)
 
 
 def _processes() -> str:
@@ -407,7 +410,7 @@ def _processes() -> str:
 
 def _started(pid: int) -> str:
     """When a process was started, so that another one with its number isn't taken for it; empty if there is none, or it
-    is dead.
+    is dead; `UNSEEN` where it is hidden (`/proc` of another user's, mounted with hidepid).
     """
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -418,4 +421,4 @@ def _started(pid: int) -> str:
         return ""
     except PermissionError:
         pass
-    return "unknown"
+    return UNSEEN

@@ -154,6 +154,20 @@ def _context() -> ts.Context:
     return ts.Context(CONTEXT)
 
 
+def _result(future: ts.Future, seconds: float) -> Any:
+    """What TensorStore answers within some seconds, which its own waiting counts by a clock that may be set.
+
+    Raises:
+      TimeoutError: there is no answer.
+    """
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    future.force()
+    if not done.wait(seconds):
+        raise TimeoutError
+    return future.result()
+
+
 _MET: set[tuple[str, str, str]] = set()  # the buckets that TensorStore was seen to get to: what it did, where
 
 
@@ -302,7 +316,7 @@ class Bucket(Store):
         """
         store = self._open_tensorstore()
         try:
-            if is_right(ask(store).result(timeout=UNREACHED_SECONDS)):
+            if is_right(_result(ask(store), UNREACHED_SECONDS)):
                 return
             why = "it was answered, but as if by another store"
         except TimeoutError:
@@ -385,7 +399,7 @@ class Bucket(Store):
         def finish() -> None:
             request, future = waiting[0]
             try:
-                found = future.result(timeout=MAX_REQUEST_SECONDS)
+                found = _result(future, MAX_REQUEST_SECONDS)
             except Exception as e:
                 if not str(e).startswith("OUT_OF_RANGE"):
                     _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)

@@ -47,6 +47,26 @@ def pretend(path: Path, age: float = 0.0, **owner: object) -> None:
     os.utime(path, (when, when), follow_symlinks=False)
 
 
+HIDDEN = """import json, os, socket, sys
+from weightbeam.formats.staging import lease
+owner = dict(host=socket.gethostname(), processes=lease._processes(), pid=int(sys.argv[1]), process=sys.argv[2])
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+assert not os.path.exists(f"/proc/{sys.argv[1]}")
+print(lease._is_gone(owner), lease._is_gone(owner | {"pid": 1 << 22}))
+"""
+
+
+def test_an_owner_that_proc_hides_lives(tmp_path: Path) -> None:
+    """Another user's, where /proc is mounted so that each sees his own: it is there, and when it began isn't known."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    mount = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", HIDDEN, str(os.getpid()), started]
+    if os.geteuid() or subprocess.run([*command[:4], "mount -t proc -o hidepid=2 proc /proc"], check=False).returncode:
+        pytest.skip("only root may mount")
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.split() == ["False", "True"]
+
+
 @pytest.mark.skipif(elsewhere.is_hidden(), reason="without /proc a dead process counts as alive until its parent looks")
 def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
     """And when it is killed, the next comes in at once."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import run
@@ -1099,6 +1100,16 @@ def test_a_bucket_that_never_answers_one_client(
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
         with pytest.raises(StorageError, match="can't read there: no answer in 0 s; STORAGE_EMULATOR_HOST is"):
             bucket.check_writable()
+
+
+def test_what_tensorstore_answers_is_waited_for_in_seconds_that_pass() -> None:
+    """TensorStore's own bound goes by the clock of the day, which may be set."""
+    promise, future = ts.Promise.new()
+    threading.Timer(0.5, promise.set_result, (7,)).start()
+    assert buckets._result(future, 30) == 7
+    _held, never = ts.Promise.new()
+    with pytest.raises(TimeoutError):
+        buckets._result(never, 0.1)
 
 
 def test_another_store_that_answers_the_other_client(
