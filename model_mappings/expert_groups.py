@@ -7,7 +7,7 @@ from typing import Any
 
 # how many groups there are, and how many are chosen, where `config.json` doesn't say (transformers v5.23.0, the
 # configuration classes); other kinds of models have none then
-DEFAULTS = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), (8, 4))
+DEFAULTS: dict[str, tuple[int, int]] = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), (8, 4))
 
 
 def expert_groups(part: Mapping[str, Any]) -> tuple[int, int]:
