@@ -116,11 +116,10 @@ def load(
       dtype('float32')
     """
     check_jax()
-    is_time = isinstance(timeout, int | float) and timeout > 0
-    with Meeting(timeout if is_time else TIMEOUT) as meeting:  # who refuses has come, too
+    with Meeting(timeout if _is_time(timeout) else TIMEOUT) as meeting:  # who refuses it has come, too
         asked, chosen, most = meeting.agree(
             "arguments",
-            lambda: _asked(like, mesh, unit_bytes, dequantize, options, "" if is_time else repr(timeout)),
+            lambda: _asked(like, mesh, unit_bytes, dequantize, options, timeout),
             lambda read: _told(
                 read[1],
                 options,
@@ -145,22 +144,26 @@ def load(
         return build(loading.run(meeting))
 
 
+def _is_time(timeout: Any) -> bool:
+    return isinstance(timeout, int | float) and timeout > 0
+
+
 def _asked(
     like: Any,
     mesh: Mesh | str | None,
     unit_bytes: int | str,
     dequantize: str,
     options: Mapping[str, Any],
-    no_time: str = "",
+    timeout: float,
 ) -> tuple[Abstract | None, Options, int]:
     """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
 
     Raises:
-      RefusedError: they can't be meant; `no_time` is a `timeout` that can't, in words.
+      RefusedError: they can't be meant, or this process can't count.
     """
     check_arithmetic()
-    if no_time:
-        raise RefusedError(f"timeout={no_time} should be seconds, more than 0")
+    if not _is_time(timeout):
+        raise RefusedError(f"timeout={timeout!r} should be seconds, more than 0")
     if dequantize not in (HOST, DEVICE):
         raise RefusedError(
             f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
