@@ -22,6 +22,7 @@ from typing import Any
 from weightbeam.model_mappings.config import Config, ConfigError
 
 NEEDED: Any = object()  # the default of a field that `config.json` must have
+TIE = "tie_word_embeddings"
 Default = Any  # a value, NEEDED, or a function of the part of `config.json` that the line is about
 Holds = Callable[[Config], bool]
 
@@ -142,9 +143,13 @@ class Line:
         return self.key is not None and self.field is None and self.find is None
 
     def about(self, config: Config) -> Config:
-        """The object of `config.json` that the line is about; empty where that is absent."""
+        """The object of `config.json` that the line is about; empty where that is absent. Whether the head is tied, the
+        object around a `text_config` says (`blocks.text_part`).
+        """
         found = lookup(config, self.part)
-        return Config(found if isinstance(found, Mapping) else {})
+        around, _, name = self.part.rpartition(".")
+        tied = lookup(config, f"{around}.{TIE}") if name == "text_config" else None
+        return Config((found if isinstance(found, Mapping) else {}) | ({} if tied is None else {TIE: tied}))
 
     def holds(self, config: Config) -> bool:
         """Whether the line is about this model."""
@@ -403,7 +408,8 @@ def only(field: str, value: Any, effect: str, default: Default = None) -> Line:
 
     def limit(about: Config, model: str | None) -> str | None:
         found = lookup(about, field)
-        found = default if found is None else found
+        if found is None:  # transformers takes null for false where it asks whether
+            found = False if default is True and field in about else default
         return None if found == value else f"{field} is {found!r}: {effect}"
 
     return Line(None, field, default=value, limit=limit)

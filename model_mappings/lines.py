@@ -7,9 +7,10 @@ AI-Hypercomputer/maxtext, src/maxtext/models and layers, e591f30.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from weightbeam.model_mappings.blocks import text_part
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import (
     Line,
@@ -79,11 +80,24 @@ VOCAB = size("vocab_size", "vocab_size")
 SIZES = (*WIDTHS, LAYERS, VOCAB)
 MLP = size("base_mlp_dim", "intermediate_size")
 CONTEXT = size("max_position_embeddings", "max_position_embeddings", default=2048)
-# else logits are divided by √embed
-NO_SCALE = derived(
-    "normalize_embedding_logits", lambda c, model: False, when=lambda c: bool(c.get("tie_word_embeddings"))
-)
-TIED = (truth("logits_via_embedding", "tie_word_embeddings"), NO_SCALE)
+
+
+def tied(default: bool = False, text: Callable[[Config], Config] = text_part) -> Line:
+    """Whether the head is the embedding, as the table takes it from the `text` part."""
+    line = truth("logits_via_embedding", "tie_word_embeddings", default)
+    return dataclasses.replace(line, find=lambda c, model: text(c).get("tie_word_embeddings"))
+
+
+def tied_unscaled(text: Callable[[Config], Config] = text_part) -> tuple[Line, Line]:
+    """The same, for models whose logits MaxText would divide by √embed."""
+
+    def is_tied(c: Config) -> bool:
+        return bool(text(c).get("tie_word_embeddings"))
+
+    return tied(text=text), derived("normalize_embedding_logits", lambda c, model: False, when=is_tied)
+
+
+TIED = tied_unscaled()
 # Else MaxText's trainer, which warms up indexers by default, leaves the model's own loss out
 # (AI-Hypercomputer/maxtext, src/maxtext/trainers/pre_train/train.py, loss_fn, e591f30 and 0.2.5)
 WHOLE_LOSS = derived("indexer_sparse_training", lambda c, model: True)

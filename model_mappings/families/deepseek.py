@@ -30,6 +30,7 @@ from weightbeam.model_mappings.configuration import (
     flag,
     inside,
     number,
+    only,
     real,
     size,
     unless,
@@ -232,7 +233,9 @@ SIGMOID = (
     fixed("routed_bias", True),
     NORMED,
 )  # fmt: skip
-V3 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
+INTERLEAVED = only(
+    "rope_interleave", True, "MaxText's layer turns pairs that lie side by side; attention is wrong. There is no way round", default=True)
+V3 = (*SIGMOID, *GROUPS, INTERLEAVED, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
 INDEX = (
     fixed("use_indexer", True),
     WHOLE_LOSS,
@@ -241,7 +244,7 @@ INDEX = (
     size("indexer_topk", "index_topk", default=2048),
 )
 V32 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEX)
-K2 = (*SIGMOID, *GROUPS, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
+K2 = (*SIGMOID, *GROUPS, INTERLEAVED, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):
     c = text_part(c)

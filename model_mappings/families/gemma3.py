@@ -30,7 +30,6 @@ from weightbeam.model_mappings.configuration import (
     positive,
     real,
     size,
-    truth,
     written,
 )
 from weightbeam.model_mappings.family import Family, Tower
@@ -41,6 +40,7 @@ from weightbeam.model_mappings.lines import (
     activation,
     architecture,
     fixed_eps,
+    tied,
 )
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import linear_factor, nested_rope, only_kinds, rope_of, theta
@@ -183,7 +183,7 @@ TEXT = (
     only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True),
     copied("query_pre_attn_scalar", query_scalar),
 )  # fmt: skip
-HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
+HEAD = tied(default=True)
 VISION = (*inside("vision_config", (
     size("hidden_size_for_vit", "hidden_size"),
     size("intermediate_size_for_vit", "intermediate_size"),

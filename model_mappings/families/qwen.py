@@ -14,7 +14,7 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
-from weightbeam.model_mappings.configuration import copied, derived, fixed, only, size, truth
+from weightbeam.model_mappings.configuration import copied, derived, fixed, only, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -26,6 +26,7 @@ from weightbeam.model_mappings.lines import (
     dense,
     eps,
     head_dim,
+    tied,
 )
 from weightbeam.model_mappings.lines import experts as experts_lines
 from weightbeam.model_mappings.rope import plain_rope
@@ -75,7 +76,7 @@ def stacks(c, layout):
     return decoder(c, layout, moe_mlp(c, routed_experts(c, layout)) if is_moe(c) else gated_mlp())
 
 
-HEAD = (truth("logits_via_embedding", "tie_word_embeddings"), fixed("normalize_embedding_logits", False))
+HEAD = (tied(), fixed("normalize_embedding_logits", False))
 WINDOW = only("use_sliding_window", False, "MaxText's layers look at all tokens; logits differ beyond the window. There is no way round", default=False)
 DENSE = (*dense(rope=()), fixed("use_qk_norm", True))
 MOE = (

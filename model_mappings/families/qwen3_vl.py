@@ -30,6 +30,7 @@ from weightbeam.model_mappings.lines import (
     NORMED,
     TIED,
     architecture,
+    tied_unscaled,
 )
 from weightbeam.model_mappings.towers import (
     QWEN_VISION,
@@ -109,7 +110,7 @@ FAMILY = Family(
     copies=lambda c, layout: tied_head(text(c), layout, HF),
     configuration={
         "qwen3_vl": dense_lines("qwen3_vl", "Qwen3VL", HEAD),
-        **dict.fromkeys(REASONERS, dense_lines("cosmos3_omni", "Cosmos3Omni", TIED)),  # transformers has no class for Weaver
+        **dict.fromkeys(REASONERS, dense_lines("cosmos3_omni", "Cosmos3Omni", tied_unscaled(text))),  # transformers has no class for Weaver
         "qwen3_vl_moe": (*inside("text_config", (*MOE, NORMED, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *QWEN_VISION, *OWN),
     },
     towers="vision",

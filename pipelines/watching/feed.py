@@ -209,5 +209,13 @@ class Feed(abc.ABC):
         """
         return None
 
+    def is_replaced(self, history: History) -> bool:
+        """Whether the commit of a history is none any more, so that another one with the same weights stands for it.
+
+        Raises:
+          StorageError: it can't be told.
+        """
+        return False
+
     def clear(self, history: History) -> None:  # noqa: B027
         """Removes what was staged of a version that can't be gone on with."""

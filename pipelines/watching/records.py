@@ -268,7 +268,7 @@ class History:
         Raises:
           LostError: there is one already.
         """
-        known = {name: self.first[name] for name in ("commit", "target")} if self.records else {}
+        known = {name: self.facts[name] for name in ("commit", "target")} if self.records else {}
         said = {"attempt": self.attempt} | known | facts | ({"reason": reason} if reason else {})
         record = {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         record = json.loads(json.dumps(record))  # as others will read it
@@ -281,12 +281,12 @@ class History:
 
     def mark_same(self, commit: str) -> Record | None:
         """Notes that another commit has the same weights; returns the record, or None if there is one already."""
-        first = self.first["commit"]
+        known = self.facts["commit"]
         said = {
             "commit": commit,
             "target": self.first["target"],
-            "same_weights_as": first,
-            "reason": f"same weights as {first[:12]}",
+            "same_weights_as": known,
+            "reason": f"same weights as {known[:12]}",
         }
         record = {"state": SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None

@@ -96,7 +96,10 @@ class ReleaseFeed(Feed):
                 self._point(name, target)
 
     def source(self, history: History) -> str:
-        return f"hf://{history.name}@{history.first['commit']}"
+        return f"hf://{history.name}@{history.facts['commit']}"
+
+    def is_replaced(self, history: History) -> bool:
+        return not releases.is_there(history.name, history.facts["commit"])
 
     def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, TargetConfig)

@@ -168,6 +168,20 @@ def find_release(repo: str, revision: str) -> ReleaseCommit:
         return _as_said(repo, info)
 
 
+def is_there(repo: str, commit: str) -> bool:
+    """Whether a repository still has a commit, which a squash of its history takes away.
+
+    Raises:
+      StorageError: the hub can't be asked.
+    """
+    with _translate_errors(repo):
+        try:
+            check_form(retried(api().model_info)(repo, revision=commit, timeout=30.0))
+        except RevisionNotFoundError:
+            return False
+        return True
+
+
 def _as_said(repo: str, info: ModelInfo) -> ReleaseCommit:
     """What the hub says of a repository."""
     siblings = info.siblings or []

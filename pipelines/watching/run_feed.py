@@ -683,7 +683,7 @@ class RunFeed(Feed):
                 continue
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
-                    if self._is_pointed_at(other):
+                    if self._is_pointed_at(other) or self._is_elsewhere(other):
                         continue
                     removed.append(other.add(REMOVED, self._remove(other)))
                 except (OSError, LostError) as e:
@@ -691,6 +691,19 @@ class RunFeed(Feed):
                     continue
             self._mark(other)
         return removed
+
+    def _is_elsewhere(self, history: History) -> bool:
+        """Whether a step lies where it was published, and that is another output than its target has now: nothing is
+        removed there.
+
+        Raises:
+          OSError: it can't be told.
+        """
+        recorded, url = history.facts["checkpoint"], self._checkpoint(history)
+        if recorded == url or is_name(recorded) or self._place(history).report(url).get("key") == history.key:
+            return False
+        there = open_place(recorded.rpartition("/")[0], scratch_of(self.output))
+        return there.report(recorded).get("key") == history.key
 
     def _remove(self, history: History) -> str:
         """Removes a published step; returns why it isn't there any more.

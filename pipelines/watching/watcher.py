@@ -40,6 +40,7 @@ from weightbeam.pipelines.watching.records import (
     now,
 )  # fmt: skip
 
+UNREAD = (DISCOVERED, PLANNED, CONVERTING, FAILED, REFUSED)  # states from which the version is read, once asked for
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
@@ -190,8 +191,12 @@ class Watcher:
             if not history.records:
                 self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
-            elif history.first["commit"] != version.commit and (record := history.mark_same(version.commit)):
-                self._notices.tell(record)
+            elif (was := history.facts["commit"]) != version.commit:
+                if history.state in UNREAD and feed.is_replaced(history):
+                    why = f"commit {was[:12]} is gone, and {version.commit[:12]} has the same weights"
+                    self._notices.tell(history.add(DISCOVERED, why, commit=version.commit, attempt=0))
+                elif record := history.mark_same(version.commit):
+                    self._notices.tell(record)
             if (
                 denied
                 and history.state in (DISCOVERED, PLANNED, FAILED, REFUSED)

@@ -203,6 +203,8 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["gemma3-4b"] | {"text_config": TREES["gemma3-4b"]["text_config"] | {"rms_norm_eps": 3e-6, "hidden_activation": None}}, None, ["rms_norm_eps"]),
         (TREES["gemma4-31b"] | {"text_config": TREES["gemma4-31b"]["text_config"] | {"rms_norm_eps": 3e-6}}, None, ["rms_norm_eps"]),
         (TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, None, ["group_limited_greedy"]),
+        (TREES["deepseek3-671b"] | {"rope_interleave": False}, None, ["rope_interleave is False"]),
+        (TREES["deepseek3-671b"] | {"norm_topk_prob": None}, None, ["norm_topk_prob is None"]),
         (TREES["deepseek3-671b"] | {"n_group": 7}, None, ["7 groups of experts alike"]),
         (TREES["deepseek3-671b"] | {"topk_group": 9}, None, ["chooses 9 of 8 groups"]),
         (TREES["deepseek3-671b"] | {"n_group": None, "n_routed_experts": 12}, None, ["n_routed_experts is 12", "8 groups"]),
@@ -336,6 +338,25 @@ def test_two_kinds_of_multimodal_rotary_embeddings() -> None:
     made = made_for(with_rope("qwen3-vl-2b", {"type": "mrope", "mrope_section": [24, 20, 20]}), "qwen3-vl-2b")
     assert not made.limits
     assert (made["rope_type"], made["rope_max_timescale"]) == ("default", 500_000)
+
+
+WRAPPED = [name for name, config in TINY.items() if "text_config" in config.get("thinker_config", config)]
+
+
+@pytest.mark.parametrize("inner", [None, True, False])
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_head_that_two_fields_are_about(name: str, outer: bool | None, inner: bool | None) -> None:
+    """MaxText is told what the table does, whatever the flags around a text model and in it say."""
+    config = copy.deepcopy(TINY[name])
+    around = config.get("thinker_config", config)
+    for part, said in ((around, outer), (around["text_config"], inner)):
+        part.pop("tie_word_embeddings", None)
+        part |= {} if said is None else {"tie_word_embeddings": said}
+    family = family_by_config(Config(config))
+    assert family is not None
+    copies = family.copies(Config(config), Layout())
+    assert made_for(config)["logits_via_embedding"] == any(name.endswith("lm_head.weight") for name in copies)
 
 
 def test_a_base_that_is_not_a_number_is_shown() -> None:

@@ -1726,7 +1726,9 @@ def test_what_others_commit_to_main_stays(
 
 
 def test_keep_after_the_output_was_changed(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """What has the name of an earlier step in the new output isn't that step."""
+    """What has the name of an earlier step in the new output isn't that step, which stays where it is: it is removed once
+    the output is that one again.
+    """
     assert publishing(model, tmp_path, tmp_path / "pub")(1) == 0
     (tmp_path / "pub2" / "step-1").mkdir(parents=True)
     (tmp_path / "pub2" / "step-1" / "precious.txt").write_text("mine")
@@ -1736,9 +1738,14 @@ def test_keep_after_the_output_was_changed(model: tuple[Path, dict[str, Any]], t
     assert (tmp_path / "pub" / "step-1" / "model.safetensors").exists()
     shutil.rmtree(tmp_path / "pub2" / "step-1")
     assert publish(3) == 0
-    reasons = [history[-1].get("reason") for history in records(tmp_path / "out")]
-    assert f"it isn't at {tmp_path}/pub2/step-1 any more" in reasons
+    (first,) = (
+        history for history in records(tmp_path / "out") if history[-1].get("checkpoint") == f"{tmp_path}/pub/step-1"
+    )
+    assert first[-1]["state"] == "published"
     assert (tmp_path / "pub" / "step-1" / "model.safetensors").exists()
+    assert publishing(model, tmp_path, tmp_path / "pub")(4) == 0
+    assert not (tmp_path / "pub" / "step-1").exists()
+    assert (tmp_path / "pub2" / "step-3").exists()
 
 
 def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -240,6 +241,30 @@ def test_a_commit_of_the_readme_isnt_converted_again(
     assert capsys.readouterr().err == ""
     assert watch.states() == [WHOLE]
     assert not hub.cdn.log
+
+
+@pytest.mark.parametrize("state", ["discovered", "converting", "failed", "refused"])
+def test_a_release_whose_history_is_squashed(
+    watch: Watch, hub: FakeHub, tmp_path: Path, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commit that a history was begun with is gone: another one with the same weights stands for it."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    first = find_release(REPO, "main")
+    target = read_config(str(watch.file)).targets[0]
+    begun = History(open_store(str(watch.output)), REPO, key_of(REPO, first.weights, target))
+    begun.begin(first, target)
+    if state != "discovered":
+        begun.add(state, "once", checkpoint=str(watch.output / "x-1"), plan="1", attempt=1)
+    repository = hub.repositories[REPO]
+    del repository.commits[first.commit]
+    second = dataclasses.replace(repository.head, sha="5" * 40, parent=None)
+    repository.commits[second.sha] = repository.branches["main"] = second
+    assert watch.once() == 0
+    assert f"commit {first.commit[:12]} is gone" in capsys.readouterr().err
+    (published,) = histories(open_store(str(watch.output)), REPO)
+    assert (published.state, published.facts["commit"]) == ("published", second.sha)
+    assert watch.once() == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
