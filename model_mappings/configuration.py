@@ -149,7 +149,8 @@ class Line:
         found = lookup(config, self.part)
         around, _, name = self.part.rpartition(".")
         tied = lookup(config, f"{around}.{TIE}") if name == "text_config" else None
-        return Config((found if isinstance(found, Mapping) else {}) | ({} if tied is None else {TIE: tied}))
+        said = dict(found) if isinstance(found, Mapping) else {}
+        return Config(said if tied is None else said | {TIE: tied})
 
     def holds(self, config: Config) -> bool:
         """Whether the line is about this model."""

@@ -296,7 +296,7 @@ SHARED = (
     derived("local_rope_proportion", lambda t, model: 1),
     only_kinds("default", kind=LOCAL, nested=True), only_kinds("proportional", kind=GLOBAL, nested=True),
 )  # fmt: skip
-HEAD = tied(default=True)
+HEAD = tied(text=text)
 POOLED = "MaxText makes a token of 3 by 3 patches whatever its configuration says; an image has other tokens, and not as many. There is no way round"
 VISION = (*inside("vision_config", (
     size("hidden_size_for_vit", "hidden_size"),

@@ -204,7 +204,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["gemma4-31b"] | {"text_config": TREES["gemma4-31b"]["text_config"] | {"rms_norm_eps": 3e-6}}, None, ["rms_norm_eps"]),
         (TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, None, ["group_limited_greedy"]),
         (TREES["deepseek3-671b"] | {"rope_interleave": False}, None, ["rope_interleave is False"]),
-        (TREES["deepseek3-671b"] | {"norm_topk_prob": None}, None, ["norm_topk_prob is None"]),
+        (TREES["deepseek3-671b"] | {"norm_topk_prob": None}, None, ["norm_topk_prob is False"]),
         (TREES["deepseek3-671b"] | {"n_group": 7}, None, ["7 groups of experts alike"]),
         (TREES["deepseek3-671b"] | {"topk_group": 9}, None, ["chooses 9 of 8 groups"]),
         (TREES["deepseek3-671b"] | {"n_group": None, "n_routed_experts": 12}, None, ["n_routed_experts is 12", "8 groups"]),
