@@ -260,6 +260,7 @@ class FolderStaging(Staging):
             raise
         sync_folder(Path(self.output))
         (final / PLAN).unlink(missing_ok=True)
+        sync_folder(final)
         for left in (sealed, growing):  # what was replaced; what late writers made anew
             _remove(left)
             if left.exists():

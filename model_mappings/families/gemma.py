@@ -43,8 +43,9 @@ def stacks(c, layout):
     return [head, *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
 
 
+ACTIVATION, _ = activation("hidden_act", "gelu_pytorch_tanh")  # its releases say gelu and mean the tanh form, as transformers takes it
 LINES = (
-    *WIDTHS, LAYERS, head_dim(DEFAULTS["head_dim"]), MLP, *activation("hidden_act", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT, *plain_rope(),
+    *WIDTHS, LAYERS, head_dim(DEFAULTS["head_dim"]), MLP, ACTIVATION, *fixed_eps(), CONTEXT, *plain_rope(),
     *architecture("gemma", "GemmaForCausalLM", "gemma"),
     Line("vocab_size", "vocab_size", to_key=rows_of, to_field=vocab_of, default=DEFAULTS["vocab_size"]),
     truth("logits_via_embedding", "tie_word_embeddings", default=True),

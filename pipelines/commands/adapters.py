@@ -20,6 +20,7 @@ from weightbeam.formats.record.naming import HUB, Naming, digest
 from weightbeam.formats.record.provenance import versions
 from weightbeam.formats.release.files import CARD, model_card
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.staging import PLAN, holds_plan
 from weightbeam.formats.storage import LocalFolder, StorageError, reason
 from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets.published import RECORD, plan_hash_of, whole_files
@@ -181,7 +182,8 @@ def _is_replaceable(place: ReleasePlace, overwrite: bool) -> bool:
         if not any(folder.iterdir()):
             return True
     held = {file.name for file in place.final.list()}
-    return overwrite and held <= {WEIGHTS, CONFIG, RECORD, CARD}
+    staged = {PLAN} if holds_plan(place.final) else set()  # of who was killed once it was published
+    return overwrite and held <= {WEIGHTS, CONFIG, RECORD, CARD} | staged
 
 
 def _base_of(planned: AdapterExport, naming: Naming) -> tuple[str, str]:

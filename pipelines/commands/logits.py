@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,10 +30,10 @@ from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
-from weightbeam.pipelines.terminal.shell import say, why_unwritable
+from weightbeam.pipelines.terminal.shell import say, why_unwritable, write_bytes
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces
 from weightbeam.transforms.planning.options import LogitsOptions
@@ -302,9 +303,6 @@ def _saved(found: Logits, file: str | None) -> Logits:
       Failed: the file can't be written.
     """
     if file:
-        try:
-            with Path(file).open("wb") as out:
-                np.save(out, found.logits)
-        except OSError as e:
-            raise Failed(f"--save_logits={file}: {e.strerror}; all else is done") from e
+        np.save(made := io.BytesIO(), found.logits)
+        write_bytes("--save_logits", file, made.getvalue())
     return found

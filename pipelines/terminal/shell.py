@@ -243,12 +243,21 @@ def write_text(option: str, file: str, text: str) -> None:
     """
     if file == STDOUT:
         print(text, end="")
-        return
+    else:
+        write_bytes(option, file, text.encode())
+
+
+def write_bytes(option: str, file: str, data: bytes) -> None:
+    """Writes what an option asks for into a file, whole or not at all.
+
+    Raises:
+      Failed: the file can't be written.
+    """
     path = Path(os.path.realpath(file))
     try:
         if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):  # a device; a file alone
-            path.write_text(text)
+            path.write_bytes(data)
         else:
-            write_file(path, text.encode())
+            write_file(path, data)
     except OSError as e:
         raise Failed(f"{option}={file}: {e.strerror}; all else is done") from e

@@ -61,9 +61,11 @@ class Feed(abc.ABC):
 
     Attributes:
       output: where the records lie.
+      plans_anew: whether what was planned is planned again before it is gone on with, since a task makes a plan of its own.
     """
 
     output: Store
+    plans_anew = False
 
     # --- what there is
 
@@ -161,6 +163,15 @@ class Feed(abc.ABC):
     @abc.abstractmethod
     def place(self, history: History, plan: str) -> str:
         """Where the result goes. Another plan has another place: what others may be reading is never replaced."""
+
+    def published_before(self, history: History) -> str | None:
+        """Where a planned version lies if it was published before, by the same plan, and nothing is left to be done: the
+        tables of Weightbeam may have changed for others, or an option that changes nothing.
+
+        Raises:
+          StorageError: it can't be told.
+        """
+        return None
 
     @abc.abstractmethod
     def is_made(self, history: History) -> bool:

@@ -29,7 +29,7 @@ REFUSED, FAILED, SAME = "refused", "failed", "same"
 GONE, REMOVED, HELD = "gone", "removed", "held"
 NOTE = "note"  # of what a publication says: the reason of its record
 STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
-SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD)  # nothing is left to be done
+SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD, SAME)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
 FULL_PATHS = "--full_paths=true"  # among a target's options
 SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ

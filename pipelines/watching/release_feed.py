@@ -35,6 +35,8 @@ REPORT = "release.json"  # beside the checkpoint: where it comes from
 class ReleaseFeed(Feed):
     """The releases of the models that a configuration names."""
 
+    plans_anew = True
+
     def __init__(self, config: WatchConfig):
         self._config, self.output = config, config.output
         self._unmatched: set[str] = set()  # patterns, as said before

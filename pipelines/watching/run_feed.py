@@ -407,6 +407,16 @@ class RunFeed(Feed):
             except OSError as e:
                 warn(f"{work.url} can't be removed: {reason(e)}")
 
+    def published_before(self, history: History) -> str | None:
+        first, plan = history.first, history.facts["plan"]
+        self._read_marks()
+        for mark in (mark for state in (PUBLISHED, ASIDE) for mark in self._published(first["target"], state)):
+            if (mark.step, mark.seen) == (first["step"], first["seen"]) and mark.key != history.key:
+                other = find_history(self.output, self.run.name, mark.key, RUNS)
+                if other and other.facts.get("plan") == plan and self._is_published(other):
+                    return self._checkpoint(other)
+        return None
+
     def is_made(self, history: History) -> bool:
         if history.state != VERIFIED:
             return False
@@ -673,7 +683,7 @@ class RunFeed(Feed):
         if (keep := self.run.keep) is None or target.create_pr:
             return removed
         # those that are passed over have no claim to the places of the others
-        published = [self._published(target.name, state)[: -keep.last] for state in (PUBLISHED, ASIDE)]
+        published = [_old(self._published(target.name, state), keep.last) for state in (PUBLISHED, ASIDE)]
         for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
@@ -736,6 +746,12 @@ class RunFeed(Feed):
 
     def clear(self, history: History) -> None:
         self._clear(history)
+
+
+def _old(marks: Sequence[Mark], last: int) -> list[Mark]:
+    """Those of all but the last steps; a step that was published twice, as with other options, is one."""
+    steps = list(dict.fromkeys((mark.updated, mark.step, mark.seen) for mark in marks))[:-last]
+    return [mark for mark in marks if (mark.updated, mark.step, mark.seen) in steps]
 
 
 def _not_finite(history: History) -> bool:

@@ -29,6 +29,7 @@ from weightbeam.pipelines.watching.records import (
     PLANNED,
     PUBLISHED,
     REFUSED,
+    SAME,
     SETTLED,
     SKEW,
     VERIFIED,
@@ -272,7 +273,8 @@ class Watcher:
                 history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt
             )
             return
-        if history.state in (DISCOVERED, FAILED):
+        before = history.facts.get("plan") if history.state in (PLANNED, CONVERTING) else None
+        if history.state in (DISCOVERED, FAILED) or (before and feed.plans_anew):
             task = feed.plan(feed.source(history), target)
             outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
             if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
@@ -284,9 +286,12 @@ class Watcher:
             if outcome.status != isolation.DONE:
                 self._fail(history, outcome.message, attempt)
                 return
-            self._notices.tell(
-                history.add(PLANNED, checkpoint=feed.place(history, outcome.facts["plan"]), **outcome.facts)
-            )
+            if (plan := outcome.facts["plan"]) != before:
+                why = f"another plan than {before[:8]}, as since the table was written anew" if before else None
+                self._notices.tell(history.add(PLANNED, why, checkpoint=feed.place(history, plan), **outcome.facts))
+            if there := feed.published_before(history):
+                self._notices.tell(history.add(SAME, f"{there} is what this plan makes"))
+                return
         try:
             if not feed.is_made(history):
                 if not history.last.get(BUSY):

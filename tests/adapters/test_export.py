@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import call, convert, read_config, read_file, read_tensors
+
+from weightbeam.formats.staging import PLAN
 
 MODELS = {"llama": ("--maxtext_model", "llama2-7b"), "mixtral": ("--maxtext_model", "mixtral-8x7b")}
 
@@ -29,6 +33,26 @@ def test_as_peft_merges_into_the_release(written: Path, tmp_path: Path, case: st
     assert any(values.tobytes() != base[name].tobytes() for name, values in made.items())
     for name in made.keys() & merged.keys():
         np.testing.assert_allclose(made[name], merged[name], rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+def test_an_adapter_whose_writer_was_killed_once_it_was_published(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its plan is left beside it, as after a power cut; another's file of that name isn't ours to replace."""
+    base, out = written / "plain" / "base", tmp_path / "out"
+    made = ("--lora", written / "plain" / "adapter", "--adapter_only", *MODELS["llama"])
+    assert call("convert", base, tmp_path / "adapter", *made) == 0
+    words = ("export", tmp_path / "adapter", out, "--like", base)
+    assert call(*words) == 0
+    before = sorted(path.name for path in out.iterdir())
+    (out / PLAN).write_bytes(gzip.compress(json.dumps({"hash": "0" * 64}).encode()))
+    assert call(*words) == 2
+    assert "--overwrite replaces an adapter" in capsys.readouterr().err
+    assert call(*words, "--overwrite") == 0
+    assert sorted(path.name for path in out.iterdir()) == before
+    (out / PLAN).write_text("mine")
+    assert call(*words, "--overwrite") == 2
+    assert (out / PLAN).read_text() == "mine"
 
 
 def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

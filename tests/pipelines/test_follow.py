@@ -64,7 +64,7 @@ from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.pipelines.checking import pairwise
 from weightbeam.pipelines.terminal.errors import FailedError, Refused
 from weightbeam.pipelines.terminal.tables import human
-from weightbeam.pipelines.watching import changes, describing, places, preflight, watcher
+from weightbeam.pipelines.watching import changes, describing, places, preflight, run_feed, watcher
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
@@ -1746,6 +1746,37 @@ def test_keep_after_the_output_was_changed(model: tuple[Path, dict[str, Any]], t
     assert publishing(model, tmp_path, tmp_path / "pub")(4) == 0
     assert not (tmp_path / "pub" / "step-1").exists()
     assert (tmp_path / "pub2" / "step-3").exists()
+
+
+def test_other_tables_publish_no_step_again(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer Weightbeam with the same plan leaves what is published; with other options a step is there twice, and one of
+    those that `keep` keeps.
+    """
+    publish, file, pub = publishing(model, tmp_path, tmp_path / "pub"), tmp_path / "watch.yaml", tmp_path / "pub"
+    said = yaml.safe_load(file.read_text())
+    said["runs"][0]["keep"] = {"last": 2}
+    file.write_text(yaml.safe_dump(said))
+
+    def steps() -> list[str]:
+        return sorted(path.name for path in pub.iterdir() if path.name.startswith("step-"))
+
+    assert (publish(1), publish(2)) == (0, 0)
+    shutil.rmtree(tmp_path / "run" / "1")
+    for module in (watching_records, run_feed):
+        monkeypatch.setattr(module, "tables", lambda: "of a newer version")
+    for _ in range(2):
+        assert call("watch", "--config", file, "--once") == 0
+        assert steps() == ["step-1", "step-2"]
+    ended = sorted(history[-1]["state"] for history in records(tmp_path / "out"))
+    assert ended == ["published", "published", "same"]
+    said["runs"][0]["targets"][0]["max_shard_size"] = "1M"
+    file.write_text(yaml.safe_dump(said))
+    assert call("watch", "--config", file, "--once") == 0
+    assert [name[:6] for name in steps()] == ["step-1", "step-2", "step-2"]
+    assert publish(3) == 0
+    assert [name[:6] for name in steps()] == ["step-2", "step-2", "step-3"]
 
 
 def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -267,6 +267,29 @@ def test_a_release_whose_history_is_squashed(
     assert capsys.readouterr().err == ""
 
 
+def test_a_table_that_is_written_anew_while_the_watcher_is_away(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """What was begun by another plan isn't published under its name: it is planned anew."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    table = tmp_path / "table.py"
+    text = "from weightbeam.model_mappings.families.llama import FAMILY\n"
+    table.write_text(f"{text}# as it was\n")
+    watch.set(targets=[dict(name="t", family=str(table))])
+    release, target = find_release(REPO, "main"), read_config(str(watch.file)).targets[0]
+    begun = History(open_store(str(watch.output)), REPO, key_of(REPO, release.weights, target))
+    begun.begin(release, target)
+    planned = isolation.plan(release.url, target.options)
+    feed = ReleaseFeed(read_config(str(watch.file)))
+    begun.add("planned", checkpoint=feed.place(begun, planned["plan"]), **planned)
+    begun.add("converting", attempt=1)
+    table.write_text(f"{text}# mended\n")
+    assert watch.once() == 0
+    report = watch.published("t")
+    assert report["plan"] != planned["plan"]
+    record = json.loads((Path(report["checkpoint"]) / "0" / "conversion.json").read_text())
+    assert record["plan"] == report["plan"]
+    assert Path(report["checkpoint"]).name == f"t-{report['plan'][:8]}"
+
+
 def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """One more target converts the release for that one only."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
