@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
+from weightbeam.model_mappings.doors import code_of
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import RefusedError
 from weightbeam.pipelines.terminal.keywords import read, read_options, read_value
@@ -62,7 +63,7 @@ class TargetConfig:
     @property
     def facts(self) -> Mapping[str, Any]:
         """What settles what comes out."""
-        return self.options.__dict__
+        return {**self.options.__dict__, **_code(self.options)}
 
 
 EXPORT, QUANTIZE, RESHARD = "export", "quantize", "reshard"  # what a step can be made into, by the command that does it
@@ -109,7 +110,14 @@ class RunTarget:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "arguments": self.arguments, "lora": self.lora, "output": self.output}
+        asked = {"kind": self.kind, "arguments": self.arguments, "lora": self.lora, "output": self.output}
+        return asked | _code(self.options)
+
+
+def _code(options: object) -> dict[str, str]:
+    """What a table in a file of Python does, which its name doesn't tell."""
+    code = code_of(getattr(options, "family", None))
+    return {"code": code} if code else {}
 
 
 def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:

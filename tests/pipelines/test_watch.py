@@ -39,7 +39,9 @@ from support import (
     assert_same_bits,
     call,
     make_release,
+    peft_adapter,
     random_tensors,
+    read_tensors,
     reference,
     restore,
     save,
@@ -267,13 +269,12 @@ def test_a_release_whose_history_is_squashed(
     assert capsys.readouterr().err == ""
 
 
-def test_a_table_that_is_written_anew_while_the_watcher_is_away(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+def test_an_adapter_that_is_written_anew_while_the_watcher_is_away(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """What was begun by another plan isn't published under its name: it is planned anew."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
-    table = tmp_path / "table.py"
-    text = "from weightbeam.model_mappings.families.llama import FAMILY\n"
-    table.write_text(f"{text}# as it was\n")
-    watch.set(targets=[dict(name="t", family=str(table))])
+    shape = read_tensors(tmp_path / "hf")["model.layers.0.self_attn.v_proj.weight"].shape
+    adapter, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.v_proj": shape})
+    watch.set(targets=[dict(name="t", lora=str(adapter))])
     release, target = find_release(REPO, "main"), read_config(str(watch.file)).targets[0]
     begun = History(open_store(str(watch.output)), REPO, key_of(REPO, release.weights, target))
     begun.begin(release, target)
@@ -281,13 +282,28 @@ def test_a_table_that_is_written_anew_while_the_watcher_is_away(watch: Watch, hu
     feed = ReleaseFeed(read_config(str(watch.file)))
     begun.add("planned", checkpoint=feed.place(begun, planned["plan"]), **planned)
     begun.add("converting", attempt=1)
-    table.write_text(f"{text}# mended\n")
+    shutil.rmtree(adapter)
+    peft_adapter(adapter, {"model.layers.0.self_attn.v_proj": shape}, rank=8)
     assert watch.once() == 0
+    (states,) = watch.states()
+    assert states == ["discovered", "planned", "converting", "planned", "converting", "verified", "published"]
     report = watch.published("t")
-    assert report["plan"] != planned["plan"]
     record = json.loads((Path(report["checkpoint"]) / "0" / "conversion.json").read_text())
-    assert record["plan"] == report["plan"]
+    assert record["plan"] == report["plan"] != planned["plan"]
     assert Path(report["checkpoint"]).name == f"t-{report['plan'][:8]}"
+
+
+def test_a_table_that_was_mended(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """A release is converted again where the file of Python that is its table says something else."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    table, plans = tmp_path / "table.py", []
+    watch.set(targets=[dict(name="t", family=str(table))])
+    for words in ("as it was", "mended"):
+        table.write_text(f"from weightbeam.model_mappings.families.llama import FAMILY\n# {words}\n")
+        for _ in range(2):
+            assert watch.once() == 0
+        plans.append(watch.published("t")["plan"])
+    assert len({*plans}) == len(watch.states()) == 2
 
 
 def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
