@@ -383,12 +383,14 @@ class RunFeed(Feed):
         url = place.of(history.first["commit"])
         if place.url.startswith("hf://"):
             return url
-        taken = {
-            other.key
+        others = {
+            mark.key
             for state in (PUBLISHED, ASIDE)
-            for other in self._published(history.first["target"], state)
-            if other.step == history.first["step"]
+            for mark in self._published(history.first["target"], state)
+            if mark.step == history.first["step"]
         } - {history.key}
+        found = (find_history(self.output, self.run.name, key, RUNS) for key in sorted(others))
+        taken = any(other is None or not self._is_elsewhere(other) for other in found)
         is_free = not taken and not place.is_taken(url, history.key)
         return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
 
