@@ -143,10 +143,20 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
         )
     if in_blocks(shape, squeezed, groups):
         raise UnknownBlockError(
-            f"{shape} with the scales {scale.name} {scale.shape}: no field of {quantization.place} says how large their blocks are"
+            f"{shape} with the scales {scale.name} {scale.shape}: {_fits(groups)}, and if they lie in blocks, no field of "
+            f"{quantization.place} says how large these are (weight_block_size, block_structure)"
         )
     raise MismatchError(
         f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks"
+    )
+
+
+def _fits(groups: bool) -> str:
+    """What scales with the axes of a weight that lie in no simple way don't fit, in words."""
+    return (
+        "they fit neither its rows, its columns nor groups of a row"
+        if groups
+        else "they fit neither its rows nor its columns"
     )
 
 

@@ -18,6 +18,7 @@ from weightbeam.formats.encodings.format import (
 )
 from weightbeam.formats.encodings.fp8 import FLOAT8
 from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.encodings.quantizing import FUSED
 from weightbeam.formats.encodings.scaled import E8M0
 from weightbeam.formats.encodings.table import COMPRESSED_TENSORS, DROPPED, REFUSED_METHODS, REFUSED_NAMES, known
 from weightbeam.formats.safetensors import Tensor
@@ -82,8 +83,13 @@ def make_encoding(matches: Sequence[Match], quantization: Quantization) -> Encod
         raise SourceError("scale", str(e)) from e
 
 
-def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
+def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor], quantization: Quantization | None) -> Plain:
     """A tensor that belongs to no format, as it is.
+
+    Args:
+      tensor: the tensor.
+      tensors: all of the checkpoint.
+      quantization: what a quantised checkpoint says; None for one that isn't quantised.
 
     Raises:
       SourceError: it isn't values, but codes without scales or a scale without codes.
@@ -98,31 +104,38 @@ def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
         raise SourceError("orphan scale", f"a scale ({tensor.dtype.name} {tensor.shape}) beside {found}")
     near = [entry for entry in known().by_dtype.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
     packed = any(entry.suffix and entry.suffix != entry.logical for entry in near)
-    if (
-        tensor.dtype in NEVER_WEIGHTS
-        or packed
-        or (tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors))
-    ):
-        raise SourceError("unscaled", _missing(tensor, tensors, near))
+    scaled = tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors)
+    if tensor.dtype in NEVER_WEIGHTS or packed or scaled or (quantization and _is_integer_weight(tensor)):
+        raise SourceError("unscaled", _missing(tensor, tensors, near, quantization and quantization.method))
     return Plain(tensor)
 
 
-def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[QuantizedFormat]) -> str:
-    """What codes lack to be of the format that they are nearest to."""
+def _is_integer_weight(tensor: Tensor) -> bool:
+    """Whether a tensor has the name of a linear layer's weight, and holds integers: no model has such but as codes.
+    Tables of integers, such as DeepSeek-V4's `tid2eid`, have other names.
+    """
+    is_weight = tensor.name.endswith(".weight") or FUSED.fullmatch(tensor.name)
+    return tensor.dtype.kind in "iu" and len(tensor.shape) > 1 and bool(is_weight)
+
+
+def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[QuantizedFormat], method: str | None) -> str:
+    """What codes lack to be of the format that they are nearest to; of several, one that goes with the `quant_method`."""
     kind = f"{tensor.dtype.name} {tensor.shape}"
     if not near:
-        return (
-            f"{kind} has {', '.join(_siblings(tensor.name, tensors))}, but no format that is supported has such codes"
-        )
+        beside = ", ".join(_siblings(tensor.name, tensors)) or "no scale"
+        return f"{kind} has {beside}, but no format that is supported has such codes"
 
-    def present(entry: QuantizedFormat) -> int:
-        """How many companions there are; those of a right dtype count twice."""
+    def nearness(entry: QuantizedFormat) -> tuple[int, bool, int]:
+        """How many companions there are, of which those of a right dtype count twice; whether the method is right; and
+        how few are missing.
+        """
         names = _companions(entry, tensor.name)
-        return sum(
+        present = sum(
             2 if tensors[name].dtype in companion.dtypes else 1 for name, companion in names.items() if name in tensors
         )
+        return present, method in entry.methods, -sum(companion.required for companion in entry.companions)
 
-    entry = max(near, key=present)
+    entry = max(near, key=nearness)
     faults = []
     for name, companion in _companions(entry, tensor.name).items():
         if name not in tensors and companion.required:

@@ -271,13 +271,14 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
     matches = {
         name: found for name, tensor in tensors.items() if (found := find_matches(tensor, tensors, quantization))
     }
-    quantization, problems = find_block(
+    quantization, unknown = find_block(
         quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks)
     )
     claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
-    problems += [*known().problems, *check_method(quantization, matches)]
+    problems = [*unknown, *known().problems, *check_method(quantization, matches)]
     problems += check_names(tensors, claimed | matches.keys())
     is_quantized = bool(matches or quantization.fields)
+    told = quantization if is_quantized else None
 
     encodings: dict[str, Encoding] = {}
     dropped: dict[str, str] = {}
@@ -290,9 +291,13 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
             continue
         logical = matches[name][0][1].name if name in matches else name
         try:
-            encoding = make_encoding(matches[name], quantization) if name in matches else make_plain(tensor, tensors)
-        except UnknownBlockError:
-            lost.add(logical)  # one problem for all of them is there already
+            encoding = (
+                make_encoding(matches[name], quantization) if name in matches else make_plain(tensor, tensors, told)
+            )
+        except UnknownBlockError as e:
+            lost.add(logical)
+            if not unknown or not matches[name][0][0].in_blocks:  # else one problem for all of them is there already
+                problems.append(Problem("scale", name, str(e)))
         except SourceError as e:
             lost |= {logical, *logical_names(tensor)}
             problems.append(Problem(e.kind, name, str(e)))

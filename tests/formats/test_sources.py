@@ -16,11 +16,13 @@ from encoded import only
 from stored import decode, source_of
 from support import LLAMA, call, random_tensors, save
 
+from weightbeam.formats.encodings.format import QuantizedFormat
 from weightbeam.formats.encodings.table import DROPPED, FORMATS, REFUSED_NAMES, known
 from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import open_hf
 
 BF16, F16, F32, I64 = ml_dtypes.bfloat16, np.float16, np.float32, np.int64
+U8, I8, I32 = np.uint8, np.int8, np.int32
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 Tensors = Mapping[str, np.ndarray]
 
@@ -56,6 +58,20 @@ def test_plain_tensors_are_themselves(tmp_path: Path) -> None:
     assert told(source) == {}
     assert set(source.encodings) == set(tensors)
     assert all(encoding.label is None for encoding in source.encodings.values())
+
+
+def test_tables_of_integers_in_a_quantised_model(tmp_path: Path) -> None:
+    """DeepSeek-V4's routing, GPT-2's masks and positions stay what they are."""
+    tables = {
+        "layers.0.ffn.gate.tid2eid": ones(16, 2, dtype=I64),
+        "layers.1.ffn.gate.tid2eid": ones(16, 2, dtype=I32),
+        "h.0.attn.bias": ones(1, 1, 4, 4, dtype=U8),
+        "embeddings.position_ids": ones(1, 4, dtype=I64),
+        "n.weight": ones(4, dtype=I32),
+    }
+    source = source_of(tmp_path, FP8 | tables, SAID)
+    assert told(source) == {}
+    assert set(source.encodings) == {"x.weight", *tables}
 
 
 def test_weights_that_have_a_scales_name_in_a_quantised_model(tmp_path: Path) -> None:
@@ -204,7 +220,8 @@ def test_the_plan_lists_what_is_dropped(tmp_path: Path) -> None:
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-U8, I8, I32 = np.uint8, np.int8, np.int32
+INTS = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+INT8 = {"i.weight": ones(64, 128, dtype=I8)}
 REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, list[str]]] = {
     "FP8 without a scale": ({"x.weight": ones(4, 4, dtype=E4M3)}, {}, "unscaled: x.weight", ["x.weight_scale_inv"]),
     "FP8 without a scale, one axis": ({"x.weight": ones(4, dtype=E4M3)}, SAID, "unscaled: x.weight", ["x.weight_scale_inv"]),
@@ -253,6 +270,29 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, list[str]]] = {
     "Humming": ({"x.weight": ones(8, 16, dtype=I32), "x.weight_scale": ones(8, 1)}, {}, "unscaled: x.weight", ["int32", "x.weight_scale"]),
     "a name twice": (MIXED["MXFP4"] | {"m.weight": ones(8, 32)}, {}, "overlap: m.weight_packed", ["m.weight"]),
     "scaled inputs": (MIXED["NVFP4"] | {"n.pre_quant_scale": ones(32)}, {}, "quantised: n.pre_quant_scale", ["pre_quant_scale", "isn't supported"]),
+    "int8 whose scale is transposed": (INT8 | {"i.weight_scale": ones(1, 64)}, {}, "scale: i.weight", ["(64, 128)", "(1, 64)", "rows", "block_structure"]),
+    "int8 in blocks of no size": (INT8 | {"i.weight_scale": ones(2, 3)}, INTS, "scale: i.weight", ["(2, 3)", "block_structure"]),
+    "int8 with too many axes of scales": (INT8 | {"i.weight_scale": ones(64, 1, 1)}, INTS, "scale: i.weight", ["(64, 1, 1)"]),
+    "int8 in blocks beside FP8 of unknown ones": (
+        BLOCK | INT8 | {"i.weight_scale": ones(2, 3)}, {"quant_method": "fp8"}, "scale: i.weight", ["(2, 3)"]
+    ),
+    "int8 without a scale, as the config says": ({"i.weight": ones(8, 16, dtype=I8)}, INTS, "unscaled: i.weight", ["i.weight_scale is missing"]),
+    "int8 without a scale, as other tensors say": (
+        FP8 | {"i.weight": ones(8, 16, dtype=I8)}, {}, "unscaled: i.weight", ["i.weight_scale is missing"],
+    ),
+    "bitsandbytes' int8 without SCB": (
+        {"i.weight": ones(8, 16, dtype=I8)}, {"quant_method": "bitsandbytes"}, "unscaled: i.weight", ["bitsandbytes int8", "i.SCB is missing"],
+    ),
+    "bitsandbytes' 4 bits without anything": (
+        {"i.weight": ones(64, 1, dtype=U8)}, {"quant_method": "bitsandbytes"}, "unscaled: i.weight", ["i.weight.absmax is missing"],
+    ),
+    "NVFP4 without both scales": (
+        {"i.weight": ones(8, 16, dtype=U8)}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "unscaled: i.weight", ["NVFP4", "i.weight_scale is missing"],
+    ),
+    "fused NVFP4 without scales": (
+        {"x.experts.down_proj": ones(2, 8, 16, dtype=U8)}, {"quant_method": "modelopt"}, "unscaled: x.experts.down_proj", ["NVFP4"],
+    ),
+    "integers of 64 bits": (FP8 | {"i.weight": ones(8, 16, dtype=I64)}, SAID, "unscaled: i.weight", ["int64", "no scale"]),
     "a block of no size": (FP8, SAID | {"weight_block_size": [128, 0]}, "quantised: config.json", ["weight_block_size", "[128, 0]"]),
     "blocks of no size that fits": (BLOCK, {"quant_method": "fp8"}, "quantised: config.json", ["weight_block_size"]),
     "FP8 that is called GPTQ": (FP8, {"quant_method": "gptq"}, "quantised: x.weight", ["FP8", "'gptq'"]),
@@ -274,6 +314,40 @@ def test_refused(tmp_path: Path, name: str) -> None:
         logical = key.split()[1].removesuffix("_packed").removesuffix("_blocks")
         assert logical not in source.encodings or key.endswith("bias")
         assert source.lost
+
+
+GRIDS = [
+    (),
+    (1,),
+    (64,),
+    (128,),
+    (3,),
+    (0,),
+    (1, 64),
+    (128, 64),
+    (64, 3),
+    (2, 3),
+    (2, 64),
+    (1, 1, 1),
+    (64, 1, 128, 1),
+    (5, 1, 7, 1),
+]
+
+
+@pytest.mark.parametrize("said", [{}, INTS, SAID, {"quant_method": "fp8", "weight_block_size": "?"}], ids=str)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in FORMATS if len(entry.companions) < 4], ids=lambda entry: entry.name
+)
+def test_no_weight_vanishes(tmp_path: Path, entry: QuantizedFormat, said: dict[str, Any]) -> None:
+    """Whatever shape a scale has, a weight can be read, or a problem stands against it."""
+    name, stem = f"x{entry.suffix or '.weight'}", f"x{'' if entry.suffix else '.weight'}"
+    needed = [companion for companion in entry.companions if companion.required]
+    codes = np.zeros((64, 128), min(entry.dtypes, key=str))
+    for number, grid in enumerate(GRIDS):
+        scales = {stem + each.suffix: np.ones(grid, min(each.dtypes, key=str)) for each in needed}
+        source = source_of(tmp_path / str(number), {name: codes, **scales}, said)
+        assert source.problems or name in {encoding.weight.name for encoding in source.encodings.values()}
+        assert source.problems or not source.lost
 
 
 METHODS_REFUSED = [

@@ -10,7 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from quantised import fp8_llama
-from support import assert_same_bits, call, make_release, read_config, read_tensors, save
+from support import LLAMA, assert_same_bits, call, make_release, random_tensors, read_config, read_tensors, save
+
+import weightbeam as wb
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -79,3 +81,38 @@ def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     source, *_ = fp8_llama(tmp_path / "fp8")
     assert call("dequantize", "--source", source, "--output", plain, "--overwrite") == 2
     assert not (tmp_path / "out").exists()
+
+
+def int8_llama() -> dict[str, np.ndarray]:
+    """Tensors of a release whose projections are int8 with a scale for each row."""
+    stored: dict[str, np.ndarray] = {}
+    for name, tensor in random_tensors(LLAMA).items():
+        stored[name] = tensor
+        if "proj" in name:
+            stored[name] = (tensor.astype(np.float32) * 100).astype(np.int8)
+            stored[f"{name}_scale"] = np.full((len(tensor), 1), 0.01, np.float32)
+    return stored
+
+
+@pytest.mark.parametrize("fault", ["a scale is missing", "a scale is transposed"])
+def test_codes_without_their_scale_stop_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """By the tensor's name, before anything is written: codes were published as values, or left out without a word."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = int8_llama()
+    scale = stored.pop(f"{name}_scale")
+    if fault == "a scale is transposed":
+        stored[f"{name}_scale"] = np.ascontiguousarray(scale.T)
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    source = save(tmp_path / "int8", LLAMA | {"quantization_config": said}, stored)
+    out = tmp_path / "out"
+    for command in (
+        ("plan", source), ("convert", source, out), ("dequantize", source, out), ("quantize", source, out),
+        ("diff", source, source), ("quantize", make_release(tmp_path / "plain"), out, "--like", source, "--overwrite"),
+    ):  # fmt: skip
+        assert call(*command) == 2, command
+        assert name in "".join(capsys.readouterr()), command
+        assert not out.exists()
+    with pytest.raises(wb.Refused, match=name.replace(".", r"\.")):
+        wb.open(str(source), as_is=True)

@@ -92,6 +92,8 @@ class Given:
     def of(cls, files: HfCheckpoint) -> Given | None:
         """None for a release that isn't quantised."""
         source = open_source(files)
+        if source.lost:  # it can't be told which of its weights are quantised
+            return cls(files, {}, tuple(_of_like(problem) for problem in source.problems))
         labelled = {name: encoding for name, encoding in source.encodings.items() if encoding.label}
         if not labelled:
             return None
@@ -129,6 +131,11 @@ class Given:
                     name,
                     f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}",
                 )
+
+
+def _of_like(problem: Problem) -> Problem:
+    """A problem of the release that is to be followed."""
+    return dataclasses.replace(problem, message=f"of --like: {problem.message}")
 
 
 def _is_ours(name: str, encoding: Scaled) -> bool:
