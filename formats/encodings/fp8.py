@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -245,6 +245,10 @@ def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
         raise MismatchError(
             f"the zeros {zero.name} are {zero.shape}, the scales {parts[suffix].name} {parts[suffix].shape}; they should be alike"
         )
+    if not zero and _has_zeros(parts.quantization):
+        raise MismatchError(
+            f"{parts.quantization.place} says that it isn't symmetric, but {parts.name}_zero_point is missing"
+        )
     zero = reshaped(zero, grid.shape) if zero else None
     return Scaled(
         parts.codes,
@@ -254,6 +258,13 @@ def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
         f"int8 {grid.text}" + (" and zeros" if zero else ""),
         zero,
     )
+
+
+def _has_zeros(quantization: Quantization) -> bool:
+    """Whether a config says of every group of int8 weights that it isn't symmetric; one that doesn't say is."""
+    weights = [group["weights"] for group in quantization.groups if isinstance(group.get("weights"), Mapping)]
+    ours = [said for said in weights if said.get("type", "int") == "int" and said.get("num_bits", 8) == 8]
+    return bool(ours) and all(said.get("symmetric", True) is False for said in ours)
 
 
 def _entry(

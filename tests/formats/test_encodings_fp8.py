@@ -247,6 +247,33 @@ def test_int8_with_zeros(tmp_path: Path) -> None:
     assert_boxes_are_slices(encoding, [((3, 60), (5, 90)), ((64, 65), (95, 96))], BF16)
 
 
+ZEROS: dict[
+    str, tuple[list[dict[str, Any]], bool]
+] = {  # what each group says of its weights, and whether zeros are needed
+    "not symmetric": ([{"symmetric": False}], True),
+    "not symmetric, in full": ([{"num_bits": 8, "type": "int", "symmetric": False}], True),
+    "symmetric": ([{"symmetric": True}], False),
+    "nothing, which is symmetric": ([{}], False),
+    "one of two": ([{"symmetric": False}, {}], False),
+    "of 4 bits": ([{"num_bits": 8}, {"num_bits": 4, "symmetric": False}], False),
+    "beside FP8": ([{"num_bits": 8, "type": "float", "symmetric": True}, {"num_bits": 8, "symmetric": False}], True),
+}
+
+
+@pytest.mark.parametrize("case", ZEROS)
+def test_int8_without_the_zeros_that_the_config_says(tmp_path: Path, case: str) -> None:
+    """A missing zero point isn't taken for 0 where no group is symmetric."""
+    weights, needed = ZEROS[case]
+    groups = {f"group_{number}": {"targets": ["Linear"], "weights": said} for number, said in enumerate(weights)}
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    tensors = {"x.weight": codes((8, 16), dtype=np.int8), "x.weight_scale": np.ones((8, 1), F32)}
+    zeros = {"y.weight_zero_point": np.zeros((8, 1), np.int8)}
+    tensors |= {name.replace("x.", "y."): values for name, values in tensors.items()} | zeros
+    problems = source_of(tmp_path, tensors, said).problems
+    assert [(problem.kind, problem.subject) for problem in problems] == [("scale", "x.weight")] * needed
+    assert all("x.weight_zero_point is missing" in problem.message for problem in problems)
+
+
 @pytest.mark.parametrize(
     "name", ["128 x 128", "blocks of a fused tensor", "groups", "a scale for each row", "blocks, ModelOpt"]
 )
