@@ -114,8 +114,9 @@ def _is_integer_weight(tensor: Tensor) -> bool:
     """Whether a tensor has the name of a linear layer's weight, and holds integers: no model has such but as codes.
     Tables of integers, such as DeepSeek-V4's `tid2eid`, have other names.
     """
-    is_weight = tensor.name.endswith(".weight") or FUSED.fullmatch(tensor.name)
-    return tensor.dtype.kind in "iu" and len(tensor.shape) > 1 and bool(is_weight)
+    if tensor.dtype.kind not in "iu" or len(tensor.shape) < 2:
+        return False
+    return tensor.name.endswith(".weight") or FUSED.fullmatch(tensor.name) is not None
 
 
 def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[QuantizedFormat], method: str | None) -> str:
