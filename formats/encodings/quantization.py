@@ -20,10 +20,18 @@ PLACES = (
     (HF_QUANT_CONFIG, "quantization"), (GPTQ_CONFIG,), (AWQ_CONFIG,),
 )  # fmt: skip
 
+# Fields that settle values, by the names that writers give each (`w_bit`, `q_group_size`: AutoAWQ).
+SETTLING = (("quant_algo",), ("checkpoint_format", "format"), ("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))  # fmt: skip
+
 
 def is_size(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether a field of a config is a size that an axis, a block or a group can have."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SIZE
+
+
+def _folded(value: object) -> object:
+    """A field's value; a text in lower case."""
+    return value.lower() if isinstance(value, str) else value
 
 
 def _list(value: Any, field: str) -> list[Mapping[str, Any]]:
@@ -51,15 +59,43 @@ class Quantization:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Quantization:
         """The first that a checkpoint's config holds."""
+        return next(cls.all_of(config), cls())
+
+    @classmethod
+    def all_of(cls, config: Mapping[str, Any]) -> Iterator[Quantization]:
+        """All that a checkpoint's config holds, the one that is read first."""
         for path in PLACES:
             found: Any = config
             for key in path:
                 found = found.get(key) if isinstance(found, Mapping) else None
             if isinstance(found, Mapping) and found:
                 if path[0] in QUANT_CONFIGS:
-                    return cls(found, path[0], ".".join(path[1:]) or path[0])
-                return cls(found, place=".".join(path))
-        return cls()
+                    yield cls(found, path[0], ".".join(path[1:]) or path[0])
+                else:
+                    yield cls(found, place=".".join(path))
+
+    @classmethod
+    def contradictions(cls, config: Mapping[str, Any]) -> Iterator[Problem]:
+        """The places of a checkpoint's config that say other things than the first does of what settles values."""
+        first, *others = tuple(cls.all_of(config)) or (cls(),)
+        for other in others:
+            theirs = other._settling()
+            if unlike := [
+                f"{field} {reprlib.repr(said)}, not {reprlib.repr(theirs[field])}"
+                for field, said in first._settling().items()
+                if field in theirs and _folded(said) != _folded(theirs[field])
+            ]:
+                message = f"{first.where} says {' and '.join(unlike)}, as {other.where} does; make them alike, or remove the wrong one"
+                yield Problem("quantised", first.file, message)
+
+    def _settling(self) -> dict[str, Any]:
+        """What it says of the fields that settle values."""
+        found: dict[str, Any] = {} if self.method is None else {"quant_method": self.method}
+        for names in SETTLING:
+            said = next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
+            if said is not None:
+                found[names[0]] = said
+        return found
 
     @staticmethod
     def check(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -73,6 +109,11 @@ class Quantization:
             if value is not None and not isinstance(value, Mapping):
                 message = f"{'.'.join(path)} should be an object, is {reprlib.repr(value)}"
                 yield Problem("quantised", "config.json", message)
+
+    @property
+    def where(self) -> str:
+        """Its place and file, for messages."""
+        return self.file if self.place == self.file else f"{self.place} of {self.file}"
 
     @property
     def method(self) -> str | None:

@@ -276,6 +276,7 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
     )
     claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
     problems = [*unknown, *known().problems, *check_method(quantization, matches)]
+    problems += Quantization.contradictions(checkpoint.config) if matches else ()
     problems += check_names(tensors, claimed | matches.keys())
     is_quantized = bool(matches or quantization.fields)
     told = quantization if is_quantized else None

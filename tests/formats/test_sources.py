@@ -167,6 +167,60 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
     assert [problem.subject for problem in open_hf(folder).problems] == ["hf_quant_config.json"]
 
 
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "sym": False,
+    "checkpoint_format": "gptq",
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+TWO: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {  # at the top, another place, its content, what is told
+    "the same": (GPTQ, "quantize_config.json", GPTQ, ""),
+    "without the method": (GPTQ, "quantize_config.json", {k: v for k, v in GPTQ.items() if k != "quant_method"}, ""),
+    "more in one": (GPTQ, "quantize_config.json", {"bits": 4, "damp_percent": 0.1}, ""),
+    "the other version": (
+        GPTQ, "quantize_config.json", GPTQ | {"checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq', not 'gptq_v2'"
+    ),
+    "other bits and order": (
+        GPTQ, "quantize_config.json", GPTQ | {"bits": 8, "desc_act": True}, "bits 4, not 8 and desc_act False, not True"
+    ),
+    "symmetric": (GPTQ, "quantize_config.json", GPTQ | {"sym": True}, "sym False, not True"),
+    "AutoAWQ's names": (AWQ, "quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, ""),
+    "AutoAWQ's groups": (AWQ, "quant_config.json", {"w_bit": 4, "q_group_size": 64}, "group_size 32, not 64"),
+    "ModelOpt": (MODELOPT, "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, ""),
+    "ModelOpt, another algorithm": (
+        MODELOPT, "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "quant_algo 'NVFP4', not 'FP8'"
+    ),
+    "another writer": (GPTQ, "text_config", {"quantization_config": AWQ}, "quant_method 'gptq', not 'awq'"),
+    "of text_config, the same": (GPTQ, "text_config", {"quantization_config": GPTQ}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_quantisations(tmp_path: Path, case: str) -> None:
+    """Two that differ in what settles values are a problem that names both: it isn't known which is meant. Where nothing
+    is quantised, they are of no account.
+    """
+    said, other, content, wanted = TWO[case]
+    config = {"model_type": "x", "quantization_config": said}
+    if not other.endswith(".json"):
+        config[other] = content
+    for tensors in FP8, {"x.weight": ones(4, 4)}:
+        folder = save(tmp_path / tensors["x.weight"].dtype.name, config, tensors)
+        if other.endswith(".json"):
+            (folder / other).write_text(json.dumps(content))
+        problems = told(open_source(open_hf(folder)))
+        assert ("quantised: config.json" in problems) == bool(wanted and tensors is FP8)
+        if "quantised: config.json" not in problems:
+            continue
+        message = problems["quantised: config.json"]
+        assert f"quantization_config of config.json says {wanted}" in message
+        assert other in message
+
+
 def test_the_scales_dtype_settles_who_wrote_packed_bytes(tmp_path: Path) -> None:
     """`weight_packed` in uint8 is NVFP4 with E4M3 scales, MXFP4 with bytes: the same file otherwise."""
     packed = {"x.weight_packed": ones(4, 32, dtype=np.uint8)}
