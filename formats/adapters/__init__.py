@@ -4,6 +4,7 @@
     adapter.py  a folder of PEFT's, its tensors by the modules they belong to
     modules.py  where the weight of a module in memory lies in the files
     delta.py    the product of two factors, as a part of a tensor
+    ties.py     which head is the embedding, so that one change is both's
     merged.py   the encodings: a weight with its deltas, a bias, a whole tensor
     merging.py  adapters over the tensors of a checkpoint
     folding.py  an adapter as MaxText keeps one

@@ -17,6 +17,7 @@ from weightbeam.formats.adapters.adapter import Adapter
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MERGE_RATE
 from weightbeam.formats.adapters.merging import Change, collect
+from weightbeam.formats.adapters.ties import Ties
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
@@ -117,6 +118,7 @@ def fold(
     aliases: Mapping[str, str],
     model_type: str,
     stacks: Sequence[Stack],
+    ties: Ties | None = None,
 ) -> Folding:
     """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's
     table.
@@ -126,7 +128,7 @@ def fold(
         problems.append(
             Problem("option", "--adapter_only", f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}")
         )
-    found = collect(encodings, adapters[:1], aliases, model_type)
+    found = collect(encodings, adapters[:1], aliases, model_type, ties=ties)
     problems += found.problems
     deltas: dict[str, Delta] = {}
     for name, change in found.changes.items():

@@ -14,9 +14,11 @@ from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MergedWeight, OwnBase, Replaced, Shifted
 from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, ModuleFiles, WeightPart
 from weightbeam.formats.adapters.patterns import PatternError
+from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.boxes import Box, meet
+from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.plan import Problem
 
 LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
@@ -32,22 +34,24 @@ class Merging:
       problems: what stands against it.
       uses: for each adapter what each of its tensors is used for.
       touched: for each tensor that is changed the adapter's that changes it, for messages.
+      copies: those of them that are changed because the embedding is, to which they are tied.
     """
 
     encodings: Mapping[str, Encoding]
     problems: tuple[Problem, ...]
     uses: tuple[Mapping[str, str], ...]
     touched: Mapping[str, str]
+    copies: frozenset[str] = frozenset()
 
     def in_vain(self, dropped: Mapping[str, str]) -> list[Problem]:
         """The changed ones of the tensors that are left out, with the reason why: an adapter that changes them would be
-        used in part.
+        used in part. What is left out as a copy isn't lost.
         """
         message = "is changed by an adapter ({}), but left out: {}"
         return [
             Problem("adapter", name, message.format(tensor, dropped[name]))
             for name, tensor in self.touched.items()
-            if name in dropped
+            if name in dropped and name not in self.copies
         ]
 
 
@@ -87,6 +91,7 @@ def merge(
     aliases: Mapping[str, str],
     model_type: str,
     lost: frozenset[str] = frozenset(),
+    ties: Ties | None = None,
 ) -> Merging:
     """Merges adapters, one after the other.
 
@@ -96,8 +101,10 @@ def merge(
       aliases: of the family; empty for none.
       model_type: of the base's `config.json`.
       lost: tensors that something else stands against, which aren't missed here.
+      ties: which heads are the embedding, by the names of `encodings`; what the names tell where it isn't given.
     """
-    found = collect(encodings, adapters, aliases, model_type, lost)
+    ties = ties or find_ties(Config(), encodings)
+    found = collect(encodings, adapters, aliases, model_type, lost, ties)
     problems = list(found.problems)
     merged = dict(encodings)
     for name, change in found.changes.items():
@@ -105,7 +112,15 @@ def merge(
             merged[name] = _merge_tensor(encodings[name], change)
         except _RefusedError as e:
             problems.append(Problem("adapter", name, str(e)))
-    return Merging(merged, tuple(problems), found.uses, {name: change.first for name, change in found.changes.items()})
+    touched = {name: change.first for name, change in found.changes.items()}
+    copies = {head: of for head, of in ties.heads.items() if of in touched and head in encodings}
+    return Merging(
+        merged | {head: merged[of] for head, of in copies.items()},
+        tuple(problems),
+        found.uses,
+        touched | {head: touched[of] for head, of in copies.items()},
+        frozenset(copies),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +140,13 @@ def collect(
     aliases: Mapping[str, str],
     model_type: str,
     lost: frozenset[str] = frozenset(),
+    ties: Ties | None = None,
 ) -> Changes:
-    """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`."""
-    files = ModuleFiles(encodings, aliases, model_type)
+    """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`. A head that is tied isn't
+    among them: what changes it changes the embedding.
+    """
+    ties = ties or Ties()
+    files = ModuleFiles(encodings, aliases, model_type, ties.heads)
     changes: dict[str, Change] = defaultdict(Change)
     problems: list[Problem] = []
     uses = []
@@ -147,6 +166,11 @@ def collect(
                 found.insert(0, Problem("adapter", adapter.root, message))
         problems += found
         uses.append(used)
+    message = "is changed by an adapter ({}), and tied to another tensor by config.json; to which of {} isn't known"
+    problems += [
+        Problem("adapter", name, message.format(changes[name].first, ", ".join(sorted(ties.unsure - {name}))))
+        for name in sorted(ties.unsure & changes.keys())
+    ]
     return Changes(changes, tuple(problems), tuple(uses))
 
 
@@ -164,7 +188,8 @@ def _apply(
     contents = adapter.contents
     if not contents.targets and not contents.whole:
         yield "adapter_model.safetensors", "holds nothing to merge"
-    reached: dict[tuple[str, int], list[tuple[Box, str]]] = defaultdict(list)  # by tensor and expert
+    # by tensor and expert; a tied head is a module of its own beside the embedding, and PEFT adds up what they get
+    reached: dict[tuple[str, int, bool], list[tuple[Box, str]]] = defaultdict(list)
     for target in contents.targets:
         try:
             deltas = _apply_target(adapter, target, files, changes, used)
@@ -172,10 +197,11 @@ def _apply(
             yield target.a.name, str(e)
             continue
         twice: dict[str, str] = {}
+        is_head = files.is_tied_head(f"{target.module}.weight")
         for tensor, delta in deltas:
             *experts, rows, columns = delta.reach(files.encodings[tensor].shape)
             for expert in range(*experts[0]) if experts else (0,):
-                others = reached[tensor, expert]
+                others = reached[tensor, expert, is_head]
                 if by := next((by for other, by in others if meet((rows, columns), other)), None):
                     twice[by] = tensor
                 else:
@@ -185,31 +211,41 @@ def _apply(
     for name, tensor in (*contents.whole.items(), *contents.copies.items()):
         is_copy = tensor is contents.copies.get(name)
         if (base := files.find(name)) is None:
-            tied = ": its head is tied to the embedding" if name == "lm_head.weight" else ""
-            yield tensor.name, f"the base has no {name} that it could replace{tied}"
+            yield tensor.name, f"the base has no {name} that it could replace"
         elif files.encodings[base].shape != tensor.shape:
             yield (
                 tensor.name,
                 f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first",
             )
-        elif _is_tied_copy(name, adapter, files):
+        elif not is_copy and _is_untied(name, adapter, files):
             yield (
                 tensor.name,
-                "was trained as a whole (modules_to_save), and the base's head is tied to it: PEFT leaves the head as it was; give "
-                "the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
+                f"was trained as a whole, and the base's head is tied to the embedding: PEFT changes {name} alone; give the base a "
+                "head of its own first (lm_head.weight, tie_word_embeddings: false)",
             )
         elif not is_copy and adapter.weight != 1:
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
+        elif is_copy and not files.is_tied_head(name) and (head := _tied_copy(base, contents.copies, files)):
+            used[tensor.name] = f"the same as {head.name}, by the base's tied head"
         else:
             (changes[base].copies if is_copy else changes[base].whole).append(tensor)
             used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
 
 
-def _is_tied_copy(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
-    """Whether a tensor is a copy of an embedding that takes its place as such, but not as the head."""
+def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
+    """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base."""
     module = name.removesuffix(".weight")
     is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)
-    return is_saved and module.endswith("embed_tokens") and files.find("lm_head.weight") is None
+    return files.is_tied_head(name) or (is_saved and files.find(name) in files.tied.values())
+
+
+def _tied_copy(base: str, copies: Mapping[str, Tensor], files: ModuleFiles) -> Tensor | None:
+    """The copy of a tied head, which PEFT loads into the embedding after the embedding's own (the base's modules in their
+    order).
+    """
+    return next(
+        (tensor for name, tensor in copies.items() if files.is_tied_head(name) and files.find(name) == base), None
+    )
 
 
 def _apply_target(

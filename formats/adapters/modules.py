@@ -59,15 +59,28 @@ class ModuleFiles:
       encodings: by the names of a family's table.
       aliases: of that family.
       model_type: of `config.json`.
+      tied: the embedding by the head that is tied to it.
     """
 
-    def __init__(self, encodings: Mapping[str, Encoding], aliases: Mapping[str, str], model_type: str):
-        self.encodings, self.aliases, self.model_type = encodings, aliases, model_type
+    def __init__(
+        self,
+        encodings: Mapping[str, Encoding],
+        aliases: Mapping[str, str],
+        model_type: str,
+        tied: Mapping[str, str] | None = None,
+    ):
+        self.encodings, self.aliases, self.model_type, self.tied = encodings, aliases, model_type, tied or {}
 
     def find(self, name: str) -> str | None:
-        """The tensor of this name, however it is spelled."""
+        """The tensor of this name, however it is spelled; of a tied head the embedding, whether the files hold the head or
+        not.
+        """
         named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in SPELLINGS)
-        return next((tensor for tensor in named if tensor in self.encodings), None)
+        return next((tensor for one in named if (tensor := self.tied.get(one, one)) in self.encodings), None)
+
+    def is_tied_head(self, name: str) -> bool:
+        """Whether a weight is of a head that is the embedding."""
+        return rename(name, self.aliases) in self.tied
 
     def places(self, module: str) -> list[WeightPart]:
         """Where the weight of a module lies; none where no tensor has its name."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.adapters import merge, open_adapter
+from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
+from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.files import small_files
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -58,8 +59,7 @@ def of_release(where: str, lora: str | None = None, cut: Cut | None = None) -> S
     checkpoint = open_prepared(where, cut=cut)
     source, adapters = open_source(checkpoint), [open_adapter(lora)] if lora else []
     if adapters:
-        kind = checkpoint.config.get("model_type", "")
-        source = source.merged(merge(source.encodings, adapters, {}, kind, source.lost))
+        source = source.merged(merge_release(checkpoint, source, adapters))
     if problems := [*checkpoint.problems, *source.problems]:
         raise Refused(f"{lora or where}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return Side(

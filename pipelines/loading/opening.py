@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.adapters import merge
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
@@ -205,9 +205,7 @@ def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
     source = open_source(checkpoint)
     adapters = open_adapters(options)
     if adapters:
-        source = source.merged(
-            merge(source.encodings, adapters, {}, checkpoint.config.get("model_type", ""), source.lost)
-        )
+        source = source.merged(merge_release(checkpoint, source, adapters, options.family))
     if problems := [*checkpoint.problems, *source.problems]:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return Tensors([checkpoint, *(adapter.files for adapter in adapters)], source.encodings)

@@ -7,6 +7,7 @@ make_adapters.py FOLDER`.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
@@ -29,6 +30,8 @@ FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LLAMA = (t.LlamaForCausalLM, t.LlamaConfig(**SIZES))
 QWEN2 = (t.Qwen2ForCausalLM, t.Qwen2Config(**SIZES))
 TIED = (t.Qwen3ForCausalLM, t.Qwen3Config(**SIZES | dict(tie_word_embeddings=True)))
+GEMMA = (t.GemmaForCausalLM, t.GemmaConfig(**SIZES | dict(tie_word_embeddings=True)))
+STARCODER2 = (t.Starcoder2ForCausalLM, t.Starcoder2Config(**SIZES | dict(tie_word_embeddings=True)))  # without a table
 QWEN3_MOE = (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**EXPERTS))
 # hidden = 2 · intermediate
 SQUARE = (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**EXPERTS | dict(moe_intermediate_size=16)))
@@ -58,6 +61,15 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "embedding": (LLAMA, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
     "embedding-dora": (LLAMA, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "v_proj"], use_dora=True)),
     "embedding-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "v_proj"])),
+    "head-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["lm_head", "v_proj"])),
+    "both-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
+    "embedding-dora-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "v_proj"], use_dora=True)),
+    "head-dora-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["lm_head"], use_dora=True)),
+    "both-dora-tied": (TIED, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head"], use_dora=True)),
+    "saved-embedding-tied": (TIED, dict(r=4, target_modules=["v_proj"], modules_to_save=["embed_tokens"])),
+    "saved-head-tied": (TIED, dict(r=4, target_modules=["v_proj"], modules_to_save=["lm_head"])),
+    "both-tied-gemma": (GEMMA, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
+    "both-tied-starcoder2": (STARCODER2, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
     "fan_in_fan_out": (GPT2, dict(r=4, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "fan_in_fan_out-dora": (GPT2, dict(r=4, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
     "experts": (QWEN3_MOE, dict(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=FUSED)),
@@ -83,7 +95,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: int) -> None:
     """One case."""
-    made = model[0](model[1])
+    made = model[0](copy.deepcopy(model[1]))  # PEFT notes in it that it has untied the head
     randomize(made, seed)
     made.save_pretrained(folder / "base")
     wrapped = peft.get_peft_model(made, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
+from weightbeam.formats.adapters.ties import find_ties
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.release.source import SAMPLE_BYTES, ReleaseTensors, open_source
@@ -121,11 +122,12 @@ def prepare(
         source = source.renamed(family.aliases)
         naming, layout = _lay_out(options, config, family, source)
         model_type = config.get("model_type", "")
+        ties = find_ties(config, source.encodings, family, layout)
         if options.adapter_only:
-            folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout))
+            folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout), ties)
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
         stored = source
-        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
+        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost, ties)
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
         if options.save_dtype == CODES:

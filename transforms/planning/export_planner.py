@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, merge
+from weightbeam.formats.adapters.ties import find_ties
 from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.release.source import stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Prediction, Tower, Variable
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, TensorSpec, holds, is_float
@@ -125,7 +126,7 @@ def plan_export(
         *_another_model(problems, source, like, table.config),
         *problems,
     ]
-    merged, amiss = _merge(table, drops, tensors, adapters)
+    merged, amiss = _merge(table, fit.layout, drops, tensors, adapters)
     problems = problems or amiss
     carried = _carry(table, tensors, parts, bool(given) or view.kept)
     quantize = bool(options.quantize) and not problems
@@ -225,11 +226,12 @@ def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, like: L
 
 
 def _merge(
-    table: ExportTable, drops: ExportDrops, tensors: ExportTensors, adapters: Sequence[Adapter]
+    table: ExportTable, layout: Layout, drops: ExportDrops, tensors: ExportTensors, adapters: Sequence[Adapter]
 ) -> tuple[dict[str, Encoding], list[Problem]]:
     """What adapters make of the tensors that they change, and what stands against it."""
     made = {name: made_here(name, spec.shape) for name, spec in tensors.made.items()}
-    merging = merge(made, adapters, table.family.aliases, str(table.config.get("model_type")))
+    ties = find_ties(table.config, made, table.family, layout)
+    merging = merge(made, adapters, table.family.aliases, str(table.config.get("model_type")), ties=ties)
     merged = {name: merging.encodings[name] for name in merging.touched}
     return merged, [*merging.problems, *merging.in_vain(drops.reasons), *_needing_columns(merged)]
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.adapters import Adapter, Merging, merge
+from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import ArrayPlan, Problem
-from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.cutting.files import plan_files
 from weightbeam.transforms.cutting.quantizing import (
     Entry,
@@ -59,7 +57,8 @@ def plan_merge(
       slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
     source = open_source(checkpoint)
-    merging, touched = _merge(checkpoint, source, adapters, options.family)
+    merging = merge_release(checkpoint, source, adapters, options.family)
+    touched = {name: merging.encodings[name] for name in merging.touched}
     if options.dequantize:
         touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
     decoded = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
@@ -93,36 +92,6 @@ def plan_merge(
         warnings=(*checkpoint.notes, *files.warnings),
         slots=slots,
     )
-
-
-def _merge(
-    checkpoint: HfCheckpoint, source: ReleaseTensors, adapters: Sequence[Adapter], family: str | None
-) -> tuple[Merging, dict[str, Encoding]]:
-    """What adapters make of the release, and the tensors that they change, by the release's names.
-
-    Raises:
-      UnknownFamilyError: the family was named, and there is none.
-    """
-    aliases = _aliases(checkpoint, family)
-    spelled = {rename(name, aliases): name for name in source.encodings}
-    model_type = str(checkpoint.config.get("model_type", ""))
-    merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
-    touched = {spelled[name]: merging.encodings[name] for name in merging.touched}
-    return dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()}), touched
-
-
-def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
-    """Other spellings of the tensors' names, where the model is one that there is a table for.
-
-    Raises:
-      UnknownFamilyError: the family was named, and there is none.
-    """
-    try:
-        return family_of(Config(checkpoint.config), None, named).aliases
-    except (ConfigError, UnknownFamilyError):
-        if named:
-            raise
-        return {}
 
 
 def _replaced(
