@@ -205,7 +205,7 @@ def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
     source = open_source(checkpoint)
     adapters = open_adapters(options)
     if adapters:
-        source = source.merged(merge_release(checkpoint, source, adapters, options.family))
+        source = source.merged(merge_release(checkpoint, source, adapters))
     if problems := [*checkpoint.problems, *source.problems]:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return Tensors([checkpoint, *(adapter.files for adapter in adapters)], source.encodings)
