@@ -169,8 +169,11 @@ class Line:
         except ConfigError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-            shown = e.args[0] if found is None and e.args else found  # what wasn't taken where it was looked for
-            raise ConfigError(f"config.json: {self.path!r} is {shown!r}, for which MaxText has nothing") from e
+            # `number` and its kin say what they didn't take
+            shown = e.args[0] if found is None and isinstance(e, ValueError) and e.args else found
+            raise ConfigError(
+                f"config.json: {self.path or self.key!r} is {shown!r}, for which MaxText has nothing"
+            ) from e
 
     def found(self, about: Config, model: str | None = None) -> Any:
         """The field's value, or its default.

@@ -43,7 +43,7 @@ def qwen_vision_dims(v: Config) -> dict[str, int]:
 TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")  # one function
 
 
-def said(c: Config, path: str, default: Any) -> Any:
+def stated(c: Config, path: str, default: Any) -> Any:
     """The value at a path; the default where it is absent or null."""
     found = lookup(c, path)
     return default if found is None else found
@@ -53,7 +53,7 @@ def tower_activation(path: str, default: str = TANH[0]) -> Line:
     """MaxText's towers have the tanh form of GELU (`nnx.gelu`, `jax.nn.gelu`)."""
 
     def limit(c: Config, model: str | None) -> str | None:
-        if (found := said(c, path, default)) in TANH:
+        if (found := stated(c, path, default)) in TANH:
             return None
         built_in = "MaxText's tower has GELU built in; what it makes of its inputs is wrong. There is no way round"
         return f"{path} is {found!r}: {EXACT_GELU if found == 'gelu' else built_in}"
@@ -72,8 +72,8 @@ def tower_eps(field: str = "") -> Line:
     """
 
     def limit(c: Config, model: str | None) -> str | None:
-        ours = said(c, "text_config.rms_norm_eps", 1e-6)
-        theirs = said(c, f"vision_config.{field}", 1e-6) if field else 1e-6
+        ours = stated(c, "text_config.rms_norm_eps", 1e-6)
+        theirs = stated(c, f"vision_config.{field}", 1e-6) if field else 1e-6
         what = f"vision_config.{field} is {theirs!r}" if field else f"text_config.rms_norm_eps is {ours!r}"
         added = f"MaxText's vision tower adds {ours!r} to a variance, as its decoder does, and the model's {theirs!r}"
         return None if ours == theirs else f"{what}: {added}; what it makes of images differs"

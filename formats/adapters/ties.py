@@ -37,10 +37,6 @@ class Ties:
     perhaps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unsure: frozenset[str] = frozenset()
 
-    @property
-    def embeddings(self) -> frozenset[str]:
-        return frozenset(self.heads.values())
-
 
 def find_ties(
     config: Config, names: Collection[str], family: Family | None = None, layout: Layout | None = None

@@ -20,8 +20,8 @@ PLACES = (
     (HF_QUANT_CONFIG, "quantization"), (GPTQ_CONFIG,), (AWQ_CONFIG,),
 )  # fmt: skip
 
-# Fields that settle values, by the names that writers give each (`w_bit`, `q_group_size`: AutoAWQ).
-SETTLING = (("quant_algo",), ("checkpoint_format", "format"), ("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))  # fmt: skip
+# Fields that settle values where no tensor does (`desc_act`: g_idx), by the names that writers give each (`w_bit`, `q_group_size`: AutoAWQ).
+SETTLING = (("quant_algo",), ("checkpoint_format", "format"), ("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",))  # fmt: skip
 
 
 def is_size(value: object, least: int = 1) -> TypeGuard[int]:
@@ -30,8 +30,10 @@ def is_size(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def _folded(value: object) -> object:
-    """A field's value; a text in lower case."""
-    return value.lower() if isinstance(value, str) else value
+    """A field's value; a text in lower case, or as the number that it is."""
+    if not isinstance(value, str):
+        return value
+    return int(value) if value.isdecimal() else value.lower()
 
 
 def _list(value: Any, field: str) -> list[Mapping[str, Any]]:
@@ -90,7 +92,8 @@ class Quantization:
 
     def _settling(self) -> dict[str, Any]:
         """What it says of the fields that settle values."""
-        found: dict[str, Any] = {} if self.method is None else {"quant_method": self.method}
+        # ModelOpt's is a tool, which writes FP8 as others do
+        found: dict[str, Any] = {} if self.method in (None, "modelopt") else {"quant_method": self.method}
         for names in SETTLING:
             said = next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
             if said is not None:

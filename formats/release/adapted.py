@@ -98,7 +98,7 @@ def _unlike(source: ReleaseTensors, ties: Ties, merging: Merging) -> Iterator[Pr
             "config.json"
         )
         yield Problem("adapter", head, message)
-    for head in perhaps.keys() - source.find_unlike(perhaps).keys():
+    for head in sorted(perhaps.keys() - source.find_unlike(perhaps).keys()):
         message = (
             f"is the same as {perhaps[head]}, and config.json doesn't say whether they are one weight, which an adapter would "
             f"change as one; set {TIE} to true or false in config.json"

@@ -260,7 +260,8 @@ class FolderStaging(Staging):
             raise
         sync_folder(Path(self.output))
         (final / PLAN).unlink(missing_ok=True)
-        sync_folder(final)
+        with contextlib.suppress(FileNotFoundError):  # somebody has moved it already
+            sync_folder(final)
         for left in (sealed, growing):  # what was replaced; what late writers made anew
             _remove(left)
             if left.exists():

@@ -165,7 +165,7 @@ class Feed(abc.ABC):
         """Where the result goes. Another plan has another place: what others may be reading is never replaced."""
 
     def published_before(self, history: History) -> str | None:
-        """Where a planned version lies if it was published before, by the same plan, and nothing is left to be done: the
+        """Where a planned version was published before, by the same plan, if nothing is left to be done: the
         tables of Weightbeam may have changed for others, or an option that changes nothing.
 
         Raises:

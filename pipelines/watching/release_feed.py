@@ -15,7 +15,9 @@ from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.records import (
+    FAILED,
     PUBLISHED,
+    REFUSED,
     VERIFIED,
     History,
     Record,
@@ -101,6 +103,9 @@ class ReleaseFeed(Feed):
         return f"hf://{history.name}@{history.facts['commit']}"
 
     def is_replaced(self, history: History) -> bool:
+        is_ended = history.state in (FAILED, REFUSED)
+        if is_ended and releases.NO_REVISION not in (history.last.get("reason") or ""):  # the hub isn't asked each time
+            return False
         return not releases.is_there(history.name, history.facts["commit"])
 
     def plan(self, source: str, target: VersionTarget) -> FeedTask:

@@ -30,6 +30,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
+NO_REVISION = "no such revision"  # of messages
 SHOWN = 3  # files that are missing, by name
 WILDCARDS = "*?["
 
@@ -87,7 +88,7 @@ def _translate_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RevisionNotFoundError as e:
-        raise StorageError(f"{what}: no such revision") from e
+        raise StorageError(f"{what}: {NO_REVISION}") from e
     except RepositoryNotFoundError as e:  # a gated one says what it holds
         raise StorageError(f"{what}: no such repository, or a private one that HF_TOKEN can't see") from e
     except HFValidationError as e:

@@ -412,10 +412,12 @@ class RunFeed(Feed):
     def published_before(self, history: History) -> str | None:
         first, plan = history.first, history.facts["plan"]
         self._read_marks()
-        for mark in (mark for state in (PUBLISHED, ASIDE) for mark in self._published(first["target"], state)):
+        states = (PUBLISHED, ASIDE, REMOVED)
+        for mark in (mark for state in states for mark in self._published(first["target"], state)):
             if (mark.step, mark.seen) == (first["step"], first["seen"]) and mark.key != history.key:
                 other = find_history(self.output, self.run.name, mark.key, RUNS)
-                if other and other.facts.get("plan") == plan and self._is_published(other):
+                is_same = other is not None and other.facts.get("plan") == plan
+                if other and is_same and (other.state == REMOVED or self._is_published(other)):
                     return self._checkpoint(other)
         return None
 
@@ -752,7 +754,7 @@ class RunFeed(Feed):
 
 def _old(marks: Sequence[Mark], last: int) -> list[Mark]:
     """Those of all but the last steps; a step that was published twice, as with other options, is one."""
-    steps = list(dict.fromkeys((mark.updated, mark.step, mark.seen) for mark in marks))[:-last]
+    steps = {*list(dict.fromkeys((mark.updated, mark.step, mark.seen) for mark in marks))[:-last]}
     return [mark for mark in marks if (mark.updated, mark.step, mark.seen) in steps]
 
 

@@ -192,10 +192,9 @@ class Watcher:
             if not history.records:
                 self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
-            elif (was := history.facts["commit"]) != version.commit:
+            elif history.facts["commit"] != version.commit:
                 if history.state in UNREAD and feed.is_replaced(history):
-                    why = f"commit {was[:12]} is gone, and {version.commit[:12]} has the same weights"
-                    self._notices.tell(history.add(DISCOVERED, why, commit=version.commit, attempt=0))
+                    self._replace(history, version)
                 elif record := history.mark_same(version.commit):
                     self._notices.tell(record)
             if (
@@ -209,6 +208,14 @@ class Watcher:
         except LostError:
             history.refresh()
         return self._advance(feed, history, target)
+
+    def _replace(self, history: History, version: Version) -> None:
+        """Has a version whose commit is gone go on with another one of the same weights, unless somebody is at work."""
+        with contextlib.suppress(HeldError), history.alone():
+            was = history.facts["commit"]
+            if history.state in UNREAD and was != version.commit:
+                why = f"commit {was[:12]} is gone, and {version.commit[:12]} has the same weights"
+                self._notices.tell(history.add(DISCOVERED, why, commit=version.commit, attempt=0))
 
     def _advance(self, feed: Feed, history: History, target: VersionTarget) -> Finding:
         """Does what the state asks for.
@@ -273,7 +280,8 @@ class Watcher:
                 history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt
             )
             return
-        before = history.facts.get("plan") if history.state in (PLANNED, CONVERTING) else None
+        goes_on = history.state in (PLANNED, CONVERTING) and not history.last.get(BUSY)
+        before = history.facts.get("plan") if goes_on else None
         if history.state in (DISCOVERED, FAILED) or (before and feed.plans_anew):
             task = feed.plan(feed.source(history), target)
             outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)

@@ -184,9 +184,11 @@ TWO: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {  # at the to
     "the other version": (
         GPTQ, "quantize_config.json", GPTQ | {"checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq', not 'gptq_v2'"
     ),
-    "other bits and order": (
-        GPTQ, "quantize_config.json", GPTQ | {"bits": 8, "desc_act": True}, "bits 4, not 8 and desc_act False, not True"
+    "other bits and groups": (
+        GPTQ, "quantize_config.json", GPTQ | {"bits": 8, "group_size": 64}, "bits 4, not 8 and group_size 32, not 64"
     ),
+    "an order, which `g_idx` tells": (GPTQ, "quantize_config.json", GPTQ | {"desc_act": True}, ""),
+    "a size as a text": (GPTQ, "quantize_config.json", GPTQ | {"group_size": "32"}, ""),
     "symmetric": (GPTQ, "quantize_config.json", GPTQ | {"sym": True}, "sym False, not True"),
     "AutoAWQ's names": (AWQ, "quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, ""),
     "AutoAWQ's groups": (AWQ, "quant_config.json", {"w_bit": 4, "q_group_size": 64}, "group_size 32, not 64"),

@@ -1771,12 +1771,19 @@ def test_other_tables_publish_no_step_again(
         assert steps() == ["step-1", "step-2"]
     ended = sorted(history[-1]["state"] for history in records(tmp_path / "out"))
     assert ended == ["published", "published", "same"]
+    assert (publish(3), publish(4)) == (0, 0)
+    assert steps() == ["step-3", "step-4"]
+    for module in (watching_records, run_feed):
+        monkeypatch.setattr(module, "tables", lambda: "of the newest version")
+    assert call("watch", "--config", file, "--once") == 0
+    assert steps() == ["step-3", "step-4"]  # step 2, which `keep` removed, is still in the run
+    shutil.rmtree(tmp_path / "run" / "2")
     said["runs"][0]["targets"][0]["max_shard_size"] = "1M"
     file.write_text(yaml.safe_dump(said))
     assert call("watch", "--config", file, "--once") == 0
-    assert [name[:6] for name in steps()] == ["step-1", "step-2", "step-2"]
-    assert publish(3) == 0
-    assert [name[:6] for name in steps()] == ["step-2", "step-2", "step-3"]
+    assert [name[:6] for name in steps()] == ["step-3", "step-3", "step-4", "step-4"]
+    assert publish(5) == 0
+    assert [name[:6] for name in steps()] == ["step-4", "step-4", "step-5"]
 
 
 def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

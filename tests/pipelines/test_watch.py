@@ -256,7 +256,7 @@ def test_a_release_whose_history_is_squashed(
     begun = History(open_store(str(watch.output)), REPO, key_of(REPO, first.weights, target))
     begun.begin(first, target)
     if state != "discovered":
-        begun.add(state, "once", checkpoint=str(watch.output / "x-1"), plan="1", attempt=1)
+        begun.add(state, "hf://acme/tiny: no such revision", checkpoint=str(watch.output / "x-1"), plan="1", attempt=1)
     repository = hub.repositories[REPO]
     del repository.commits[first.commit]
     second = dataclasses.replace(repository.head, sha="5" * 40, parent=None)

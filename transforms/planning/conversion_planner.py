@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
-from weightbeam.formats.adapters.ties import find_ties
+from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.release.source import SAMPLE_BYTES, ReleaseTensors, open_source
@@ -122,7 +122,7 @@ def prepare(
         source = source.renamed(family.aliases)
         naming, layout = _lay_out(options, config, family, source)
         model_type = config.get("model_type", "")
-        ties = find_ties(config, source.encodings, family, layout)
+        ties = find_ties(config, source.encodings, family, layout) if adapters else Ties()
         if options.adapter_only:
             folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout), ties)
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
