@@ -52,6 +52,7 @@ AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which a request is made 
 ATTEMPTS = 8  # in a row, without a byte of progress
 FIRST_ATTEMPTS = 4  # at the first request of all: who is offline is told so in seconds
 BACKOFF = 0.5  # seconds; doubled before each attempt
+NO_REVISION = "no such revision"  # of messages, by which a watcher knows that a commit is gone
 MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a row
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
@@ -562,7 +563,7 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         )
         message = f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
     elif isinstance(error, RevisionNotFoundError):
-        message = "no such revision"
+        message = NO_REVISION
     elif isinstance(error, RepositoryNotFoundError):
         message = "no such repository, or a private one" + (
             " that the token which is set can't see" if known else f": HF_TOKEN isn't set; set it, or {LOG_IN}"
