@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 PRELOADED = ["apache_beam", "google.cloud.storage", "numpy", "tensorstore", "warm"]
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -110,15 +111,38 @@ def _begin(files: tuple[int, int, int], folder: str, environment: Mapping[str, s
         resource.setrlimit(kind, (most, most))
 
 
+class Signal(NamedTuple):
+    """What a process sends itself, before it makes one file more of a kind than `files`."""
+
+    number: int
+    files: int
+    path: str  # a regular expression of the whole path
+
+    def arm(self) -> None:
+        """Counts the files that are made whole, by a rename or a link."""
+        made: set[str] = set()
+
+        def hook(event: str, arguments: tuple) -> None:
+            if event in ("os.rename", "os.link") and re.fullmatch(self.path, path := os.fsdecode(arguments[1])):
+                if len(made) == self.files:
+                    os.kill(os.getpid(), self.number)
+                made.add(path)
+
+        sys.addaudithook(hook)
+
+
 def _command(
     files: tuple[int, int, int],
     folder: str,
     environment: Mapping[str, str],
     words: list[str],
     limits: Mapping[int, int],
+    stop: Signal | None,
 ) -> None:
     """`weightbeam WORDS`, to its end."""
     _begin(files, folder, environment, limits)
+    if stop:
+        stop.arm()
     sys.argv = ["weightbeam", *words]
     from weightbeam.pipelines.entry import run
 
@@ -153,6 +177,7 @@ def start(
     stdout: IO | int | None = None,
     stderr: IO | int | None = None,
     limits: Mapping[int, int] | None = None,
+    stop: Signal | None = None,
 ) -> Process:
     """Starts `weightbeam WORDS` in a session of its own.
 
@@ -163,6 +188,7 @@ def start(
       stdin: a file; nothing by default.
       stdout: a file, by default one that `communicate` reads; `stderr` likewise.
       limits: the most that it may have, by the numbers of the module `resource`.
+      stop: a signal that it sends itself on the way.
     """
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
     with open(os.devnull) as nothing:
@@ -171,8 +197,9 @@ def start(
             for given, file in ((stdin, nothing), (stdout, out), (stderr, err))
         )
         environment = dict(os.environ if env is None else env)
+        where = str(cwd or Path.cwd())
         process = _CONTEXT.Process(
-            target=_command, args=(files, str(cwd or Path.cwd()), environment, list(map(str, words)), limits or {})
+            target=_command, args=(files, where, environment, list(map(str, words)), limits or {}, stop)
         )
         process.start()
     return Process(process, out, err)
