@@ -68,7 +68,7 @@ def load(entry: EntryPoint, kind: str) -> object:
     """
     try:
         return entry.load()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise DoorError(f"the {kind} {entry.name!r} of {entry.value} can't be loaded: {type(e).__name__} {e}") from e
 
 

@@ -58,6 +58,29 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Mode
     return ModelNaming(fitting[0] if fitting else None)
 
 
+def check_made_for(family: Family, record: Mapping[str, Any], model: str | None, of: str) -> None:
+    """Makes sure that a checkpoint's arrays are read as they were made: what the table takes from a model's name, such as
+    the order of rotary halves, is a fact of the arrays.
+
+    Args:
+      family: whose table reads them.
+      record: the checkpoint's own, with the model that it was made for; empty for a checkpoint of somebody else's.
+      model: as which it is read.
+      of: the checkpoint, for the message.
+
+    Raises:
+      ModelNameError: for that model the table would have made other arrays.
+    """
+    made = record.get("model")
+    if record.get("family") != family.name or "model" not in record or not isinstance(made, str | None):
+        return
+    if family.variant(made or "") != family.variant(model or ""):
+        raise ModelNameError(
+            f"{of} was made for {made or 'a model that MaxText has no name for'}, and for {model or 'such a model'} the weights "
+            f"would lie in another order (rotary halves, for example): --maxtext_model must name {made or 'one of the same kind'}"
+        )
+
+
 def unknown_name(named: str | None) -> list[str]:
     """What is to be known of a name that none of MaxText's models has: a slip of the pen, or a model of the user's own."""
     if named is None or keys_of(named) is not None:

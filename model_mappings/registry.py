@@ -125,7 +125,7 @@ def load_family(name: str) -> Family:
         return dataclasses.replace(family, code=hashlib.sha256(text).hexdigest())
     except UnknownFamilyError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UnknownFamilyError(f"--family={name}: {type(e).__name__} {e}") from e
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from weightbeam.formats.encodings.encoding import Overhead
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range
 
@@ -83,18 +84,25 @@ class Delta:
             self.b, (outputs, (0, self.rank * self.experts))
         )
 
-    def factors(self, share: DeltaShare, stored: Sequence[np.ndarray]) -> Iterator[Product]:
-        """The products, one for each expert, of what `reads` fetched."""
+    def product(self, share: DeltaShare, stored: Sequence[np.ndarray], expert: int) -> Product | None:
+        """What `reads` fetched, for one expert of the box; None for one that isn't in the share."""
         first, last = share.experts
-        a = stored[0].astype(np.float32).reshape(last - first, self.rank, -1)
-        b = stored[1].reshape(len(stored[1]), self.rank, self.experts)[..., first:last].astype(np.float32)
         where, row, column = share.at
-        for number in range(last - first):
-            left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
-            right = np.ascontiguousarray(doubled(right * np.float32(self.scaling), 1))
-            yield Product(
-                np.ascontiguousarray(left), right, where + number, row, column, share.columns[1] - share.columns[0]
-            )
+        number = expert - where
+        if not 0 <= number < last - first:
+            return None
+        a = stored[0][number * self.rank : (number + 1) * self.rank]
+        b = stored[1].reshape(len(stored[1]), self.rank, self.experts)[..., first + number]
+        left, right = (a.T, b.T) if self.transposed else (b, a)
+        scaled = right.astype(np.float32, order="C")
+        scaled *= np.float32(self.scaling)
+        return Product(left, doubled(scaled, 1), row, column, share.columns[1] - share.columns[0])
+
+    @property
+    def overhead(self) -> Overhead:
+        """Of a weight to which it is added, beside its own: the factors as they are stored, one of them scaled."""
+        a, b = self.a.nbytes // self.experts, self.b.nbytes
+        return Overhead(b, a, self.rank * self.shape[1] * np.dtype(np.float32).itemsize)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,11 +119,13 @@ class DeltaShare:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """`left · right`, to be added at [expert, row, column] of a box; the first `width` columns of `right` count."""
+    """`left · right`, to be added at [row, column] of a matrix; the first `width` columns of `right` count.
+
+    `left` is as it is stored, and becomes float32 where it is multiplied: it may be much larger than the box.
+    """
 
     left: np.ndarray
     right: np.ndarray
-    expert: int
     row: int
     column: int
     width: int
@@ -135,7 +145,8 @@ class Product:
         height = max(1, TILE // -(-columns // parts))
         for top in range(start, stop, height):
             bottom = min(stop, top + height)
-            left, rows = doubled(self.left[top - self.row : bottom - self.row], 0), values[top - first : bottom - first]
+            left = doubled(np.ascontiguousarray(self.left[top - self.row : bottom - self.row], np.float32), 0)
+            rows = values[top - first : bottom - first]
             for at, end in itertools.pairwise(edges):
                 target = rows[:, self.column + at : self.column + min(end, self.width)]
                 for low in range(0, rank, RANKS):

@@ -204,7 +204,7 @@ class AdaptedKernel(InOrder):
 
     def _add(self, kernel: np.ndarray, a: np.ndarray, b: np.ndarray, pair: LoraPair) -> None:
         """Adds `a · b` to a layer, (inputs, outputs), some of its first inputs at a time."""
-        product = Product(np.ascontiguousarray(a), np.ascontiguousarray(doubled(b, 1)), 0, 0, 0, b.shape[1])
+        product = Product(np.ascontiguousarray(a), np.ascontiguousarray(doubled(b, 1)), 0, 0, b.shape[1])
         rows = math.prod(kernel.shape[1 : self.inputs])
         step = max(1, STRIP_ELEMENTS // max(1, rows * b.shape[1]))
         for first in range(0, kernel.shape[0], step):

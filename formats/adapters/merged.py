@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from weightbeam.formats.adapters.delta import Delta, DeltaShare, Product
+from weightbeam.formats.adapters.delta import Delta, DeltaShare
 from weightbeam.formats.encodings import ContentError, Encoding, Plain
-from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.encodings.encoding import InOrder, Overhead
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
@@ -65,6 +65,15 @@ class MergedWeight:
         return self.base.indivisible | ({self._inputs} if self.magnitude else frozenset())
 
     @property
+    def overhead(self) -> Overhead:
+        own, many = self.base.overhead, len(self.shape) == 3
+        for delta in self.deltas:
+            tensor, matrix, decoding = delta.overhead
+            tensor, matrix = (tensor, matrix) if many else (tensor + matrix, 0)
+            own = Overhead(own.tensor + tensor, own.matrix + matrix, own.decoding + decoding)
+        return own
+
+    @property
     def _inputs(self) -> int:
         """The axis over which DoRA's norm goes."""
         return 0 if self.deltas[0].transposed else 1
@@ -92,20 +101,16 @@ class MergedWeight:
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         wide = self._widened(box)
         number = len(self.base.reads(wide))
-        shares, rest = self._shares(wide), stored[number:]
-        products = [
-            product
-            for at, (delta, share) in enumerate(shares)
-            for product in delta.factors(share, rest[2 * at : 2 * at + 2])
-        ]
+        base, rest = stored[:number], stored[number:]
+        added = [(delta, share, rest[2 * at : 2 * at + 2]) for at, (delta, share) in enumerate(self._shares(wide))]
         values = empty(extent(box), dtype)
         factors = None
         if self.magnitude:
-            norms = _norms(self._strips(stored[:number], wide, products), extent(wide), self._inputs)
+            norms = _norms(self._strips(base, wide, added), extent(wide), self._inputs)
             factors = np.expand_dims(rest[-1].astype(FLOAT32) / norms, self._inputs)
         kept = tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, wide, strict=True))
         target = values if extent(box) == extent(wide) else None
-        for expert, row, strip in self._strips(stored[:number], wide, products):
+        for expert, row, strip in self._strips(base, wide, added):
             if factors is not None:
                 strip *= factors[row : row + len(strip)] if self._inputs else factors
             if not is_finite(strip):
@@ -121,7 +126,7 @@ class MergedWeight:
         return values
 
     def _strips(
-        self, stored: Sequence[np.ndarray], box: Box, products: Sequence[Product]
+        self, stored: Sequence[np.ndarray], box: Box, added: Sequence[tuple[Delta, DeltaShare, list[np.ndarray]]]
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """`(expert, row, W + ΔW)` of neighbouring rows of a box in float32; each array holds until the next is asked
         for.
@@ -131,11 +136,11 @@ class MergedWeight:
         height = max(1, STRIP_ELEMENTS // max(1, columns))
         buffer = np.empty((min(rows, height), columns), FLOAT32)
         for expert in range(lead[0] if lead else 1):
-            mine = [product for product in products if product.expert == expert]
+            products = [product for delta, *what in added if (product := delta.product(*what, expert))]
             for row in range(0, rows, height):
                 strip = buffer[: min(height, rows - row)]
                 strip[...] = part.rows(expert, row, row + len(strip))
-                for product in mine:
+                for product in products:
                     product.add_to(strip, row)
                 yield expert, row, strip
 

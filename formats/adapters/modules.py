@@ -31,7 +31,7 @@ MARKED = frozenset({"gpt_oss"})
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 CONV1D = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projection>\w+)")
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projection>\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ModuleFiles:
         """Where the weight of a module lies; none where no tensor has its name."""
         if tensor := self.find(f"{module}.weight"):
             return [WeightPart(tensor)]
-        match = _EXPERT.fullmatch(module)
+        match = EXPERT.fullmatch(module)
         fused = {name: at for names in PROJECTIONS for name, at in zip(names, ("gate", "up", "down"), strict=True)}
         if match is None or (projection := fused.get(match["projection"])) is None:
             return []

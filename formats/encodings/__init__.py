@@ -25,6 +25,7 @@ collects all problems.
 from weightbeam.formats.encodings.encoding import (
     ContentError,
     Encoding,
+    Overhead,
     Plain,
     Read,
     StoredArray,
@@ -37,6 +38,7 @@ from weightbeam.formats.encodings.scaled import Scaled
 __all__ = [
     "ContentError",
     "Encoding",
+    "Overhead",
     "Plain",
     "Read",
     "ScaleError",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -141,6 +141,11 @@ class Encoding(StoredArray, Protocol):
         """
         ...
 
+    @property
+    def overhead(self) -> Overhead:
+        """Memory for a box, beside what grows with its elements. Mostly none."""
+        ...
+
     def reads(self, box: Box) -> Sequence[BoxRead]:
         """The boxes of stored tensors, its scales among them, that some of the values need.
 
@@ -151,6 +156,20 @@ class Encoding(StoredArray, Protocol):
           What is to be read; `decode` gets it in this order.
         """
         ...
+
+
+class Overhead(NamedTuple):
+    """Bytes of memory, at most, for a box of values, beside what grows with its elements.
+
+    Attributes:
+      tensor: of what is read, whatever the box.
+      matrix: of what is read for each index on the first of three axes.
+      decoding: more while the box is decoded.
+    """
+
+    tensor: int = 0
+    matrix: int = 0
+    decoding: int = 0
 
 
 class ContentError(ValueError):
@@ -192,6 +211,10 @@ class InOrder:
     @property
     def indivisible(self) -> frozenset[int]:
         return frozenset()
+
+    @property
+    def overhead(self) -> Overhead:
+        return Overhead()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +267,10 @@ class Transposed:
     @property
     def indivisible(self) -> frozenset[int]:
         return frozenset(self.order[axis] for axis in self.inner.indivisible)
+
+    @property
+    def overhead(self) -> Overhead:
+        return self.inner.overhead
 
     def reads(self, box: Box) -> Sequence[BoxRead]:
         return self.inner.reads(self._as_stored(box))

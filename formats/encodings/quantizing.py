@@ -188,13 +188,14 @@ def _table() -> np.ndarray:
 # --- which weights, and what config.json says -------------------------------------------------------------------------
 
 KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.weight`; releases in FP8 keep these
-    "an embedding": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*)"),
-    "the head": re.compile(r"(.*\.)?(lm_head|shared_head\.head)"),
+    "an embedding": re.compile(r"(.*\.)?(embed|embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*)"),
+    "the head": re.compile(r"(.*\.)?(lm_head|shared_head\.head)|head"),
     "a norm": re.compile(r"(.*\.)?\w*norm\d?"),
     "a router": re.compile(r"(.*\.)?(gate|router(\.\w+)*|shared_expert_gate)"),
     "a projection of the MTP block": re.compile(r"(.*\.)?(eh_proj|mtp\.fc)"),
     "a low-rank or depthwise part of linear attention": re.compile(r"(.*\.)?(conv1d|in_proj_(a|b|ba)|[fb]_[ab]_proj|[qkv]_conv1d)"),
     "the indexer's weights": re.compile(r"(.*\.)?weights_proj"),
+    "a compressor's projection": re.compile(r"(.*\.)?compressor\.(.*\.)?(wkv|wgate|kv_proj|gate_proj)"),
     "a tower or its projector": re.compile(
         r"(.*\.)?(visual|vision_\w+|audio_\w+|\w*multi_?modal_\w*|mm_\w+|embed_vision|embed_audio|image_newline|talker|code2wav)(\..*)?"
     ),
@@ -218,6 +219,24 @@ def is_linear(name: str, dtype: np.dtype, shape: Sequence[int]) -> bool:
     return is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape) > 0
 
 
+def stays_fused(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a tensor is of fused experts that engines don't load as codes (huggingface/transformers, v5.23.0,
+    integrations/finegrained_fp8.py, `FP8Experts`).
+
+    These have biases, as gpt-oss's, or their inputs before their outputs, as Llama 4's, or sizes of no whole number of
+    blocks, so that the gate and the up projection share one.
+
+    Args:
+      name: of the tensor.
+      shapes: of all tensors.
+    """
+    if not FUSED.fullmatch(name):
+        return False
+    down = shapes.get(f"{name.rpartition('.')[0]}.down_proj", (1, 1))
+    in_parts = any(size % block for size, block in zip(down[-2:], BLOCK, strict=True))
+    return in_parts or f"{name}_bias" in shapes or ".feed_forward.experts." in name
+
+
 def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
     """The modules with a matrix that isn't quantised, for `modules_to_not_convert`; embeddings and norms are no linear
     layers.
@@ -225,12 +244,14 @@ def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
     Args:
       tensors: `(name, shape)` of each.
     """
-    kept = (
-        (name.removesuffix(".weight"), why_kept(name, shape))
-        for name, shape in tensors
-        if len(shape) == 2 and name.endswith(".weight")
-    )
-    return sorted(module for module, reason in kept if reason not in (None, "an embedding", "a norm"))
+    modules = set()
+    for name, shape in tensors:
+        if len(shape) == 2 and name.endswith(".weight"):
+            if why_kept(name, shape) not in (None, "an embedding", "a norm"):
+                modules.add(name.removesuffix(".weight"))
+        elif FUSED.fullmatch(name):
+            modules.add(name.rpartition(".")[0])
+    return sorted(modules)
 
 
 def quantization_config(modules: Sequence[str]) -> dict[str, Any]:

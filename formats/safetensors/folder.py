@@ -291,6 +291,12 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     budget = Budget()
     configs: list[File] = []
     config = _read_configs(store, entries, problems, budget, allow_links, configs)
+    if (named := config.get("transformers_weights")) is not None:
+        message = (
+            f"'transformers_weights' is {named!r}: transformers loads that file, or that index's files, whatever else is there; give the "
+            f"model's files their usual names ({SINGLE}, or {INDEX} and its files), and remove the field"
+        )
+        problems.append(Problem("config", "config.json", message))
     weight_map = _read_index(store, problems, budget, allow_links, configs) if INDEX in entries else {}
     names = sorted(set(weight_map.values())) if INDEX in entries else _only_file(store, on_disk, problems)
     shards = _open_shards(store, names, problems, budget, allow_links)

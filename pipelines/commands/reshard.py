@@ -375,7 +375,7 @@ def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
     if planned.chunks:
         scratch = sum(array.nbytes for array in planned.unpacked)
         lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
-    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
+    most, parts = memory_parts(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
     lines.append(f"memory      at most {most}: {parts}")
     lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
     lines += [

@@ -170,7 +170,7 @@ def _size_totals(conversion: Conversion, threads: int, output: str | None) -> It
         yield "units", units_text(conversion)
         yield "reads", f"{human(read)}, {read / size:.3f} × the source"
         spare, base = spare_bytes(conversion, output), base_bytes(conversion)
-        most, parts = memory_parts(threads, conversion.unit_bytes, spare, base)
+        most, parts = memory_parts(threads, conversion.thread_bytes, spare, base)
         yield "memory", f"at most {most} a worker: {parts}"
 
 

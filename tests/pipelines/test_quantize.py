@@ -274,6 +274,50 @@ def test_an_adapter_on_the_way(tmp_path: Path) -> None:
     assert_by_definition(made, tensors | {f"{name}.weight": tensors[f"{name}.weight"].astype(F32) + 2 * b @ a})
 
 
+@pytest.mark.parametrize(
+    "case", ["cases/deepseek4", "models/deepseek_v4", "cases/gpt-oss", "cases/gemma4-moe", "models/llama4"]
+)
+def test_transformers_takes_no_code_for_a_value(generated: Path, tmp_path: Path, case: str) -> None:
+    """Embeddings and heads under the names of the hub, compressors, fused experts that no engine loads as codes: they
+    stay values, and what transformers loads without a GPU is what `dequantize` makes.
+    """
+    import transformers
+
+    source = generated / case
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    assert call("dequantize", tmp_path / "fp8", tmp_path / "values") == 0
+    assert any(name.endswith("_scale_inv") for name in open_hf(tmp_path / "fp8").tensors)
+    of = getattr(transformers, read_config(source)["architectures"][0])
+    loaded, told = of.from_pretrained(tmp_path / "fp8", dtype=torch.float32, output_loading_info=True)
+    assert not {key for key in told["unexpected_keys"] if key.endswith("_scale_inv")}
+    wanted = of.from_pretrained(tmp_path / "values", dtype=torch.float32).state_dict()
+    for name, values in loaded.state_dict().items():
+        if all(size < 128 or size % 128 == 0 for size in values.shape):  # else transformers takes blocks of other sizes
+            torch.testing.assert_close(values.float(), wanted[name].float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [128, 64], ids=["whole blocks", "parts of blocks"])
+def test_codes_of_fused_experts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int) -> None:
+    """transformers loads them on some GPUs, and elsewhere takes them for values. Where the gate and the up projection
+    would share blocks no code does for it.
+    """
+    experts = "model.layers.0.mlp.experts"
+    tensors = {
+        name: np.zeros(shape, BF16)
+        for name, shape in (
+            ("model.layers.0.self_attn.q_proj.weight", (128, 256)),
+            (f"{experts}.gate_up_proj", (4, 2 * width, 256)),
+            (f"{experts}.down_proj", (4, 256, width)),
+        )
+    }
+    assert call("quantize", save(tmp_path / "source", MOE, tensors), tmp_path / "fp8") == 0
+    assert ("takes such codes for weights" in capsys.readouterr().err) == (width == 128)
+    made = open_hf(tmp_path / "fp8")
+    assert (f"{experts}.gate_up_proj_scale_inv" in made.tensors) == (width == 128)
+    kept = made.config["quantization_config"].get("modules_to_not_convert", [])
+    assert kept == ([] if width == 128 else [experts])
+
+
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
     """Like a release that has them: left out where they aren't asked for, else its codes and scales as they are."""
     source, like = generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "fp8"

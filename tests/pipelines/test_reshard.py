@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import time
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -426,14 +427,10 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
     options = ["--scan_layers", "false", "--like", str(folder), "--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
-    for _ in range(5):  # on a busy machine it may be over before it is killed
-        with warm.start("reshard", source, tmp_path / "out", *options, "--direct_num_workers", 1) as process:
-            while not list((tmp_path / "out").glob("7.*/units/*/*.json")) and process.poll() is None:
-                time.sleep(0.001)
-            process.kill()
-        if not (tmp_path / "out" / "7").exists():
-            break
-        shutil.rmtree(tmp_path / "out")
+    stop = warm.Signal(signal.SIGKILL, 1, rf"{re.escape(str(tmp_path))}/out/7\..*/units/[^/]+/[0-9]+\.json")
+    warm.run(
+        "reshard", source, tmp_path / "out", *options, "--direct_num_workers", 1, stop=stop, status=-signal.SIGKILL
+    )
     assert not (tmp_path / "out" / "7").exists()
     reshard(source, tmp_path / "out", *options, status=2)  # what is staged isn't thrown away unasked
     step = reshard(source, tmp_path / "out", *options, "--resume")

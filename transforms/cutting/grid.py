@@ -56,13 +56,13 @@ class SourceCost:
       element_bytes: memory for each element before it is stacked: as stored, and as decoded.
       order: the axes of the tensors as they are stored, the slowest first; None for C order.
       indivisible: axes of the array that a unit shouldn't cut, since every part of them reads the same scales.
-      tensor_bytes: memory for each tensor, whatever the share of it that is read.
+      beside: as of a `Grid`.
     """
 
     element_bytes: int = 0
     order: tuple[int, ...] | None = None
     indivisible: frozenset[int] = frozenset()
-    tensor_bytes: int = 0
+    beside: Beside = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ def make_grid(
     whole, rows = cut_rows(part, array.dtype.itemsize, stored)
     names = sorted(axis for axis in selecting_axes(array) if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole)]))
-    reading = Reading(whole, growth, stored.element_bytes, ((selecting_axes(array), stored.tensor_bytes),))
+    reading = Reading(whole, growth, stored.element_bytes, stored.beside)
     return cut_array(array, partition_spec(array.logical_axes, rules), reading, meshes, unit_bytes, format, experts)
 
 
@@ -439,7 +439,8 @@ def _fit(
     for axis in [*(axis for axis in grid.growth[::-1] if axis in selecting), *rows]:
         needed = grid.working_bytes(chunk)
         if needed > unit_bytes:
-            most = chunk[axis] * unit_bytes // needed
+            fixed = grid.working_bytes([0 if other == axis else size for other, size in enumerate(chunk)])
+            most = chunk[axis] * (unit_bytes - fixed) // max(1, needed - fixed)
             chunk[axis] = (
                 largest_divisor(finest[axis], max(1, most))
                 if axis in selecting

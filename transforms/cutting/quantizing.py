@@ -16,7 +16,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding, quantizing
 from weightbeam.formats.encodings.quantization import Quantization
-from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, is_linear, quantize, scale_shape
+from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, is_linear, quantize, scale_shape, stays_fused
 from weightbeam.formats.encodings.scaled import Scaled
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
@@ -28,6 +28,10 @@ from weightbeam.transforms.cutting.rows import VALUES, RowsRecipe
 
 FORMATS = ("fp8",)
 ROWS = BLOCK[0]
+FUSED_CODES = (
+    "{:,} tensors of fused experts are codes: where transformers dequantises, on a CPU or a GPU below compute capability "
+    "8.9, it takes such codes for weights; load there what weightbeam dequantize makes of this"
+)
 REASON = "quantised to FP8, a scale for each 128 × 128 values"
 
 Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype, shape
@@ -146,12 +150,29 @@ def _is_ours(name: str, encoding: Scaled) -> bool:
 
 
 def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> frozenset[str]:
-    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers; of a
-    dtype that isn't quantised already.
+    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers, and
+    of experts that engines load so; of a dtype that isn't quantised already.
     """
     if given is not None:
         return frozenset(name for name, _, _ in tensors if name in given.scales)
-    return frozenset(name for name, dtype, shape in tensors if is_linear(name, dtype, shape))
+    entries = list(tensors)
+    shapes = {name: shape for name, _, shape in entries}
+    return frozenset(
+        name for name, dtype, shape in entries if is_linear(name, dtype, shape) and not stays_fused(name, shapes)
+    )
+
+
+def in_halves(tensors: Iterable[Entry], quantized: frozenset[str]) -> set[str]:
+    """Fused experts that would be written as codes, but not the others of their module: engines load all or none."""
+    module = {name: name.rpartition(".")[0] for name, _, _ in tensors if quantizing.FUSED.fullmatch(name)}
+    plain = {module[name] for name in module.keys() - quantized}
+    return {name for name, of in module.items() if name in quantized and of in plain}
+
+
+def warn_of_codes(quantized: Iterable[str]) -> list[str]:
+    """What whoever loads these codes should know."""
+    fused = sum(bool(quantizing.FUSED.fullmatch(name)) for name in quantized)
+    return [FUSED_CODES.format(fused)] if fused else []
 
 
 def with_scales(tensors: Iterable[Entry], quantized: frozenset[str]) -> Iterator[Entry]:

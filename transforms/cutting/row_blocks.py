@@ -45,7 +45,10 @@ def _itemsize(name: str, files: FileLayout, quantized: Collection[str]) -> int:
 
 
 def _blocks(number: int, encoding: Encoding, itemsize: int, grain: int, unit_bytes: int) -> Iterator[Block]:
-    """Boxes of a tensor, each as many rows as fit into a unit; where its rows are those of a matrix, whole grains."""
+    """Boxes of a tensor, each as many rows as fit into a unit; where its rows are those of a matrix, whole grains.
+
+    Where already one takes more, an adapter's factors for example, what the rows add has the size of a unit.
+    """
     shape = encoding.shape
     axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
     size = 1 if axis is None else shape[axis]
@@ -53,7 +56,8 @@ def _blocks(number: int, encoding: Encoding, itemsize: int, grain: int, unit_byt
     one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
     # for each further row
     many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)
-    rows = max(1, int((unit_bytes - one) / many) // grain) * grain
+    room = unit_bytes - one if one < unit_bytes else unit_bytes
+    rows = max(1, int(room / many) // grain) * grain
     parts, grains = -(-size // rows) if size else 1, -(-size // grain)
     for part in range(parts):
         box = _cut(shape, axis, grains * part // parts * grain, grains * (part + 1) // parts * grain)
@@ -66,6 +70,8 @@ def _cut(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> Box
 
 
 def _working_bytes(encoding: Encoding, itemsize: int, box: Box) -> int:
-    """Memory for a box: as it is stored, as it is decoded, and as it is written, `itemsize` bytes an element."""
+    """Memory for a box: as it is stored, as it is decoded, and as it is written, `itemsize` bytes an element; and what
+    decoding takes beside.
+    """
     made = volume(box) * itemsize
-    return stored_bytes(encoding, box) + made * (2 if encoding.label else 1)
+    return stored_bytes(encoding, box) + made * (2 if encoding.label else 1) + encoding.overhead.decoding

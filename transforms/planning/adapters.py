@@ -25,7 +25,7 @@ from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
@@ -180,9 +180,11 @@ def plan_adapter(
     weights, config = source.weights, Config(like.config)
     try:
         family = family_of(config, model)
-        layout = _layout(source, axis, name_model(family, config, model).model)
+        naming = name_model(family, config, model)
+        check_made_for(family, source.record, naming.model, source.root)
+        layout = _layout(source, axis, naming.model)
         parts, unknown = _parts(family, config, layout, rank, weights)
-    except (ConfigError, UnknownFamilyError) as e:
+    except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         problems.append(Problem("config", "config.json", str(e)))
         return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
     problems += [

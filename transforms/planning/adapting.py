@@ -17,6 +17,7 @@ from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_ch
 from weightbeam.model_mappings.adapters import name_of
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.naming import ModelNameError, check_made_for
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Beside
 from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
@@ -129,6 +130,11 @@ def adapt(
         found = [
             dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
         ]
+        if planned.family and isinstance(made := adapter.files.record.get("model"), str | None):
+            try:
+                check_made_for(planned.family, source.record, made, source.root)
+            except ModelNameError as e:
+                found.append(Problem("adapter", adapter.root, str(e)))
         uses: dict[str, str] = {}
         if not found:
             for name, pair, keys in _pairs(

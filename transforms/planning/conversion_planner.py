@@ -28,7 +28,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
 from weightbeam.formats.adapters.ties import Ties, find_ties
-from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.encodings import Encoding, Overhead, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.release.source import SAMPLE_BYTES, ReleaseTensors, open_source
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -52,7 +52,15 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, element_box, find_twins, make_units
-from weightbeam.transforms.cutting.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid, uneven_scales
+from weightbeam.transforms.cutting.grid import (
+    Grid,
+    SourceCost,
+    UnitBytesError,
+    count_experts,
+    make_grid,
+    selecting_axes,
+    uneven_scales,
+)
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, dtype_of, format_of, meshes_of, rules_of
@@ -396,18 +404,27 @@ def _grids(
 
 def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> SourceCost:
     """How the tensors of an array are stored; of several ways what takes most memory."""
-    element_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
+    element_bytes, order, indivisible, scales, overhead = 0, None, frozenset[int](), 0, Overhead()
     for part in array.parts:
         decoded = 4 if part.rule.ops else save.itemsize
         for encoding in (encodings[name] for name in part.tensors if name in encodings):
-            stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
+            beside = encoding.overhead
+            fixed = beside.tensor + beside.matrix * (encoding.shape[0] if len(encoding.shape) == 3 else 0)
+            stored = -(-(stored_bytes(encoding) - fixed) // max(1, math.prod(encoding.shape)))
             element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
             order = order or encoding.order
             if encoding.indivisible:
                 indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
                 thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
-                tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
-    return SourceCost(element_bytes, order, indivisible, tensor_bytes)
+                scales = max(scales, stored_bytes(encoding, thin))
+            overhead = Overhead(*map(max, overhead, beside))
+    stacks = frozenset[int]().union(*(part.stack_axes for part in array.parts))
+    beside = (
+        (stacks, overhead.tensor),
+        (selecting_axes(array), scales + overhead.matrix),
+        (frozenset(), overhead.decoding),
+    )
+    return SourceCost(element_bytes, order, indivisible, beside)
 
 
 def _units(

@@ -18,7 +18,7 @@ from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Variable, rename
 from weightbeam.model_mappings.keeping import is_scale
-from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, TensorSpec, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
@@ -76,7 +76,10 @@ def without_scales(view: ExportView) -> Iterator[Problem]:
 
 
 def without_table(
-    options: ExportOptions, source: OrbaxCheckpoint, like: Like, error: ConfigError | UnknownFamilyError
+    options: ExportOptions,
+    source: OrbaxCheckpoint,
+    like: Like,
+    error: ConfigError | UnknownFamilyError | ModelNameError,
 ) -> Export:
     """The export of a model that there is no table for, or whose `config.json` a table can't do with: the one problem."""
     kind = "config" if isinstance(error, ConfigError) else "family"
@@ -108,6 +111,13 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
     form = text_model(like, family) if options.multimodal is False else like
     config = Config(form.config)
     naming = name_model(family, config, model)
+    try:
+        check_made_for(family, source.record, naming.model, source.root)
+    except ModelNameError:
+        made = source.record["model"]
+        if model is not None or made is None:
+            raise
+        naming = name_model(family, config, made)  # the release's configuration is another one's
     return ExportTable(family, naming, form, config, _released(form, family), open_source(parts) if parts else None)
 
 

@@ -37,6 +37,7 @@ from weightbeam.formats.release.source import stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Prediction, Tower, Variable
+from weightbeam.model_mappings.naming import ModelNameError
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, TensorSpec, holds, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError
@@ -51,6 +52,8 @@ from weightbeam.transforms.cutting.quantizing import (
     Given,
     find_quantized,
     in_blocks,
+    in_halves,
+    warn_of_codes,
     with_scales,
 )
 from weightbeam.transforms.cutting.row_blocks import row_units
@@ -113,7 +116,7 @@ def plan_export(
         fit = find_arrays(options, source, table, view)
         cause, table, fit = explain_sizes(options, source, like, table, fit, view)
         drops = find_drops(table, fit)
-    except (ConfigError, UnknownFamilyError) as e:
+    except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         return without_table(options, source, like, e)
     specs, dropped, problems = audit_tensors(table, fit, drops)
     tensors = _name(options, table, drops, specs, dropped)
@@ -150,6 +153,7 @@ def plan_export(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
             *warn_of_variables(tensors.taken, like),
+            *warn_of_codes(written.quantized),
         ),
         tuple(adapters),
         merged,
@@ -281,6 +285,7 @@ def _write_as(
     quantized = find_quantized(entries, given) if quantize else frozenset[str]()
     if quantized:
         quantized -= _not_in_blocks(options, source, fit, tensors, quantized)
+        quantized -= in_halves(entries, quantized) if given is None else set()
     coded = frozenset(name for name, ones in names.items() if quantized.intersection(ones))
     return ExportWritten(dtypes | dict.fromkeys(coded, VALUES), entries, others, quantized, coded)
 

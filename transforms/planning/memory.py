@@ -21,7 +21,7 @@ def memory_bound(planned: Transfer, threads: int, output: str | None = None, bas
       output: where the result goes, if that is known.
       baselines: the number of releases that it is compared with on the way.
     """
-    thread = planned.unit_bytes + baselines * BOX_BYTES
+    thread = planned.thread_bytes + baselines * BOX_BYTES
     return threads * thread + spare_bytes(planned, output) + base_bytes(planned)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging
+from weightbeam.formats.adapters.modules import EXPERT
 from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
@@ -21,6 +22,7 @@ from weightbeam.transforms.cutting.quantizing import (
     Given,
     find_quantized,
     quantization_config,
+    warn_of_codes,
     with_scales,
 )
 from weightbeam.transforms.cutting.row_blocks import row_units
@@ -61,6 +63,7 @@ def plan_merge(
     touched = {name: merging.encodings[name] for name in merging.touched}
     if options.dequantize:
         touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
+    touched = _with_neighbours(touched, source)
     decoded = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
     replaced = _replaced(options, checkpoint, source, decoded)
     quantization, why = _quantization(checkpoint, source, decoded)
@@ -89,9 +92,22 @@ def plan_merge(
         quantization=quantization,
         quantized=codes,
         given=given,
-        warnings=(*checkpoint.notes, *files.warnings),
+        warnings=(*checkpoint.notes, *files.warnings, *warn_of_codes(codes)),
         slots=slots,
     )
+
+
+def _with_neighbours(touched: Mapping[str, Encoding], source: ReleaseTensors) -> dict[str, Encoding]:
+    """The same and, where a quantised expert is among them, the other quantised ones of its layer: engines join a layer's
+    experts into one tensor, which is of codes or of values.
+    """
+    layers = {expert["experts"] for name in touched if source.encodings[name].label and (expert := EXPERT.match(name))}
+    others = {
+        name: encoding
+        for name, encoding in source.encodings.items()
+        if encoding.label and (expert := EXPERT.match(name)) and expert["experts"] in layers
+    }
+    return {**others, **touched}
 
 
 def _replaced(
@@ -194,7 +210,8 @@ def _quantization(
         return None, [Problem("quantised", sorted(merged)[0], message)]
     kept = said.get(field)
     default = [] if isinstance(kept, list) else ["lm_head"]  # what transformers takes where the field is missing
-    modules = [name.removesuffix(".weight") for name in sorted(merged)]
+    experts = {expert["experts"] for name in merged if (expert := EXPERT.match(name))}
+    modules = [*(name.removesuffix(".weight") for name in sorted(merged)), *sorted(experts)]
     return {
         **said,
         field: [

@@ -170,7 +170,7 @@ class Reshard(ComparesSource, Transfer):
         large = (
             array
             for array in factors
-            if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.unit_bytes and can_unpack(array)
+            if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.options.unit_bytes and can_unpack(array)
         )
         roots = [adapter.root for adapter in self.adapters]
         return {self.source.arrays[key]: "" for key in sorted(keys)} | {

@@ -241,8 +241,18 @@ class Transfer(abc.ABC):
 
     @property
     def unit_bytes(self) -> int:
-        """Bound on the memory of a unit."""
-        return self.options.unit_bytes
+        """Bound on the memory of a unit: what it may have, or more where a single row takes more."""
+        return max(self.options.unit_bytes, self.unit_working_bytes)
+
+    @property
+    def finishing_bytes(self) -> int:
+        """Memory beside that of a unit, while what it made is finished."""
+        return 0
+
+    @property
+    def thread_bytes(self) -> int:
+        """Bound on the memory of a thread that makes units."""
+        return self.unit_bytes + self.finishing_bytes
 
     @property
     def unit_working_bytes(self) -> int:

@@ -194,7 +194,7 @@ def _threads(planned: Transfer, machine: Machine | None, target: str) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
-    room = (machine.memory - SYSTEM_BYTES - base_bytes(planned) - spare_bytes(planned, target)) // planned.unit_bytes
+    room = (machine.memory - SYSTEM_BYTES - base_bytes(planned) - spare_bytes(planned, target)) // planned.thread_bytes
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 

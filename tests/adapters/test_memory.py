@@ -1,0 +1,76 @@
+"""What adapters of large ranks take, against what the units of a plan say."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from support import LLAMA, make_release, peft_adapter
+
+from weightbeam.formats.adapters import open_adapter
+from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
+from weightbeam.formats.safetensors import open_hf
+from weightbeam.transforms.cutting.units import Unit
+from weightbeam.transforms.execution.boxes import decode, read
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.merge_planner import plan_merge
+from weightbeam.transforms.planning.options import MergeOptions, Options
+
+MODEL = LLAMA | dict(hidden_size=128, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4, head_dim=32)
+RANK = 700
+UNIT_BYTES = 3_000_000
+STRIPS = 5 * STRIP_ELEMENTS * 4  # bytes beside: a strip, its product, what OpenBLAS gets, and whether all is finite
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_release(tmp_path_factory.mktemp("large") / "base", MODEL)
+
+
+@pytest.fixture(scope="module")
+def adapters(release: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two, of every linear layer, each factor several times as large as its weight."""
+    modules = {
+        name.removesuffix(".weight"): tensor.shape
+        for name, tensor in open_hf(release).tensors.items()
+        if name.endswith("_proj.weight")
+    }
+    root = tmp_path_factory.mktemp("adapters")
+    return [peft_adapter(root / name, modules, RANK)[0] for name in ("one", "other")]
+
+
+def peak_bytes(unit: Unit) -> int:
+    """Memory in which a unit is read and decoded."""
+    tracemalloc.start()
+    try:
+        decode(unit.fetches, read(unit.fetches)[0])
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["scanned", "unscanned", "on a mesh", "merged"])
+def test_units_keep_what_the_plan_says(release: Path, adapters: list[Path], kind: str) -> None:
+    """A unit that takes some rows of many layers reads all of their A; the products are made one after the other."""
+    opened = [open_adapter(folder) for folder in adapters]
+    options = {"unscanned": {"scan_layers": False}, "on a mesh": {"mesh": ("fsdp=4,tensor=2",)}}.get(kind, {})
+    if kind == "merged":
+        lora = tuple((str(folder), 1.0) for folder in adapters)
+        planned = plan_merge(MergeOptions(lora, unit_bytes=UNIT_BYTES), open_hf(release), opened)
+    else:
+        planned = prepare(Options(unit_bytes=UNIT_BYTES, **options), open_hf(release), opened)
+    assert not planned.plan.problems
+    assert planned.unit_bytes == UNIT_BYTES
+    units = [planned.expand(number) for number in range(len(planned.units))]
+    assert len(units) > 3
+    assert max(unit.working_bytes for unit in units) <= UNIT_BYTES
+    assert max(map(peak_bytes, units)) <= UNIT_BYTES + STRIPS
+
+
+def test_a_row_that_takes_more_is_told(release: Path, adapters: list[Path]) -> None:
+    """A merge's unit is as large as its factors, and no smaller for being of a row alone; the bound says so."""
+    lora = tuple((str(folder), 1.0) for folder in adapters)
+    planned = plan_merge(MergeOptions(lora, unit_bytes=500_000), open_hf(release), [open_adapter(*one) for one in lora])
+    assert planned.unit_bytes == planned.unit_working_bytes > 500_000
+    assert len(planned.units) < 3 * len(planned.encodings)

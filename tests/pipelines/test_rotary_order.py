@@ -1,0 +1,83 @@
+"""Checkpoints whose rotary halves are paired, or kept apart, are read as they were made, whatever a release's config says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import LLAMA, assert_same_bits, call, convert, make_release, peft_adapter, read_tensors
+
+from weightbeam.model_mappings.families.llama import FAMILY
+from weightbeam.model_mappings.naming import ModelNameError, check_made_for
+
+SCALING = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)  # fmt: skip
+SCALED = LLAMA | dict(rope_parameters=SCALING)
+PAIRED, APART = "llama3.1-70b", "llama3.3-70b"
+EXACT = ("--save_dtype", "float32")  # the query's scale, which is folded in, is no power of two
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    return make_release(tmp_path / "scaled", SCALED)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert call(*words) == 2
+    return capsys.readouterr().err
+
+
+def test_an_export_under_another_name_is_refused(
+    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name says how the halves lie in memory, and the checkpoint how they were laid."""
+    convert(release, tmp_path / "ckpt", "--maxtext_model", PAIRED, *EXACT)
+    told = refusal(capsys, "export", tmp_path / "ckpt", tmp_path / "out", "--maxtext_model", APART)
+    assert f"was made for {PAIRED}" in told
+    assert not (tmp_path / "out").exists()
+    for options in ((), ("--maxtext_model", "llama3.1-405b")):
+        assert call("export", tmp_path / "ckpt", tmp_path / "out", *options, "--overwrite") == 0
+        assert_same_bits(read_tensors(tmp_path / "out"), read_tensors(release))
+
+
+def test_an_export_like_another_release(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its configuration says another rotary embedding, and so another model of MaxText's; the weights are those of the
+    checkpoint all the same, or nothing is.
+    """
+    plain = make_release(tmp_path / "plain", seed=1)
+    convert(plain, tmp_path / "apart", *EXACT)
+    assert "was made for a model that MaxText has no name for" in refusal(
+        capsys, "export", tmp_path / "apart", tmp_path / "out", "--like", release, "--maxtext_model", PAIRED
+    )
+    assert call("export", tmp_path / "apart", tmp_path / "out", "--like", release, "--maxtext_model", APART) == 0
+    assert_same_bits(read_tensors(tmp_path / "out"), read_tensors(plain))
+
+
+def test_the_record_s_name_is_taken_where_the_release_s_differs() -> None:
+    """What a table takes from a name is compared, not the name."""
+    record = {"family": "llama", "model": "llama3.2-1b"}
+    check_made_for(FAMILY, record, PAIRED, "here")
+    check_made_for(FAMILY, {"family": "qwen3", "model": "qwen3-8b"}, None, "here")
+    check_made_for(FAMILY, {}, APART, "here")
+    for other in (APART, None):
+        with pytest.raises(ModelNameError, match=r"here was made for llama3\.2-1b"):
+            check_made_for(FAMILY, record, other, "here")
+
+
+def test_an_adapter_of_the_other_order(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Isn't merged into a checkpoint, nor exported under another name."""
+    module = "model.layers.0.self_attn.q_proj"
+    lora, _ = peft_adapter(tmp_path / "peft", {module: read_tensors(release)[f"{module}.weight"].shape})
+    convert(release, tmp_path / "base", "--maxtext_model", PAIRED)
+    for name, model in (("same", PAIRED), ("other", APART)):
+        convert(release, tmp_path / name, "--maxtext_model", model, "--lora", str(lora), "--adapter_only", "true")
+    assert call("reshard", tmp_path / "base", tmp_path / "merged", "--lora", tmp_path / "same") == 0
+    assert f"was made for {APART}" in refusal(
+        capsys, "reshard", tmp_path / "base", tmp_path / "wrong", "--lora", tmp_path / "other"
+    )
+    assert f"was made for {APART}" in refusal(
+        capsys, "export", tmp_path / "other", tmp_path / "wrong", "--like", release, "--maxtext_model", PAIRED
+    )
+    assert call("export", tmp_path / "other", tmp_path / "right", "--like", release) == 0
