@@ -39,6 +39,7 @@ from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, told_other_run
 from weightbeam.pipelines.watching.records import (
+    GONE,
     PUBLISHED,
     REMOVED,
     RUNS,
@@ -223,8 +224,12 @@ class RunFeed(Feed):
         return []
 
     def _is_settled(self, seen: SeenStep) -> bool:
-        """Whether nothing is left to be done for a step, whatever the target."""
-        marks = {mark.asked for mark in self._marks if (mark.step, mark.seen) == (seen.number, seen.mark)}
+        """Whether nothing is left to be done for a step, whatever the target; one that was gone is there again."""
+        marks = {
+            mark.asked
+            for mark in self._marks
+            if (mark.step, mark.seen) == (seen.number, seen.mark) and mark.state != GONE
+        }
         return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
 
     # --- what was done

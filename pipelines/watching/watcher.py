@@ -192,6 +192,9 @@ class Watcher:
             if not history.records:
                 self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
+            elif history.state == GONE and not feed.is_gone(history):
+                self._notices.tell(history.add(DISCOVERED, "it is there again", attempt=0))
+                feed.reopened(history)
             elif history.facts["commit"] != version.commit:
                 if history.state in UNREAD and feed.is_replaced(history):
                     self._replace(history, version)

@@ -851,6 +851,35 @@ def test_a_run_in_a_bucket_into_a_bucket(model: tuple[Path, dict[str, Any]], tmp
     assert states("gs://out/records", "tuned") == {"step-10000": WHOLE}
 
 
+def test_a_step_that_comes_back(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As after a mount that was lost for a moment: it was gone, and is published all the same."""
+    like, run, output = model[0], tmp_path / "tuned" / "checkpoints", tmp_path / "out"
+    write(run, 1, model=model)
+    run_together = Workers.run_together
+
+    def without(*given: Any) -> Any:
+        monkeypatch.setattr(Workers, "run_together", run_together)
+        (run / "1").rename(tmp_path / "aside")
+        return run_together(*given)
+
+    monkeypatch.setattr(Workers, "run_together", without)
+    assert watch(run, like, output) == 0
+    gone = states(output, "tuned")["step-1"]
+    assert gone[-1] == "gone"
+    assert watch(run, like, output) == 0
+    (tmp_path / "aside").rename(run / "1")
+    capsys.readouterr()
+    assert watch(run, like, output) == 0
+    assert states(output, "tuned")["step-1"] == [*gone, *WHOLE]
+    assert (output / "step-1").is_dir()
+    assert "it is there again" in capsys.readouterr().err
+
+
 def test_a_step_that_is_deleted_while_it_is_read(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs
 ) -> None:
