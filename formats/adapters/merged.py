@@ -136,7 +136,7 @@ class MergedWeight:
         height = max(1, STRIP_ELEMENTS // max(1, columns))
         buffer = np.empty((min(rows, height), columns), FLOAT32)
         for expert in range(lead[0] if lead else 1):
-            products = [product for delta, *what in added if (product := delta.product(*what, expert))]
+            products = [product for delta, share, read in added if (product := delta.product(share, read, expert))]
             for row in range(0, rows, height):
                 strip = buffer[: min(height, rows - row)]
                 strip[...] = part.rows(expert, row, row + len(strip))
