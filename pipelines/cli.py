@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from weightbeam.formats.storage.uninterrupted import DONE, IMPATIENCE
 from weightbeam.formats.text.printable import printable
@@ -28,6 +28,7 @@ from weightbeam.pipelines.terminal.shell import check_written, messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
+SOON = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
 
@@ -75,6 +76,18 @@ class Interrupts:
         if self._last - before > IMPATIENCE:
             raise KeyboardInterrupt
 
+    def send_again(self, lost: Any) -> None:
+        """What Python calls where an exception can't be raised, in a destructor or a weak reference's callback: a signal
+        that came there is sent once more, a moment later.
+        """
+        if self.came is None or not issubclass(lost.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(lost)
+            return
+        self._last = -math.inf
+        again = threading.Timer(SOON, os.kill, (os.getpid(), self.came))
+        again.daemon = True
+        again.start()
+
     @property
     def status(self) -> int:
         """128 and the signal's number after Ctrl-C, as shells have it; 1 after a kill."""
@@ -92,9 +105,11 @@ class Interrupts:
         for number, handler in found.items():
             if number == signal.SIGTERM or handler is not signal.SIG_IGN:
                 signal.signal(number, self)
+        hook, sys.unraisablehook = sys.unraisablehook, self.send_again
         try:
             yield
         finally:
+            sys.unraisablehook = hook
             for number, handler in found.items() if not (self.over and for_good) else ():
                 signal.signal(number, handler)
 

@@ -130,7 +130,8 @@ def adapt(
         found = [
             dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
         ]
-        if planned.family and isinstance(made := adapter.files.record.get("model"), str | None):
+        made = adapter.files.record.get("model", False)  # one that was trained has no record
+        if planned.family and isinstance(made, str | None):
             try:
                 check_made_for(planned.family, source.record, made, source.root)
             except ModelNameError as e:
