@@ -30,7 +30,7 @@ from weightbeam.formats.staging.staging import PLAN
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets import made_by
-from weightbeam.pipelines.cli import main
+from weightbeam.pipelines.cli import Interrupts, main
 from weightbeam.pipelines.running.output import alone
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Delivery, Options
@@ -270,6 +270,25 @@ def interrupt_when(ready: Callable[[], bool]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_destructor_comes_again(number: signal.Signals) -> None:
+    """Python prints and drops what is raised there."""
+    interrupts = Interrupts()
+
+    class Deaf:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # the handler is called here
+
+    def work() -> None:
+        Deaf()
+        time.sleep(30)
+
+    with interrupts.caught(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert interrupts.came == number
 
 
 def by_convert(source: Path, checkpoint: Path, output: str, **options: Any) -> str:
