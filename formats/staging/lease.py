@@ -185,7 +185,7 @@ class _FileLease(Lease):
         with self._locked():
             self._refuse()
             for left in self.path.parent.glob(f"{self.path.name}.*.new"):  # of one that was killed in the next lines
-                with contextlib.suppress(ForeignError):
+                with contextlib.suppress(ForeignError, PermissionError):  # in a sticky folder another user's stays
                     _read(left)
                     left.unlink(missing_ok=True)
             made = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.new")
@@ -195,7 +195,10 @@ class _FileLease(Lease):
                 if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 made.write_text(json.dumps(self.owner))
-            os.rename(made, self.path)
+            try:
+                os.rename(made, self.path)
+            finally:  # where another user's stands there, in a sticky folder
+                made.unlink(missing_ok=True)
             os.utime(self.path, follow_symlinks=False)
 
     def look(self) -> None:

@@ -384,8 +384,9 @@ def _words(error: BaseException) -> str:
 
 
 def _said(sign: str | None) -> dict[str, Any]:
-    """What a sign says; nothing if there is none."""
-    return {} if sign is None else json.loads(sign)
+    """What a sign says; nothing if there is none, or it is one of another version of Weightbeam."""
+    said = {} if sign is None else json.loads(sign)
+    return said if isinstance(said, dict) else {}
 
 
 def _left(sign: str | None) -> str | None:

@@ -47,6 +47,34 @@ def pretend(path: Path, age: float = 0.0, **owner: object) -> None:
     os.utime(path, (when, when), follow_symlinks=False)
 
 
+OTHERS = """import os, sys
+from weightbeam.formats.staging import lease
+from weightbeam.formats.storage import store_and_name
+taken = lease.hold(*store_and_name(sys.argv[1]))
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+try:
+    with taken: print("held")
+except OSError as e:
+    print(type(e).__name__)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_another_user_s_try_leaves_nothing(tmp_path: Path) -> None:
+    """In a sticky folder nobody can take away what another user left; nor should the owner find something there that he
+    can't.
+    """
+    os.chmod(tmp_path, 0o1777)
+    for folder in tmp_path.parents[:3]:
+        os.chmod(folder, folder.stat().st_mode | 0o055)
+    pretend(tmp_path / "lease", age=10_000)
+    ran = subprocess.run(
+        [sys.executable, "-c", OTHERS, str(tmp_path / "lease")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.stdout == "PermissionError\n", ran.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"lease", "lease.lock"}
+
+
 HIDDEN = """import json, os, socket, sys
 from weightbeam.formats.staging import lease
 owner = dict(host=socket.gethostname(), processes=lease._processes(), pid=int(sys.argv[1]), process=sys.argv[2])
