@@ -156,7 +156,8 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
             return 1
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print("; ".join([f"{named()}: nobody reads what it prints", *DONE]), file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nor errors
+                print("; ".join([f"{named()}: nobody reads what it prints", *DONE]), file=sys.stderr, flush=True)
             return 1
         except (Exception, KeyboardInterrupt) as e:
             if interrupts.came is None and not isinstance(e, KeyboardInterrupt):
