@@ -156,8 +156,9 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
             return 1
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            with contextlib.suppress(OSError):  # nor errors
-                print("; ".join([f"{named()}: nobody reads what it prints", *DONE]), file=sys.stderr, flush=True)
+            if DONE:
+                with contextlib.suppress(OSError):  # nobody may read errors, either
+                    print("; ".join([f"{named()}: nobody reads what it prints", *DONE]), file=sys.stderr, flush=True)
             return 1
         except (Exception, KeyboardInterrupt) as e:
             if interrupts.came is None and not isinstance(e, KeyboardInterrupt):

@@ -669,13 +669,16 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
     assert on_terminal(*watch, "--json", "-")[0] == 2
 
 
-def test_a_reader_that_has_seen_enough(source: Path) -> None:
-    """As `weightbeam inspect … | head -5`: nothing is wrong with what was inspected, as it said."""
+@pytest.mark.parametrize("output", [None, "out"], ids=["inspect", "convert"])
+def test_a_reader_that_has_seen_enough(source: Path, tmp_path: Path, output: str | None) -> None:
+    """As `weightbeam inspect … | head -5`: nothing is wrong with what was inspected; what is published is said."""
     theirs, ours = os.pipe()
     os.close(theirs)
+    words = ("convert", source, tmp_path / output, "--progress", "none") if output else ("inspect", source)
     with os.fdopen(ours, "wb") as stdout:
-        ran = warm.run("inspect", source, stdout=stdout)
-    assert (ran.returncode, ran.stderr) == (1, "")
+        ran = warm.run(*words, stdout=stdout)
+    said = f"weightbeam convert: nobody reads what it prints; but {tmp_path}/out/0 was published already\n"
+    assert (ran.returncode, ran.stderr) == (1, said if output else "")
 
 
 def test_a_step_that_is_followed_has_one_line(source: Path, tmp_path: Path) -> None:
