@@ -318,6 +318,25 @@ def test_codes_of_fused_experts_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert kept == ([] if width == 128 else [experts])
 
 
+def test_an_adapter_of_one_expert(tmp_path: Path) -> None:
+    """Merged into a release in FP8: engines join the experts of a layer, so all of them become values; other layers' stay
+    codes.
+    """
+    source = make_release(tmp_path / "source", MOE)
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    experts = "model.layers.1.mlp.experts"
+    module = f"{experts}.2.down_proj"
+    lora, _ = peft_adapter(tmp_path / "lora", {module: open_hf(source).tensors[f"{module}.weight"].shape})
+    assert call("merge", tmp_path / "fp8", tmp_path / "merged", "--lora", lora) == 0
+    before, after = open_hf(tmp_path / "fp8").tensors, open_hf(tmp_path / "merged")
+    assert before.keys() - after.tensors.keys() == {
+        name for name in before if name.startswith(f"{experts}.") and name.endswith("_scale_inv")
+    }
+    assert {tensor.dtype for name, tensor in after.tensors.items() if name.startswith(f"{experts}.")} == {BF16}
+    kept = after.config["quantization_config"]["modules_to_not_convert"]
+    assert {experts, module, f"{experts}.0.up_proj"} <= {*kept}
+
+
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
     """Like a release that has them: left out where they aren't asked for, else its codes and scales as they are."""
     source, like = generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "fp8"
