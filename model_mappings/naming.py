@@ -75,9 +75,10 @@ def check_made_for(family: Family, record: Mapping[str, Any], model: str | None,
     if record.get("family") != family.name or "model" not in record or not isinstance(made, str | None):
         return
     if family.variant(made or "") != family.variant(model or ""):
+        unnamed = "a model that MaxText has no name for"
         raise ModelNameError(
-            f"{of} was made for {made or 'a model that MaxText has no name for'}, and for {model or 'such a model'} the weights "
-            f"would lie in another order (rotary halves, for example): --maxtext_model must name {made or 'one of the same kind'}"
+            f"{of} was made for {made or unnamed}; read as {model or unnamed} its weights would lie in another order (of rotary "
+            f"halves, for example). --maxtext_model, if anything, must name a model of the former kind"
         )
 
 

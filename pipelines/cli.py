@@ -65,6 +65,7 @@ class Interrupts:
         self.came: int | None = None
         self.at_once = self.over = False
         self._last = -math.inf
+        self._hook = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.over:
@@ -81,7 +82,7 @@ class Interrupts:
         that came there is sent once more, a moment later.
         """
         if self.came is None or not issubclass(lost.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(lost)
+            self._hook(lost)
             return
         self._last = -math.inf
         again = threading.Timer(SOON, os.kill, (os.getpid(), self.came))
@@ -105,11 +106,11 @@ class Interrupts:
         for number, handler in found.items():
             if number == signal.SIGTERM or handler is not signal.SIG_IGN:
                 signal.signal(number, self)
-        hook, sys.unraisablehook = sys.unraisablehook, self.send_again
+        self._hook, sys.unraisablehook = sys.unraisablehook, self.send_again
         try:
             yield
         finally:
-            sys.unraisablehook = hook
+            sys.unraisablehook = self._hook
             for number, handler in found.items() if not (self.over and for_good) else ():
                 signal.signal(number, handler)
 

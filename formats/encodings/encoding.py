@@ -171,6 +171,10 @@ class Overhead(NamedTuple):
     matrix: int = 0
     decoding: int = 0
 
+    def read_for(self, shape: Sequence[int]) -> int:
+        """What is read for a whole tensor of this shape."""
+        return self.tensor + self.matrix * (shape[0] if len(shape) == 3 else 0)
+
 
 class ContentError(ValueError):
     """What the files hold can't be right, which only shows when it is read; the message names the tensor."""

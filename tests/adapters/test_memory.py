@@ -6,14 +6,16 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support import LLAMA, make_release, peft_adapter
+from support import LLAMA, convert, make_release, peft_adapter
 
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
 from weightbeam.formats.safetensors import open_hf
+from weightbeam.pipelines.commands import export
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution.boxes import decode, read
 from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.memory import memory_bound
 from weightbeam.transforms.planning.merge_planner import plan_merge
 from weightbeam.transforms.planning.options import MergeOptions, Options
 
@@ -74,3 +76,13 @@ def test_a_row_that_takes_more_is_told(release: Path, adapters: list[Path]) -> N
     planned = plan_merge(MergeOptions(lora, unit_bytes=500_000), open_hf(release), [open_adapter(*one) for one in lora])
     assert planned.unit_bytes == planned.unit_working_bytes > 500_000
     assert len(planned.units) < 3 * len(planned.encodings)
+
+
+def test_an_export_says_what_factors_take(release: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """They are read once the rows are made to which they are added: beside a unit, of one tensor at a time."""
+    step = str(convert(release, tmp_path / "ckpt", "--maxtext_model", "llama2-7b"))
+    options = dict(like=str(release), maxtext_model="llama2-7b")
+    alone, merged = export.plan(step, **options), export.plan(step, lora=[*map(str, adapters)], **options)
+    factors = (128 + 192) * RANK * 4  # A and B of the largest weight
+    assert memory_bound(merged, 2) - memory_bound(alone, 2) >= 2 * 2 * factors
+    assert merged.finishing_bytes == 2 * (factors + 192 * RANK * 4)  # and what is scaled

@@ -206,8 +206,10 @@ def test_which_layers_have_an_indexer_is_said_in_several_ways(said: dict[str, An
     assert types == transformers.GlmMoeDsaConfig(num_hidden_layers=7, **said).indexer_types
 
 
-@pytest.mark.parametrize("types", [["shared", "full"], ["full"], ["full", "none"]], ids=str)
-def test_other_indexers_are_refused(types: list[str]) -> None:
+@pytest.mark.parametrize(
+    "types", [["shared", "full"], ["full"], ["full", "none"], ["full", []], [{}, "full"], 2, 1.5, True], ids=str
+)
+def test_other_indexers_are_refused(types: Any) -> None:
     with pytest.raises(
         ConfigError, match="'indexer_types' should be 2 of 'full' and 'shared', the first of them 'full'"
     ):

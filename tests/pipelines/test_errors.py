@@ -8,6 +8,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from support import (
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.staging.folder import new_id
+from weightbeam.model_mappings import doors
 from weightbeam.pipelines.cli import FailedError
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.graph import execute
@@ -373,6 +375,25 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -
     command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam plan --source '{folder}' --vocab_size {rows}"
     ran = run("bash", "-c", command, timeout=15, status=2)
     assert "vocab_size" in ran.stderr
+
+
+def test_a_file_that_config_json_names_is_refused(source: Path, refused: Refused) -> None:
+    """transformers loads it, whatever the index says; a copy of the field would name a file that isn't in the result."""
+    for named in ("other.safetensors", INDEX):
+        configure(source, transformers_weights=named)
+        assert f"'transformers_weights' is '{named}'" in refused(source)
+
+
+def test_a_family_that_ends_the_process_is_refused(
+    source: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without a guard, in a file or in an installed package: else the command ended with status 0."""
+    table = tmp_path / "ends.py"
+    table.write_text("import sys\nsys.exit(0)\n")
+    assert f"--family={table}: SystemExit 0" in refused(source, "--family", table)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(doors.DoorError, match="the family 'ends' of ends:FAMILY can't be loaded: SystemExit 0"):
+        doors.load(EntryPoint("ends", "ends:FAMILY", "weightbeam.families"), "family")
 
 
 def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from support import LLAMA, assert_same_bits, call, convert, make_release, peft_adapter, read_tensors
 
+from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.model_mappings.families.llama import FAMILY
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for
+from weightbeam.transforms.planning.export_fit import find_table
+from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.options import ExportOptions
 
 SCALING = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -55,8 +60,30 @@ def test_an_export_like_another_release(release: Path, tmp_path: Path, capsys: p
     assert_same_bits(read_tensors(tmp_path / "out"), read_tensors(plain))
 
 
-def test_the_record_s_name_is_taken_where_the_release_s_differs() -> None:
-    """What a table takes from a name is compared, not the name."""
+def test_the_record_s_name_is_taken_where_the_release_s_differs(release: Path, tmp_path: Path) -> None:
+    """Of the sizes of Llama 3.2 1B, whose own name says `paired` and which a release without its scaling doesn't get."""
+    made = open_orbax(convert(release, tmp_path / "ckpt", "--maxtext_model", PAIRED))
+    sizes = dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+    )
+    plain, scaled = (Like("", config | sizes | dict(tie_word_embeddings=True)) for config in (LLAMA, SCALED))
+    paired, apart = (
+        dataclasses.replace(made, record={"family": "llama", "model": name}) for name in ("llama3.2-1b", None)
+    )
+    for source, like, name in ((paired, scaled, "llama3.2-1b"), (paired, plain, "llama3.2-1b"), (apart, plain, None)):
+        assert find_table(ExportOptions(), source, like, None).naming.model == name
+    with pytest.raises(ModelNameError, match=r"read as llama3\.2-1b its weights would lie in another order"):
+        find_table(ExportOptions(), apart, scaled, None)
+
+
+def test_what_a_table_takes_from_a_name_is_compared() -> None:
+    """Not the name."""
     record = {"family": "llama", "model": "llama3.2-1b"}
     check_made_for(FAMILY, record, PAIRED, "here")
     check_made_for(FAMILY, {"family": "qwen3", "model": "qwen3-8b"}, None, "here")

@@ -409,8 +409,8 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
         decoded = 4 if part.rule.ops else save.itemsize
         for encoding in (encodings[name] for name in part.tensors if name in encodings):
             beside = encoding.overhead
-            fixed = beside.tensor + beside.matrix * (encoding.shape[0] if len(encoding.shape) == 3 else 0)
-            stored = -(-(stored_bytes(encoding) - fixed) // max(1, math.prod(encoding.shape)))
+            read = stored_bytes(encoding) - beside.read_for(encoding.shape)
+            stored = -(-read // max(1, math.prod(encoding.shape)))
             element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
             order = order or encoding.order
             if encoding.indivisible:

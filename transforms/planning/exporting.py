@@ -204,7 +204,9 @@ class Export(ComparesSource, ToRelease):
     @property
     def finishing_bytes(self) -> int:
         """Memory for the factors of an adapter, which are read once the rows are made to which it is added."""
-        return max((_factor_bytes(encoding) for encoding in self.merged.values()), default=0)
+        return max(
+            (one.overhead.read_for(one.shape) + one.overhead.decoding for one in self.merged.values()), default=0
+        )
 
     def keys_of(self, array: int) -> list[str]:
         """The stored key of a weight, and that of its scales; what is taken from the release has none."""
@@ -295,9 +297,3 @@ class Export(ComparesSource, ToRelease):
             "given": self.given.files.to_json() if self.given else None,
             "parts": self.parts.to_json() if self.parts else None,
         }
-
-
-def _factor_bytes(encoding: Encoding) -> int:
-    """Of a tensor's adapters at most, as they are read and as they are added."""
-    tensor, matrix, decoding = encoding.overhead
-    return tensor + decoding + matrix * (encoding.shape[0] if len(encoding.shape) == 3 else 0)
