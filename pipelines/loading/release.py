@@ -20,7 +20,7 @@ from weightbeam.transforms.cutting.blocks import find_twins
 from weightbeam.transforms.cutting.units import fetches_for
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.transfer import DECODING_VERSION
+from weightbeam.transforms.planning.inputs import this_code
 
 
 def _form(encoding: Encoding) -> tuple[object, ...]:
@@ -34,7 +34,7 @@ def _form(encoding: Encoding) -> tuple[object, ...]:
 
 def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[str, str]:
     """What a release and the adapters that are merged into it hold; see `Source.identity`."""
-    told = {"weightbeam": f"{__version__} ({DECODING_VERSION})"}
+    told = {"weightbeam": f"{__version__} ({this_code()[:16]})"}
     for number, files in enumerate((release, *adapters)):
         of = f" of adapter {number}" if number else ""
         if "://" in files.root:

@@ -74,11 +74,12 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
     assert len(made.stage()) < 12_000
 
 
-def test_another_version_is_refused() -> None:
-    """A worker that would plan it differently doesn't start."""
+@pytest.mark.parametrize("fact", ["hash", "code"])
+def test_another_version_is_refused(fact: str) -> None:
+    """A worker that would plan it differently, or whose code is another, doesn't start; nor does `--resume` go on."""
     inputs = json.loads(gzip.decompress(prepare(SMALL_UNITS, headers_only(LLAMA)).stage()))
     with pytest.raises(RuntimeError, match="another version"):
-        load(gzip.compress(json.dumps(inputs | {"hash": "0" * 64}).encode()))
+        load(gzip.compress(json.dumps(inputs | {fact: "0" * 64}).encode()))
 
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import io
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from weightbeam import formats, model_mappings, transforms
 from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES
 
 # what was read for a plan has half of that at most
@@ -36,6 +39,18 @@ def unpack_inputs(staged: bytes) -> dict[str, Any]:
     if not isinstance(inputs, dict):
         raise ValueError("the inputs of a plan should be an object")
     return inputs
+
+
+@functools.cache
+def this_code() -> str:
+    """Identifies the code of this process that plans, reads, computes and writes, by the bytes of its modules. What
+    another one has begun isn't gone on with: it may have read or computed otherwise.
+    """
+    identity = Identity()
+    for root in sorted(Path(str(package.__file__)).parent for package in (formats, model_mappings, transforms)):
+        for path in sorted(root.rglob("*.py")):
+            identity.add(root.name, path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
+    return identity.hash
 
 
 class Identity:

@@ -36,7 +36,7 @@ from weightbeam.model_mappings import doors
 from weightbeam.model_mappings.plan import ArrayPlan, Problem
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.units import Unit
-from weightbeam.transforms.planning.inputs import Identity, pack_inputs
+from weightbeam.transforms.planning.inputs import Identity, pack_inputs, this_code
 from weightbeam.transforms.planning.options import Delivery, hashed
 
 DECODING_VERSION = 2  # raise it when an encoding or an operation gives other values
@@ -231,6 +231,7 @@ class Transfer(abc.ABC):
             "slots": self.slots,
             "small": dict(self.small_hashes),
             "hash": self.hash,
+            "code": this_code(),
         }
         return pack_inputs({**inputs, **self.staged()})
 

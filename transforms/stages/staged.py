@@ -13,7 +13,7 @@ from typing import Any
 from weightbeam.formats.staging import Staging
 from weightbeam.transforms.execution.arithmetic import FLUSHES, flushes
 from weightbeam.transforms.planning import conversion_planner, export_planner, merge_planner, reshard_planner
-from weightbeam.transforms.planning.inputs import unpack_inputs
+from weightbeam.transforms.planning.inputs import this_code, unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer
 
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Transfer]] = {
@@ -28,17 +28,18 @@ def load(staged: bytes) -> Transfer:
     """The plan that was staged.
 
     Raises:
-      RuntimeError: this version of Weightbeam plans it differently, or the worker's arithmetic isn't exact.
+      RuntimeError: another version of Weightbeam staged it, or plans it differently, or the worker's arithmetic isn't exact.
     """
     if flushes():
         raise RuntimeError(FLUSHES)
     inputs = unpack_inputs(staged)
-    plan = _LOADERS[inputs.get("kind", "convert")](inputs)
-    if plan.hash != inputs["hash"]:
-        raise RuntimeError(
-            "the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job"
-        )
-    return plan
+    if inputs.get("code") == this_code():
+        plan = _LOADERS[inputs["kind"]](inputs)
+        if plan.hash == inputs["hash"]:
+            return plan
+    raise RuntimeError(
+        "the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job"
+    )
 
 
 _LOADING = threading.Lock()
