@@ -19,13 +19,16 @@ from weightbeam.model_mappings.family import rename
 
 Path = tuple[str, ...]
 
-VALUES = {  # lists of a value per layer; values behind the last layer's are prediction layers'
+VALUES = {  # a value, or a letter, per layer; those behind the last layer's are prediction layers'
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "compress_ratios", "swiglu_limits",
     "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size",
+    "hybrid_override_pattern", "attn_type_list", "num_attention_heads_per_layer",
 }  # fmt: skip
-NUMBERS = {  # lists of layers
-    "mlp_only_layers", "moe_layers", "cross_attention_layers", "hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs",
+NUMBERS = {  # lists of layers, or texts such as "3,4,5"
+    "mlp_only_layers", "moe_layers", "moe_layers_enum", "cross_attention_layers", "hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs",
+    "local_layer_ids",
 }  # fmt: skip
+FROM_ONE = {"full_attn_layers", "kda_layers", "ple_layer_ids"}  # likewise; the first layer is 1
 FIRST = {  # how many of the first
     "first_k_dense_replace", "num_hash_layers", "max_window_layers", "num_dense_layers", "moe_layer_start_index",
 }  # fmt: skip
@@ -36,10 +39,13 @@ SHARED = {
 LAST = {"num_kv_shared_layers"}  # how many of the last
 EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
-    "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers",
+    "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "cross_layer_interval",
+    "layer_group_size",
 }  # fmt: skip
-KNOWN = VALUES | NUMBERS | SHARED
-NOT_LAYERS = re.compile(r"architectures|.*_token_ids?|.*_ids|keys_to_ignore.*|mrope_section")
+KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
+NESTED = ("linear_attn_config",)  # objects that have such members, too
+NOT_LAYERS = re.compile(r"architectures|(?!.*layer).*_ids?|keys_to_ignore.*|mrope_section|(mtp|vision|audio)_.*|deepstack_.*")
+OF_LAYERS = re.compile(r".*(layer|pattern).*")  # what is called so, and isn't known, may be a list of them of any length
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
 
@@ -119,13 +125,20 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
     """The edits of `config.json`, and of `others`: files about a quantisation, which `config` has under their names."""
     edits = Edits()
     sections = [(section, part) for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping)]
-    for section, part in sections:
+    nested = [
+        ((*section, name), inner)
+        for section, part in sections
+        for name in NESTED
+        if isinstance(inner := part.get(name), Mapping)
+    ]
+    for section, part in (*sections, *nested):
         for key, value in part.items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):
                     edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))
                 else:
                     edits.set(("config.json", *section, key), value, found)
+    for section, part in sections:
         for key in QUANTIZATIONS:
             if key in part:
                 _edit_names(edits, ("config.json", *section, key), part[key], cut)
@@ -198,18 +211,25 @@ def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
             yield f"{why}; keep a multiple of {expert_groups(part)[0]}"
 
 
-def _is_list_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
-    return key in VALUES and isinstance(value, list) and len(value) >= cut.count
+def _has_value_per_layer(key: str, value: Any, cut: Renumbered) -> bool:
+    return key in VALUES and isinstance(value, list | str) and len(value) >= cut.count
 
 
 def _values(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     """Of the layers that are kept; those of prediction layers that stand elsewhere stay."""
-    beyond = [] if cut.numbered_mtp else value[cut.count :]
-    return [value[layer] for layer in cut.layers if layer < len(value)] + beyond
+    beyond = [] if cut.numbered_mtp else [*value[cut.count :]]
+    kept = [value[layer] for layer in cut.layers if layer < len(value)] + beyond
+    return "".join(kept) if isinstance(value, str) else kept
 
 
-def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
-    return [cut.layers[layer] for layer in value if type(layer) is int and layer in cut.layers]
+def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered, first: int = 0) -> Any:
+    """Of the layers that are kept, in order; `first` is the number of the first layer."""
+    try:
+        layers = map(int, value.split(",")) if isinstance(value, str) else value
+        kept = [cut.layers[layer - first] + first for layer in layers if type(layer) is int and layer - first in cut.layers]
+    except ValueError:
+        return _Refused(f"is {value!r}, which should be numbers of layers with commas between")
+    return ",".join(map(str, kept)) if isinstance(value, str) else kept
 
 
 def _first(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
@@ -236,7 +256,7 @@ def _shared(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
         source = max((other for other in own if other <= layer), default=None)
         if source not in cut.layers:
             return _Refused(f"says that layer {layer} takes the tokens that layer {source} chose, which isn't kept")
-    return _values(value, part, cut) if isinstance(value, list) else "".join(_values([*value], part, cut))
+    return _values(value, part, cut)
 
 
 def _frequency(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
@@ -266,9 +286,20 @@ def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return {str(cut.layers[int(layer)]): of for layer, of in value.items() if int(layer) in cut.layers}
 
 
+def _may_be_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
+    """Whether it may be a list of layers, or of a value for each, and isn't known."""
+    if key in KNOWN or NOT_LAYERS.fullmatch(key) or cut.count == 1:
+        return False
+    if isinstance(value, list):
+        return len(value) == cut.count or bool(value and OF_LAYERS.fullmatch(key))
+    return isinstance(value, str) and len(value) > 1 and key.endswith(("_pattern", "_layers", "_enum"))
+
+
 def _unknown(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    many = f"has {len(value)} values" + ", as many as there are layers" * (len(value) == cut.count)
+    what = f"is {value!r}" if isinstance(value, str) else many
     return _Refused(
-        f"has {len(value)} values, as many as there are layers, and whether there is one for each isn't known; edit it by hand in a copy, or leave --layers out"
+        f"{what}, and whether it says something of each layer isn't known; edit it by hand in a copy, or leave --layers out"
     )
 
 
@@ -279,16 +310,14 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in NEXTN and cut.numbered_mtp, lambda value, part, cut: len(cut.layers) - len(cut.kept)),
     (lambda key, value, cut: key in SHARED and isinstance(value, list | str) and len(value) == cut.count, _shared),
     (lambda key, value, cut: key == "index_topk_freq" and type(value) is int and value > 1, _frequency),
-    (_is_list_of_layers, _values),
-    (lambda key, value, cut: key in NUMBERS and isinstance(value, list), _numbers),
+    (_has_value_per_layer, _values),
+    (lambda key, value, cut: key in NUMBERS and isinstance(value, list | str), _numbers),
+    (lambda key, value, cut: key in FROM_ONE and isinstance(value, list), functools.partial(_numbers, first=1)),
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
     (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
     (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),
-    (
-        lambda key, value, cut: isinstance(value, list) and len(value) == cut.count > 1 and key not in KNOWN and not NOT_LAYERS.fullmatch(key),
-        _unknown,
-    ),
+    (_may_be_of_layers, _unknown),
 )  # fmt: skip
 
 

@@ -65,6 +65,19 @@ def test_layers_that_share_an_indexer() -> None:
     assert cut(config, [2, 4], 5) == dict(num_hidden_layers=2, index_topk_pattern="FS")
 
 
+def test_texts_by_layer() -> None:
+    """A letter for each, or numbers with commas between; some count from 1, in an object of their own."""
+    config = dict(num_hidden_layers=5, hybrid_override_pattern="M*E-M", moe_layers_enum="1,2,4", ple_layer_ids=[1, 4])
+    nested = dict(linear_attn_config=dict(head_dim=5, full_attn_layers=[2, 5], kda_layers=[1, 3, 4]))
+    assert cut(config | nested, [0, 2, 4], 5) == dict(
+        num_hidden_layers=3,
+        hybrid_override_pattern="MEM",
+        moe_layers_enum="1,2",
+        ple_layer_ids=[1],
+        linear_attn_config=dict(head_dim=5, full_attn_layers=[3], kda_layers=[1, 2]),
+    )
+
+
 def test_prediction_layers() -> None:
     """Behind the last layer they are kept with their values, or dropped with their number; elsewhere they stay."""
     config = dict(num_hidden_layers=3, num_nextn_predict_layers=1, compress_ratios=[1, 2, 3, 9])
@@ -90,7 +103,10 @@ def test_sections() -> None:
     ("config", "layers", "message"),
     [
         (dict(full_attention_interval=4), [0, 1, 2, 4], "layer 4 would be layer 3, at another place of its block"),
-        (dict(new_list=[0.1] * 8), [0, 1], "whether there is one for each isn't known"),
+        (dict(new_list=[0.1] * 8), [0, 1], "8 values, as many as there are layers, and whether"),
+        (dict(wide_layers=[1, 5]), [0, 1], "'wide_layers' has 2 values, and whether it says something of each layer"),
+        (dict(text_config=dict(other_pattern="ab")), [0, 1], "'text_config.other_pattern' is 'ab', and whether"),
+        (dict(moe_layers_enum="3-5"), [0, 1], "should be numbers of layers with commas between"),
         (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
         (dict(indexer_types=["full", "shared"] * 4), [0, 3], "layer 3 takes the tokens that layer 2 chose"),
         (dict(index_topk_pattern="FSSFSSSS"), [0, 1, 5], "layer 5 takes the tokens that layer 3 chose"),
