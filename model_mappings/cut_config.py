@@ -44,8 +44,12 @@ EVERY = {  # every how many
 }  # fmt: skip
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
 NESTED = ("linear_attn_config",)  # objects that have such members, too
-NOT_LAYERS = re.compile(r"architectures|(?!.*layer).*_ids?|keys_to_ignore.*|mrope_section|(mtp|vision|audio)_.*|deepstack_.*")
-OF_LAYERS = re.compile(r".*(layer|pattern).*")  # what is called so, and isn't known, may be a list of them of any length
+NOT_LAYERS = re.compile(
+    r"architectures|(?!.*layer).*_ids?|keys_to_ignore.*|mrope_section|(mtp|vision|audio)_.*|deepstack_.*"
+)
+OF_LAYERS = re.compile(
+    r".*(layer|pattern).*"
+)  # what is called so, and isn't known, may be a list of them of any length
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
 
@@ -226,7 +230,9 @@ def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered, first: int = 
     """Of the layers that are kept, in order; `first` is the number of the first layer."""
     try:
         layers = map(int, value.split(",")) if isinstance(value, str) else value
-        kept = [cut.layers[layer - first] + first for layer in layers if type(layer) is int and layer - first in cut.layers]
+        kept = [
+            cut.layers[layer - first] + first for layer in layers if type(layer) is int and layer - first in cut.layers
+        ]
     except ValueError:
         return _Refused(f"is {value!r}, which should be numbers of layers with commas between")
     return ",".join(map(str, kept)) if isinstance(value, str) else kept

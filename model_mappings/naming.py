@@ -78,7 +78,8 @@ def check_made_for(family: Family, record: Mapping[str, Any], model: str | None,
         unnamed = "a model that MaxText has no name for"
         raise ModelNameError(
             f"{of} was made for {made or unnamed}; read as {model or unnamed} its weights would lie in another order (of rotary "
-            f"halves, for example). --maxtext_model, if anything, must name a model of the former kind"
+            f"halves, for example). --maxtext_model, if anything, must name a model of the former kind, and so must that of an "
+            "adapter and of the weights that it is merged into"
         )
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from weightbeam.formats.storage.uninterrupted import DONE, IMPATIENCE
 from weightbeam.formats.text.printable import printable
@@ -28,7 +28,7 @@ from weightbeam.pipelines.terminal.shell import check_written, messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
-SOON = 0.02  # seconds, until a signal that was lost comes again
+RESEND_DELAY = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
 
@@ -66,6 +66,7 @@ class Interrupts:
         self.at_once = self.over = False
         self._last = -math.inf
         self._hook = sys.unraisablehook
+        self._again: threading.Timer | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.over:
@@ -77,17 +78,17 @@ class Interrupts:
         if self._last - before > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def send_again(self, lost: Any) -> None:
-        """What Python calls where an exception can't be raised, in a destructor or a weak reference's callback: a signal
-        that came there is sent once more, a moment later.
+    def send_again(self, lost: sys.UnraisableHookArgs) -> None:
+        """`sys.unraisablehook`: where an exception can't be raised, in a destructor or a weak reference's callback, Python
+        drops it; a signal is sent once more, a moment later.
         """
         if self.came is None or not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
-        self._last = -math.inf
-        again = threading.Timer(SOON, os.kill, (os.getpid(), self.came))
-        again.daemon = True
-        again.start()
+        self._last = -math.inf  # else it would count as the same key press
+        self._again = threading.Timer(RESEND_DELAY, os.kill, (os.getpid(), self.came))
+        self._again.daemon = True
+        self._again.start()
 
     @property
     def status(self) -> int:
@@ -111,6 +112,8 @@ class Interrupts:
             yield
         finally:
             sys.unraisablehook = self._hook
+            if self._again:
+                self._again.cancel()  # the handler isn't this one any more
             for number, handler in found.items() if not (self.over and for_good) else ():
                 signal.signal(number, handler)
 

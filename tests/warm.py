@@ -112,7 +112,7 @@ def _begin(files: tuple[int, int, int], folder: str, environment: Mapping[str, s
 
 
 class Signal(NamedTuple):
-    """What a process sends itself, before it makes one file more of a kind than `files`."""
+    """What a process sends itself before it makes the next file whose path matches, once it has made `files` of them."""
 
     number: int
     files: int

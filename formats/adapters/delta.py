@@ -100,9 +100,13 @@ class Delta:
 
     @property
     def overhead(self) -> Overhead:
-        """Of a weight to which it is added, beside its own: the factors as they are stored, one of them scaled."""
+        """Of a weight to which it is added, beside its own: the factors as they are stored, one of them scaled. A B of
+        several experts is read as a whole.
+        """
         a, b = self.a.nbytes // self.experts, self.b.nbytes
-        return Overhead(b, a, self.rank * self.shape[1] * np.dtype(np.float32).itemsize)
+        shared, own = (b, a) if self.experts > 1 else (0, a + b)
+        scaled = self.rank * self.shape[1] * np.dtype(np.float32).itemsize
+        return Overhead(shared, own, scaled, self.a.nbytes + b)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

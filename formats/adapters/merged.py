@@ -8,6 +8,7 @@ but for the order in which a product is summed (peft, tuners/lora/layer.py, `get
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -66,12 +67,19 @@ class MergedWeight:
 
     @property
     def overhead(self) -> Overhead:
-        own, many = self.base.overhead, len(self.shape) == 3
+        base, shared, factors = self.base.overhead, 0, 0
+        matrix, decoding = Counter[int](), Counter[int]()  # by the index on the first of three axes
         for delta in self.deltas:
-            tensor, matrix, decoding = delta.overhead
-            tensor, matrix = (tensor, matrix) if many else (tensor + matrix, 0)
-            own = Overhead(own.tensor + tensor, own.matrix + matrix, own.decoding + decoding)
-        return own
+            one = delta.overhead
+            shared += one.tensor
+            for index in range(delta.place, delta.place + delta.experts) if len(self.shape) == 3 else (0,):
+                matrix[index] += one.matrix
+                decoding[index] += one.decoding
+            factors += one.whole
+        own = max(matrix.values())
+        shared, own = (shared, own) if len(self.shape) == 3 else (shared + own, 0)
+        most = max(decoding.values())
+        return Overhead(base.tensor + shared, base.matrix + own, base.decoding + most, base.whole + factors)
 
     @property
     def _inputs(self) -> int:
@@ -143,6 +151,8 @@ class MergedWeight:
                 for product in products:
                     product.add_to(strip, row)
                 yield expert, row, strip
+            products.clear()
+            product = None  # gone before those of the next expert are made
 
 
 class _Parts:

@@ -161,19 +161,21 @@ class Encoding(StoredArray, Protocol):
 class Overhead(NamedTuple):
     """Bytes of memory, at most, for a box of values, beside what grows with its elements.
 
+    `convert` adds to a unit `tensor` for each layer of a stack, `matrix` for each expert, and `decoding` once (`Grid`);
+    `merge` knows what a box reads, and adds `decoding` (`row_blocks.py`); `export` reads factors once a unit is made, and
+    adds `whole` and `decoding` of the largest to a thread (`Export.thread_bytes`).
+
     Attributes:
       tensor: of what is read, whatever the box.
       matrix: of what is read for each index on the first of three axes.
       decoding: more while the box is decoded.
+      whole: of all that is read, for the whole tensor.
     """
 
     tensor: int = 0
     matrix: int = 0
     decoding: int = 0
-
-    def read_for(self, shape: Sequence[int]) -> int:
-        """What is read for a whole tensor of this shape."""
-        return self.tensor + self.matrix * (shape[0] if len(shape) == 3 else 0)
+    whole: int = 0
 
 
 class ContentError(ValueError):

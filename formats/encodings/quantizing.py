@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +30,7 @@ from weightbeam.model_mappings.plan import is_float
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_CODE = np.float32(448)  # of the codes
+STRIP = 2048  # columns that are quantised at a time: in float32 a block's rows of them are 1 MiB, which a core's cache holds
 BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
 # one unit in the last place of bfloat16, relative: how far one rounding, and a factor undone, move a value
 UNTOUCHED = np.float32(2**-7)
@@ -85,12 +86,19 @@ def find_scales(values: np.ndarray, name: str, formula: str = "deepseek") -> np.
     """The scales of a weight alone; see `quantize`."""
     find, _ = FORMULAS[formula]
     made = np.empty(scale_shape(values.shape), np.float32)
-    for lead in np.ndindex(values.shape[:-2]):
-        for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
-            band = values[lead][start : start + BLOCK[0]].astype(np.float32)
-            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                made[(*lead, row)], _ = find(_magnitudes(band, name, start))
+    for box, blocks in _strips(values.shape):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            made[blocks], _ = find(_magnitudes(values[box].astype(np.float32), name, box[-2].start))
     return made
+
+
+def _strips(shape: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """`(values, scales)`: the indices of neighbouring blocks of a row of them, `STRIP` columns at most, and of their scales."""
+    for lead in np.ndindex(*shape[:-2]):
+        for row, top in enumerate(range(0, shape[-2], BLOCK[0])):
+            for left in range(0, shape[-1], STRIP):
+                blocks = slice(left // BLOCK[1], (left + STRIP) // BLOCK[1])
+                yield (*lead, slice(top, top + BLOCK[0]), slice(left, left + STRIP)), (*lead, row, blocks)
 
 
 def _magnitudes(band: np.ndarray, name: str, start: int) -> np.ndarray:
@@ -114,7 +122,7 @@ def quantize(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Quantises a weight, or a box of one that begins and ends at blocks (or at the weight's end).
 
-    Memory beside the result: three rows of blocks in float32.
+    Memory beside the result: a few MiB.
 
     Args:
       values: (…, rows, columns), bfloat16, float16 or float32.
@@ -134,23 +142,21 @@ def quantize(
     find, apply = FORMULAS[formula]
     given = None if scales is None else scales.astype(np.float32).reshape(shape)
     codes, made = np.empty(values.shape, CODES), np.empty(shape, np.float32)
-    starts = np.arange(0, values.shape[-1], BLOCK[1])
-    widths = np.diff(starts, append=values.shape[-1])
-    for lead in np.ndindex(values.shape[:-2]):
-        for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
-            band = values[lead][start : start + BLOCK[0]].astype(np.float32)
-            amax = _magnitudes(band, name, start)
-            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                scale, factor = find(amax)
-                kept = None if given is None else _decoded_with(given[(*lead, row)], band, starts, widths)
-            made[(*lead, row)] = scale
-            coded = codes[lead][start : start + BLOCK[0]]
-            if kept is None or not kept.all():
-                coded[:] = to_codes(apply(band, np.repeat(factor, widths), out=band if kept is None else None))
-            if given is not None and kept is not None and kept.any():
-                made[(*lead, row)][kept] = given[(*lead, row)][kept]
-                columns = np.repeat(kept, widths)
-                coded[:, columns] = to_codes(band[:, columns] / np.repeat(given[(*lead, row)], widths)[columns])
+    for box, blocks in _strips(values.shape):
+        band = values[box].astype(np.float32)
+        starts = np.arange(0, band.shape[-1], BLOCK[1])
+        widths = np.diff(starts, append=band.shape[-1])
+        amax = _magnitudes(band, name, box[-2].start)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            scale, factor = find(amax)
+            kept = None if given is None else _decoded_with(given[blocks], band, starts, widths)
+        made[blocks], coded = scale, codes[box]
+        if kept is None or not kept.all():
+            coded[:] = to_codes(apply(band, np.repeat(factor, widths), out=band if kept is None else None))
+        if given is not None and kept is not None and kept.any():
+            made[blocks][kept] = given[blocks][kept]
+            columns = np.repeat(kept, widths)
+            coded[:, columns] = to_codes(band[:, columns] / np.repeat(given[blocks], widths)[columns])
     return codes, made
 
 
@@ -188,7 +194,9 @@ def _table() -> np.ndarray:
 # --- which weights, and what config.json says -------------------------------------------------------------------------
 
 KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.weight`; releases in FP8 keep these
-    "an embedding": re.compile(r"(.*\.)?(embed|embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*)"),
+    "an embedding": re.compile(
+        r"(.*\.)?(embed|embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*|relative_attention_bias)"
+    ),
     "the head": re.compile(r"(.*\.)?(lm_head|shared_head\.head)|head"),
     "a norm": re.compile(r"(.*\.)?\w*norm\d?"),
     "a router": re.compile(r"(.*\.)?(gate|router(\.\w+)*|shared_expert_gate)"),
@@ -200,6 +208,8 @@ KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.w
         r"(.*\.)?(visual|vision_\w+|audio_\w+|\w*multi_?modal_\w*|mm_\w+|embed_vision|embed_audio|image_newline|talker|code2wav)(\..*)?"
     ),
 }  # fmt: skip
+OUTSIDE = "outside of the layers"  # an embedding or a head, whatever this model calls it
+IN_A_LAYER = re.compile(r"(.*\.)?\d+\..*")
 # (expert, rows, columns), as transformers has them in memory
 FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)")
 
@@ -211,7 +221,8 @@ def why_kept(name: str, shape: Sequence[int]) -> str | None:
     module = name.removesuffix(".weight")
     if len(shape) != 2 or module == name:
         return "no weight of a linear layer"
-    return next((reason for reason, pattern in KEPT.items() if pattern.fullmatch(module)), None)
+    reason = next((reason for reason, pattern in KEPT.items() if pattern.fullmatch(module)), None)
+    return reason or (None if IN_A_LAYER.fullmatch(module) else OUTSIDE)
 
 
 def is_linear(name: str, dtype: np.dtype, shape: Sequence[int]) -> bool:
@@ -219,22 +230,58 @@ def is_linear(name: str, dtype: np.dtype, shape: Sequence[int]) -> bool:
     return is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape) > 0
 
 
+def experts_of(name: str) -> str | None:
+    """The module of fused experts that a tensor is of."""
+    return name.rpartition(".")[0] if FUSED.fullmatch(name) else None
+
+
 def stays_fused(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
     """Whether a tensor is of fused experts that engines don't load as codes (huggingface/transformers, v5.23.0,
     integrations/finegrained_fp8.py, `FP8Experts`).
 
-    These have biases, as gpt-oss's, or their inputs before their outputs, as Llama 4's, or sizes of no whole number of
-    blocks, so that the gate and the up projection share one.
+    These have biases, as gpt-oss's, or are Llama 4's, or have sizes of no whole number of blocks, so that the gate and
+    the up projection share one.
 
     Args:
       name: of the tensor.
       shapes: of all tensors.
     """
-    if not FUSED.fullmatch(name):
+    if (module := experts_of(name)) is None:
         return False
-    down = shapes.get(f"{name.rpartition('.')[0]}.down_proj", (1, 1))
-    in_parts = any(size % block for size, block in zip(down[-2:], BLOCK, strict=True))
-    return in_parts or f"{name}_bias" in shapes or ".feed_forward.experts." in name
+    down = shapes.get(f"{module}.down_proj")
+    is_whole = down is not None and all(size % block == 0 for size, block in zip(down[-2:], BLOCK, strict=True))
+    return not is_whole or f"{name}_bias" in shapes or module.endswith(".feed_forward.experts")
+
+
+# Several experts in one tensor, which transformers has in a module `experts` (Granite MoE's: its conversion_mapping.py).
+JOINED = re.compile(r"(?P<experts>.*\.experts)\.(?!\d).*|(?P<moe>.*\.block_sparse_moe)\.(input|output)_linear\.weight")
+# Their layers aren't nn.Linear: the weights are (inputs, outputs), and no engine takes them for codes.
+CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+KERNEL = 16  # a convolution's is smaller
+
+
+def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, str]]:
+    """What can't be written so that engines read it as it is meant: the subject, and why.
+
+    Args:
+      config: `config.json`.
+      tensors: `(name, shape)` of each.
+    """
+    if (kind := config.get("model_type")) in CONV1D:
+        why = f"'model_type' is {kind!r}, whose layers are transformers' Conv1D, which engines don't load in FP8"
+        return [("config.json", why)]
+    return [
+        (
+            name,
+            f"{tuple(shape)}: what engines make of such a tensor isn't known, and so nor whether they take it for codes",
+        )
+        for name, shape in tensors
+        if len(shape) > 2
+        and min(shape[-2:]) >= KERNEL
+        and IN_A_LAYER.fullmatch(name)
+        and not JOINED.fullmatch(name)
+        and not KEPT["a tower or its projector"].fullmatch(name)
+    ]
 
 
 def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
@@ -249,8 +296,8 @@ def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
         if len(shape) == 2 and name.endswith(".weight"):
             if why_kept(name, shape) not in (None, "an embedding", "a norm"):
                 modules.add(name.removesuffix(".weight"))
-        elif FUSED.fullmatch(name):
-            modules.add(name.rpartition(".")[0])
+        elif len(shape) > 1 and (joined := JOINED.fullmatch(name)):
+            modules.add(joined["experts"] or f"{joined['moe']}.experts")
     return sorted(modules)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorstore as ts
 
+from weightbeam.formats.heaps import trim_heaps
 from weightbeam.formats.staging import ATTEMPT as ATTEMPT
 from weightbeam.formats.storage import StorageError, Store
 
@@ -108,7 +107,7 @@ def merge(
     count = 0
     for start in range(0, len(databases), MERGE_BATCH):
         count += _copy(written_database(items, manifest), databases[start : start + MERGE_BATCH])
-        _trim()
+        trim_heaps()
     merged = ts.KvStore.open(written_database(items, manifest), context=context()).result()
     with ts.Transaction(atomic=True) as transaction:
         writes = [merged.with_transaction(transaction).write(key, value) for key, value in objects]
@@ -126,14 +125,6 @@ def _copy(merged_at: dict[str, Any], databases: Sequence[Store]) -> int:
         for copy in [child.experimental_copy_range_to(merged) for child in children]:
             copy.result()
         return sum(len(held.result()) for held in [child.list() for child in children])
-
-
-def _trim() -> None:
-    """Gives back what was freed: glibc keeps it, for each of TensorStore's threads, which would be gigabytes in the
-    end.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check(items: Store, count: int, expected: Iterable[tuple[str, Iterable[str]]]) -> None:

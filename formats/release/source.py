@@ -121,7 +121,7 @@ class ReleaseTensors:
 
     def quantized(self, unneeded: Callable[[str], object]) -> ReleaseTensors:
         """The same tensors with codes and scales made of each weight of a linear layer, as `weightbeam quantize` makes
-        them.
+        them, and of fused experts of any shape: MaxText loads those.
 
         Args:
           unneeded: whether a tensor is left out.

@@ -197,7 +197,7 @@ class _FileLease(Lease):
                 made.write_text(json.dumps(self.owner))
             try:
                 os.rename(made, self.path)
-            finally:  # where another user's stands there, in a sticky folder
+            finally:  # the rename fails where another user's lies in a sticky folder
                 made.unlink(missing_ok=True)
             os.utime(self.path, follow_symlinks=False)
 

@@ -27,7 +27,7 @@ def indexer_types(c):
     if types is None:
         every, first = max(c.count("index_topk_freq"), 1), c.size("index_skip_topk_offset", 2)
         return ["full" if max(layer - first + 1, 0) % every == 0 else "shared" for layer in range(n)]
-    types = [KINDS.get(kind, kind) for kind in types if isinstance(kind, str)] if isinstance(types, str | list) else []
+    types = [KINDS.get(kind, kind) if isinstance(kind, str) else None for kind in types] if isinstance(types, str | list) else []
     if len(types) != n or types[0] != "full" or not set(types) <= set(KINDS.values()):
         raise ConfigError(f"config.json: 'indexer_types' should be {n} of 'full' and 'shared', the first of them 'full'")
     return types

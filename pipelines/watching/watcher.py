@@ -192,7 +192,7 @@ class Watcher:
             if not history.records:
                 self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
-            elif history.state == GONE and not feed.is_gone(history):
+            elif _is_back(feed, history):
                 self._notices.tell(history.add(DISCOVERED, "it is there again", attempt=0))
                 feed.reopened(history)
             elif history.facts["commit"] != version.commit:
@@ -357,7 +357,8 @@ class Watcher:
 
     def _foresee(self, feed: Feed, history: History, version: Version, target: VersionTarget, denied: str) -> Finding:
         """What would be done."""
-        if history.state not in (None, DISCOVERED) and not (denied and history.state == REFUSED):
+        is_begun = history.state not in (None, DISCOVERED) and not _is_back(feed, history)
+        if is_begun and not (denied and history.state == REFUSED):
             return _finding(history)
         found = Finding(version.name, version.commit, target.name, REFUSED, denied)
         if denied:
@@ -369,6 +370,11 @@ class Watcher:
             again = now() if outcome.status == FAILED else None  # nothing of it is recorded
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
+
+
+def _is_back(feed: Feed, history: History) -> bool:
+    """Whether a version that was gone is there again."""
+    return history.state == GONE and not feed.is_gone(history)
 
 
 def _unless_damaged(history: History, commit: str, do: Callable[..., Finding], *arguments: Any) -> Finding:

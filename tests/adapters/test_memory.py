@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 from support import LLAMA, convert, make_release, peft_adapter
 
+from weightbeam.formats.adapters import merged as merging
 from weightbeam.formats.adapters import open_adapter
-from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
-from weightbeam.formats.safetensors import open_hf
+from weightbeam.formats.adapters.delta import Delta
+from weightbeam.formats.adapters.merged import MergedWeight
+from weightbeam.formats.encodings import Plain, stored_bytes
+from weightbeam.formats.safetensors import Tensor, open_hf
+from weightbeam.model_mappings.boxes import extent
 from weightbeam.pipelines.commands import export
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution.boxes import decode, read
@@ -22,7 +29,13 @@ from weightbeam.transforms.planning.options import MergeOptions, Options
 MODEL = LLAMA | dict(hidden_size=128, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4, head_dim=32)
 RANK = 700
 UNIT_BYTES = 3_000_000
+STRIP_ELEMENTS = 1 << 12  # fewer than they are, so that they don't hide what the factors take
 STRIPS = 5 * STRIP_ELEMENTS * 4  # bytes beside: a strip, its product, what OpenBLAS gets, and whether all is finite
+
+
+@pytest.fixture(autouse=True)
+def narrow_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "STRIP_ELEMENTS", STRIP_ELEMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +63,45 @@ def peak_bytes(unit: Unit) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+EXPERTS, OUTPUTS, INPUTS, FUSED_RANK = 6, 96, 512, 64
+FLOAT32 = np.dtype(np.float32)
+
+
+def fused(kind: str) -> MergedWeight:
+    """A weight of fused experts with two adapters: each with factors of its own for every expert and half, or with a pair
+    of factors for all of them, as PEFT's `target_parameters` has it.
+    """
+    weight = Plain(Tensor("w", np.dtype(ml_dtypes.bfloat16), (EXPERTS, OUTPUTS, INPUTS), "w", 0))
+    a, b = (Tensor(name, FLOAT32, (FUSED_RANK, INPUTS), name, 0) for name in ("a", "b"))
+    if kind == "of all":
+        a = dataclasses.replace(a, shape=(EXPERTS * FUSED_RANK, INPUTS))
+        b = dataclasses.replace(b, shape=(OUTPUTS, EXPERTS * FUSED_RANK))
+        return MergedWeight(weight, (Delta(a, b, 1.0, experts=EXPERTS),) * 2)
+    half = OUTPUTS // 2
+    b = dataclasses.replace(b, shape=(half, FUSED_RANK))
+    places = [(expert, half * part) for expert in range(EXPERTS) for part in range(2)]
+    deltas = [Delta(a, b, 1.0, place=expert, offset=(-row, 0)) for expert, row in places]
+    return MergedWeight(weight, (*deltas, *deltas))
+
+
+@pytest.mark.parametrize("kind", ["of each expert", "of all"])
+@pytest.mark.parametrize("experts", [1, EXPERTS])
+def test_fused_experts_take_what_is_said(kind: str, experts: int) -> None:
+    """Of what is read nothing is counted twice; the products of one expert are gone before the next one's are made."""
+    weight, box = fused(kind), ((0, experts), (0, OUTPUTS), (0, INPUTS))
+    said, plain = weight.overhead, Plain(weight.weight)
+    assert said.whole == stored_bytes(weight) - stored_bytes(plain)
+    assert said.tensor + said.matrix * experts == stored_bytes(weight, box) - stored_bytes(plain, box)
+    stored = [np.zeros(extent(read.box), read.tensor.dtype) for read in weight.reads(box)]
+    tracemalloc.start()
+    try:
+        made = weight.decode(stored, box, weight.weight.dtype)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert said.decoding // 2 < peak - made.nbytes < said.decoding + STRIPS
 
 
 @pytest.mark.parametrize("kind", ["scanned", "unscanned", "on a mesh", "merged"])
@@ -85,4 +137,4 @@ def test_an_export_says_what_factors_take(release: Path, adapters: list[Path], t
     alone, merged = export.plan(step, **options), export.plan(step, lora=[*map(str, adapters)], **options)
     factors = (128 + 192) * RANK * 4  # A and B of the largest weight
     assert memory_bound(merged, 2) - memory_bound(alone, 2) >= 2 * 2 * factors
-    assert merged.finishing_bytes == 2 * (factors + 192 * RANK * 4)  # and what is scaled
+    assert merged.thread_bytes == alone.thread_bytes + 2 * (factors + 192 * RANK * 4)  # and what is scaled

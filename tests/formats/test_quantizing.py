@@ -20,12 +20,15 @@ from support import BF16, F32, FP8
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.encodings.quantizing import (
     FORMULAS,
+    find_scales,
     not_converted,
     quantization_config,
     quantize,
     scale_shape,
+    stays_fused,
     to_codes,
     why_kept,
+    why_not,
 )
 from weightbeam.model_mappings.boxes import whole
 
@@ -189,17 +192,19 @@ def test_our_decoder_reads_it(tmp_path: Path) -> None:
         assert np.abs(decoded - values.astype(np.float32)).max() <= largest * 2**-4
 
 
-def test_memory_is_bounded() -> None:
-    """Beside the result a few rows of blocks, measured by the allocator."""
+@pytest.mark.parametrize("shape", [(128 * 40, 512), (128, 1 << 17)])
+def test_memory_is_bounded(shape: tuple[int, int]) -> None:
+    """Beside the result a few columns of a row of blocks, measured by the allocator."""
     import tracemalloc
 
-    values = weights((128 * 40, 512))
-    quantize(values[:128], "x")  # makes the table
-    tracemalloc.start()
-    codes, scales = quantize(values, "x")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak - codes.nbytes - scales.nbytes < 128 * 512 * 4 * 6
+    values = weights(shape)
+    quantize(values[:, :512][:128], "x")  # makes the table
+    for make in (quantize, find_scales):
+        tracemalloc.start()
+        made = make(values, "x")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak - sum(each.nbytes for each in (made if make is quantize else [made])) < 8 << 20
 
 
 KEPT = [
@@ -210,6 +215,8 @@ KEPT = [
     "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight", "multi_modal_projector.linear_1.weight", "mm_projector.proj.0.weight",
     "model.layers.0.linear_attn.in_proj_ba.weight", "model.layers.0.linear_attn.in_proj_a.weight", "model.layers.0.self_attn.indexer.weights_proj.weight",
     "model.layers.0.self_attn.q_a_layernorm.weight", "thinker.audio_tower.layers.0.fc1.weight", "model.layers.0.self_attn.q_proj.bias",
+    "gpt_neox.embed_in.weight", "embed_out.weight", "model.decoder.embed_positions.weight", "backbone.embeddings.weight", "transformer.wpe.weight",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "output.weight",
     "model.layers.0.mlp.gate.e_score_correction_bias", "talker.model.layers.0.mlp.up_proj.weight", "mtp.fc.weight",
 ]  # fmt: skip
 QUANTISED = [
@@ -226,6 +233,51 @@ def test_which_weights() -> None:
     assert why_kept("model.layers.0.mlp.experts.gate_up_proj", (4, 256, 256)) is None
     assert why_kept("model.layers.0.linear_attn.conv1d.weight", (256, 1, 4)) == "no weight of a linear layer"
     assert why_kept("model.layers.0.mlp.up_proj.weight", (256,)) == "no weight of a linear layer"
+
+
+def test_fused_experts_that_stay() -> None:
+    """gpt-oss's, with a bias; Llama 4's, inputs before outputs; parts of blocks."""
+    whole = {"down_proj": (4, 256, 128), "gate_up_proj": (4, 256, 256)}
+    for place, more, shapes in [
+        ("mlp.experts", {"gate_up_proj_bias": (4, 256), "down_proj_bias": (4, 256)}, whole),
+        ("feed_forward.experts", {}, whole),
+        ("mlp.experts", {}, {"down_proj": (4, 256, 192), "gate_up_proj": (4, 384, 256)}),
+        ("mlp.experts", {}, {"gate_up_proj": (4, 256, 256)}),
+    ]:
+        there = {f"model.layers.0.{place}.{name}": shape for name, shape in (shapes | more).items()}
+        assert all(stays_fused(f"model.layers.0.{place}.{name}", there) for name in shapes)
+    there = {f"model.layers.0.mlp.experts.{name}": shape for name, shape in whole.items()}
+    assert not any(stays_fused(name, there) for name in there)
+
+
+def test_modules_that_config_json_names() -> None:
+    """Experts that are values, however the files join them: transformers has them in a module `experts`."""
+    layer = "model.layers.0"
+    tensors = {
+        f"{layer}.mlp.experts.gate_up_proj": (4, 256, 256),
+        f"{layer}.block_sparse_moe.input_linear.weight": (4, 256, 256),
+        f"{layer}.ffn.experts.mlp.w1": (1024, 256),
+        f"{layer}.mlp.experts.bias": (4,),
+        f"{layer}.conv1d.weight": (256, 1, 4),
+        f"{layer}.mlp.router.weight": (4, 256),
+        "embed_out.weight": (256, 256),
+    }
+    modules = ["block_sparse_moe.experts", "ffn.experts", "mlp.experts", "mlp.router"]
+    assert not_converted(tensors.items()) == ["embed_out", *(f"{layer}.{module}" for module in modules)]
+
+
+def test_what_engines_would_read_otherwise() -> None:
+    """transformers' Conv1D, and what may be experts under a name that isn't known."""
+    experts = {"model.layers.0.mlp.input_linear.weight": (4, 256, 256)}
+    assert [name for name, _ in why_not({"model_type": "jetmoe"}, experts.items())] == list(experts)
+    assert [name for name, _ in why_not({"model_type": "gpt2"}, ())] == ["config.json"]
+    known = {
+        "model.layers.0.mlp.experts.up_proj": (4, 256, 256),
+        "model.layers.0.conv1d.weight": (256, 1, 4),
+        "vision_tower.blocks.0.conv.weight": (256, 3, 32, 32),
+        "model.embed.weight": (4, 256, 256),
+    }
+    assert why_not({"model_type": "qwen3_moe"}, known.items()) == []
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:

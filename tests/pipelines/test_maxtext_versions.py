@@ -48,6 +48,20 @@ def test_the_bias_lies_in_both_places_and_comes_back(folder: Path, tmp_path: Pat
         np.testing.assert_array_equal(back[name].view("u1"), values.view("u1"), err_msg=name)
 
 
+@pytest.mark.parametrize(("case", "spare"), [("deepseek3", BIAS), ("deepseek4", "tid2eid")])
+def test_what_only_repeats_a_variable_may_be_missing(generated: Path, tmp_path: Path, case: str, spare: str) -> None:
+    """The parameter that earlier versions had in its place, or the variable, in somebody else's checkpoint."""
+    from flax.traverse_util import unflatten_dict
+
+    release = generated / "cases" / case
+    convert(release, tmp_path / "ours", "--maxtext", "0.2.5")
+    arrays = flatten(ocp.PyTreeCheckpointer().restore(tmp_path / "ours" / "0" / "items"))
+    theirs = {key: one for key, one in arrays.items() if not (key.startswith("params.params.") and key.endswith(spare))}
+    assert len(theirs) < len(arrays)
+    ocp.PyTreeCheckpointer().save(tmp_path / "theirs", unflatten_dict(theirs, sep="."))
+    assert call("verify", "--source", release, "--checkpoint", tmp_path / "theirs") == 0
+
+
 def test_a_training_state_holds_the_newest_bias_with_its_modules() -> None:
     """What training began with is state, where it is kept."""
     where = ("decoder", "moe_layers", "DeepSeekMoeBlock_0", *BIAS.split("."))

@@ -16,7 +16,16 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding, quantizing
 from weightbeam.formats.encodings.quantization import Quantization
-from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, is_linear, quantize, scale_shape, stays_fused
+from weightbeam.formats.encodings.quantizing import (
+    BLOCK,
+    CODES,
+    SUFFIX,
+    experts_of,
+    is_linear,
+    quantize,
+    scale_shape,
+    stays_fused,
+)
 from weightbeam.formats.encodings.scaled import Scaled
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
@@ -164,14 +173,14 @@ def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> froz
 
 def in_halves(tensors: Iterable[Entry], quantized: frozenset[str]) -> set[str]:
     """Fused experts that would be written as codes, but not the others of their module: engines load all or none."""
-    module = {name: name.rpartition(".")[0] for name, _, _ in tensors if quantizing.FUSED.fullmatch(name)}
+    module = {name: of for name, _, _ in tensors if (of := experts_of(name))}
     plain = {module[name] for name in module.keys() - quantized}
     return {name for name, of in module.items() if name in quantized and of in plain}
 
 
 def warn_of_codes(quantized: Iterable[str]) -> list[str]:
     """What whoever loads these codes should know."""
-    fused = sum(bool(quantizing.FUSED.fullmatch(name)) for name in quantized)
+    fused = sum(bool(experts_of(name)) for name in quantized)
     return [FUSED_CODES.format(fused)] if fused else []
 
 

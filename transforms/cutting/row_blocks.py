@@ -47,7 +47,8 @@ def _itemsize(name: str, files: FileLayout, quantized: Collection[str]) -> int:
 def _blocks(number: int, encoding: Encoding, itemsize: int, grain: int, unit_bytes: int) -> Iterator[Block]:
     """Boxes of a tensor, each as many rows as fit into a unit; where its rows are those of a matrix, whole grains.
 
-    Where already one takes more, an adapter's factors for example, what the rows add has the size of a unit.
+    Where already the first take most of a unit, an adapter's factors for example, what further ones add may have the
+    size of a unit: else each row would read the factors anew.
     """
     shape = encoding.shape
     axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
@@ -56,7 +57,7 @@ def _blocks(number: int, encoding: Encoding, itemsize: int, grain: int, unit_byt
     one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
     # for each further row
     many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)
-    room = unit_bytes - one if one < unit_bytes else unit_bytes
+    room = unit_bytes - one if 4 * one < 3 * unit_bytes else unit_bytes
     rows = max(1, int(room / many) // grain) * grain
     parts, grains = -(-size // rows) if size else 1, -(-size // grain)
     for part in range(parts):

@@ -16,6 +16,7 @@ from collections import Counter
 
 import numpy as np
 
+from weightbeam.formats.heaps import trim_heaps
 from weightbeam.transforms.cutting.units import aligned
 
 
@@ -24,7 +25,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
-        self._used = 0
+        self.used = 0
         self.release: weakref.finalize | None = None  # gives its bytes back to the budget
 
     def reset(self, capacity: int) -> None:
@@ -37,7 +38,7 @@ class Arena:
             with contextlib.suppress(OSError, AttributeError):  # a hint, which not every system takes
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffer = np.frombuffer(pages, np.uint8)
-        self._used = 0
+        self.used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array of the arena, in C order, its values arbitrary.
@@ -46,16 +47,19 @@ class Arena:
           MemoryError: the unit needs more than it said.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if self._used + nbytes > self._buffer.size:
+        if self.used + nbytes > self._buffer.size:
             raise MemoryError(
                 f"an array of {nbytes:,} bytes doesn't fit into the rest of an arena of {self._buffer.size:,}"
             )
-        array = self._buffer[self._used : self._used + nbytes].view(dtype).reshape(shape)
-        self._used += aligned(nbytes)
+        array = self._buffer[self.used : self.used + nbytes].view(dtype).reshape(shape)
+        self.used += aligned(nbytes)
         return array
 
 
+TRIM_BYTES = 1 << 28  # of units that are done: a trim takes some 16 ms
+
 _FREE: list[Arena] = []
+_untrimmed = 0  # bytes of units that were done since the heaps were trimmed
 _CHANGED = threading.Condition()  # guards what follows and _FREE
 _HELD: Counter[int] = Counter()  # bytes of the arenas that each thread has taken, and that still exist
 BACKGROUND = 0  # stands in _HELD for what no thread has to go on with: no thread's number
@@ -120,9 +124,15 @@ def let_go(arena: Arena) -> None:
 
 def give_back(arena: Arena) -> None:
     """Takes an arena back whose arrays nobody uses any more."""
+    global _untrimmed
     with _CHANGED:
         _FREE.append(arena)
+        _untrimmed += arena.used
+        full = _untrimmed > TRIM_BYTES
+        _untrimmed *= not full
     let_go(arena)
+    if full:
+        trim_heaps()
 
 
 def release_free() -> None:

@@ -408,8 +408,8 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
     for part in array.parts:
         decoded = 4 if part.rule.ops else save.itemsize
         for encoding in (encodings[name] for name in part.tensors if name in encodings):
-            beside = encoding.overhead
-            read = stored_bytes(encoding) - beside.read_for(encoding.shape)
+            own = encoding.overhead
+            read = stored_bytes(encoding) - own.whole
             stored = -(-read // max(1, math.prod(encoding.shape)))
             element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
             order = order or encoding.order
@@ -417,14 +417,14 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
                 indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
                 thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
                 scales = max(scales, stored_bytes(encoding, thin))
-            overhead = Overhead(*map(max, overhead, beside))
+            overhead = Overhead(*map(max, overhead, own))
     stacks = frozenset[int]().union(*(part.stack_axes for part in array.parts))
-    beside = (
+    reading = (
         (stacks, overhead.tensor),
         (selecting_axes(array), scales + overhead.matrix),
         (frozenset(), overhead.decoding),
     )
-    return SourceCost(element_bytes, order, indivisible, beside)
+    return SourceCost(element_bytes, order, indivisible, reading)
 
 
 def _units(

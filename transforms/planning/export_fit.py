@@ -103,7 +103,8 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
     """Whose table it is, which of MaxText's models, and the release's tensors by the table's names.
 
     Raises:
-      ConfigError: the model that was named isn't this one, or `config.json` lacks what tells.
+      ConfigError: `config.json` lacks what tells.
+      ModelNameError: the model that was named isn't this one, or the checkpoint was made for one of another kind.
       UnknownFamilyError: there is no table.
     """
     model = options.maxtext_model or _said_model(source)
@@ -113,11 +114,14 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
     naming = name_model(family, config, model)
     try:
         check_made_for(family, source.record, naming.model, source.root)
-    except ModelNameError:
+    except ModelNameError as another:
         made = source.record["model"]
         if model is not None or made is None:
             raise
-        naming = name_model(family, config, made)  # the release's configuration is another one's
+        try:
+            naming = name_model(family, config, made)  # the release's configuration is another one's
+        except ModelNameError:
+            raise another from None
     return ExportTable(family, naming, form, config, _released(form, family), open_source(parts) if parts else None)
 
 

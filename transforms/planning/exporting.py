@@ -202,11 +202,10 @@ class Export(ComparesSource, ToRelease):
         return [(self._stored[key], index) for key, index in self.chunks]
 
     @property
-    def finishing_bytes(self) -> int:
-        """Memory for the factors of an adapter, which are read once the rows are made to which it is added."""
-        return max(
-            (one.overhead.read_for(one.shape) + one.overhead.decoding for one in self.merged.values()), default=0
-        )
+    def thread_bytes(self) -> int:
+        """The factors of an adapter are read once the rows are made to which it is added: beside a unit."""
+        overheads = (one.overhead for one in self.merged.values())
+        return super().thread_bytes + max((one.whole + one.decoding for one in overheads), default=0)
 
     def keys_of(self, array: int) -> list[str]:
         """The stored key of a weight, and that of its scales; what is taken from the release has none."""

@@ -11,11 +11,11 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.adapters.modules import EXPERT
-from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.encodings import Encoding, Plain, quantizing
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.plan import ArrayPlan, Problem
+from weightbeam.model_mappings.plan import ArrayPlan, Problem, is_float
 from weightbeam.transforms.cutting.files import plan_files
 from weightbeam.transforms.cutting.quantizing import (
     Entry,
@@ -101,13 +101,18 @@ def _with_neighbours(touched: Mapping[str, Encoding], source: ReleaseTensors) ->
     """The same and, where a quantised expert is among them, the other quantised ones of its layer: engines join a layer's
     experts into one tensor, which is of codes or of values.
     """
-    layers = {expert["experts"] for name in touched if source.encodings[name].label and (expert := EXPERT.match(name))}
+    layers = _layers_of(name for name in touched if source.encodings[name].label)
     others = {
         name: encoding
         for name, encoding in source.encodings.items()
-        if encoding.label and (expert := EXPERT.match(name)) and expert["experts"] in layers
+        if encoding.label and not layers.isdisjoint(_layers_of([name]))
     }
     return {**others, **touched}
+
+
+def _layers_of(names: Iterable[str]) -> set[str]:
+    """The modules of experts that weights of single experts are in."""
+    return {expert["experts"] for name in names if (expert := EXPERT.match(name))}
 
 
 def _replaced(
@@ -187,8 +192,12 @@ def _dtype(name: str, decoded: Collection[str], checkpoint: HfCheckpoint, save_d
 def _without_codes(
     checkpoint: HfCheckpoint, entries: Sequence[Entry], codes: Collection[str], given: Given | None
 ) -> list[Problem]:
-    """What stands against codes: there are none, or not those of a given release."""
-    amiss = [*given.problems, *given.missing(entries)] if given else []
+    """What stands against codes: there are none, or not those of a given release, or engines wouldn't read them so."""
+    if given:
+        amiss = [*given.problems, *given.missing(entries)]
+    else:
+        shapes = ((name, shape) for name, dtype, shape in entries if is_float(dtype))
+        amiss = [Problem("quantised", *each) for each in quantizing.why_not(checkpoint.config, shapes)]
     if not codes and not amiss:
         amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
     return amiss
@@ -210,8 +219,7 @@ def _quantization(
         return None, [Problem("quantised", sorted(merged)[0], message)]
     kept = said.get(field)
     default = [] if isinstance(kept, list) else ["lm_head"]  # what transformers takes where the field is missing
-    experts = {expert["experts"] for name in merged if (expert := EXPERT.match(name))}
-    modules = [*(name.removesuffix(".weight") for name in sorted(merged)), *sorted(experts)]
+    modules = [*(name.removesuffix(".weight") for name in sorted(merged)), *sorted(_layers_of(merged))]
     return {
         **said,
         field: [

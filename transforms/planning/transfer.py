@@ -39,7 +39,7 @@ from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.inputs import Identity, pack_inputs, this_code
 from weightbeam.transforms.planning.options import Delivery, hashed
 
-DECODING_VERSION = 2  # raise it when an encoding or an operation gives other values
+DECODING_VERSION = 2  # raise it when an encoding or an operation gives other values, or refuses what it took
 
 
 class Source(Watched, Protocol):
@@ -246,14 +246,9 @@ class Transfer(abc.ABC):
         return max(self.options.unit_bytes, self.unit_working_bytes)
 
     @property
-    def finishing_bytes(self) -> int:
-        """Memory beside that of a unit, while what it made is finished."""
-        return 0
-
-    @property
     def thread_bytes(self) -> int:
         """Bound on the memory of a thread that makes units."""
-        return self.unit_bytes + self.finishing_bytes
+        return self.unit_bytes
 
     @property
     def unit_working_bytes(self) -> int:

@@ -156,7 +156,7 @@ def _check_memory(options: PipelineOptions, planned: Transfer, machine: Machine 
     if machine and machine.memory < needed:
         asked = options.view_as(WorkerOptions).machine_type
         threads = options.view_as(DebugOptions).number_of_worker_harness_threads
-        what = f"{threads} threads × --unit_bytes={human(planned.unit_bytes)}, and what is always needed"
+        what = f"{threads} threads × {human(planned.thread_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
         raise RefusedError(
             f"--machine_type={asked} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}"
