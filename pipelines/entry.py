@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
+from weightbeam.formats.heaps import use_one_heap
 from weightbeam.pipelines.terminal.streams import stop_at_once
 
 
@@ -14,6 +15,7 @@ def run() -> NoReturn:
         signal.signal(
             signal.SIGINT, lambda *_: stop_at_once(128 + signal.SIGINT)
         )  # wherever nothing else looks after it
+    use_one_heap()
     from weightbeam.pipelines import cli
 
     cli.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
       StorageError: one is missing or damaged, or another checkpoint lies there than was planned with.
     """
     with same_folders({folder for array, *_ in wanted for folder in array.folders}):
-        reads = [opened_store(array).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted]
-        return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
+        reads = deque(opened_store(array).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted)
+        return [_decoded(*of, reads.popleft()) for of in wanted]
 
 
 def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:
@@ -56,22 +57,25 @@ def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:
 
 
 def _decoded(
-    array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], got: ts.KvStore.ReadResult
+    array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], read: ts.Future
 ) -> EncodedChunk:
     is_zarr3, name = array.driver == "zarr3", _name(array, index)
+    got = read.result()
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
+    encoded = got.value  # a copy, each time
+    del got, read
     box = spec.shard_box(index)
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
-    store.write(name, got.value).result()
+    store.write(name, encoded).result()
     store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
     try:
         opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
         values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
     except ValueError as e:
         raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {ocdbt.brief(e)}") from e
-    return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.asarray(values))
+    return EncodedChunk(spec, f"{spec.key}/{name}", box, encoded, np.asarray(values))
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,9 @@ import gc
 import json
 import mmap
 import os
+import platform
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,16 +35,16 @@ WIDE = LLAMA_8B | dict(num_hidden_layers=5, vocab_size=64_000, num_key_value_hea
 VIRTUAL = 768 * MIB  # what threads and libraries reserve without using it; a limit on addresses counts it
 
 
-def sparse(folder: Path) -> Path:
-    """A checkpoint of 3.1 GB of zeros in bfloat16, which takes no room on the disk."""
+def sparse(folder: Path, config: dict[str, Any] = WIDE) -> Path:
+    """A checkpoint of zeros in bfloat16, 3.1 GB unless told, which takes no room on the disk."""
     header, offset = {}, 0
-    for name, shape in shapes(WIDE).items():
+    for name, shape in shapes(config).items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(WIDE))
+    (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + offset)
@@ -108,6 +111,61 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if group is not None:
         assert run_within(limit // 4, group, *command, "--overwrite").returncode == -9, "the limit doesn't limit"
+
+
+WIDEST = LLAMA_8B | dict(  # a layer of Llama 3.1 405B
+    num_hidden_layers=1, hidden_size=16_384, intermediate_size=53_248, num_attention_heads=128, num_key_value_heads=8, vocab_size=256
+)  # fmt: skip
+
+
+@pytest.mark.skipif("LARGE_CHUNKS" not in os.environ, reason="writes 26 GB; make soak runs it")
+def test_every_command_keeps_the_bound(tmp_path: Path, group: Path | None) -> None:
+    """That of its plan, with the threads and units that it has unless told, of the widest weights that there are."""
+    source, made = sparse(tmp_path / "source", WIDEST), tmp_path / "made"
+    script = [sys.executable, "-m", "weightbeam"]
+    run(*script, "plan", source, "--json", tmp_path / "plan.json", cwd=ROOT, status=0)
+    limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
+    for command in (
+        ("convert", source, made),
+        ("convert", source, tmp_path / "folders", "--use_ocdbt", "false"),
+        ("verify", source, made),
+        ("reshard", made, tmp_path / "resharded", "--mesh", "fsdp=4"),
+        ("export", made, tmp_path / "back", "--like", source),
+        ("quantize", source, tmp_path / "quantised"),
+    ):
+        done = run_within(limit, group, *script, *command, seconds=300)
+        assert done.returncode == 0, (command, done.stderr)
+        for name in ("folders", "resharded", "back", "quantised"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+
+
+ONE_HEAP = """
+import ctypes, os, sys, threading
+from weightbeam.formats.heaps import use_one_heap
+if sys.argv[1] == "one": use_one_heap()
+libc, wait = ctypes.CDLL(None), threading.Barrier(9)
+libc.malloc.restype = ctypes.c_void_p
+def take():
+    libc.malloc(ctypes.c_size_t(5000))
+    wait.wait()
+threads = [threading.Thread(target=take) for _ in range(8)]
+for thread in threads: thread.start()
+wait.wait()
+libc.fdopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, file)
+libc.fflush(file)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of another C library")
+def test_a_command_has_one_heap() -> None:
+    """Where glibc would have one for each thread."""
+    heaps = [
+        run(sys.executable, "-c", ONE_HEAP, how, cwd=ROOT, status=0).stdout.count("<heap nr=")
+        for how in ("one", "many")
+    ]
+    assert heaps[0] == 1 < heaps[1]
 
 
 TRAINED = """

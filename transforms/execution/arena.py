@@ -25,7 +25,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
-        self.used = 0
+        self._used = 0
         self.release: weakref.finalize | None = None  # gives its bytes back to the budget
 
     def reset(self, capacity: int) -> None:
@@ -38,7 +38,7 @@ class Arena:
             with contextlib.suppress(OSError, AttributeError):  # a hint, which not every system takes
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffer = np.frombuffer(pages, np.uint8)
-        self.used = 0
+        self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array of the arena, in C order, its values arbitrary.
@@ -47,19 +47,19 @@ class Arena:
           MemoryError: the unit needs more than it said.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if self.used + nbytes > self._buffer.size:
+        if self._used + nbytes > self._buffer.size:
             raise MemoryError(
                 f"an array of {nbytes:,} bytes doesn't fit into the rest of an arena of {self._buffer.size:,}"
             )
-        array = self._buffer[self.used : self.used + nbytes].view(dtype).reshape(shape)
-        self.used += aligned(nbytes)
+        array = self._buffer[self._used : self._used + nbytes].view(dtype).reshape(shape)
+        self._used += aligned(nbytes)
         return array
 
 
-TRIM_BYTES = 1 << 28  # of units that are done: a trim takes some 16 ms
+TRIM_BYTES = 1 << 28  # of units, after which the heaps are trimmed, which takes some 16 ms
 
 _FREE: list[Arena] = []
-_untrimmed = 0  # bytes of units that were done since the heaps were trimmed
+_untrimmed = 0  # bytes of units that were begun since the heaps were trimmed
 _CHANGED = threading.Condition()  # guards what follows and _FREE
 _HELD: Counter[int] = Counter()  # bytes of the arenas that each thread has taken, and that still exist
 BACKGROUND = 0  # stands in _HELD for what no thread has to go on with: no thread's number
@@ -96,7 +96,9 @@ def _has_room(capacity: int, budget: int | None) -> bool:
 
 
 def _hold(owner: int, capacity: int) -> Arena:
+    global _untrimmed
     _HELD[owner] += capacity
+    _untrimmed += capacity
     arena = _FREE.pop() if _FREE else Arena()
     arena.release = weakref.finalize(arena, _release, owner, capacity)
     return arena
@@ -127,11 +129,10 @@ def give_back(arena: Arena) -> None:
     global _untrimmed
     with _CHANGED:
         _FREE.append(arena)
-        _untrimmed += arena.used
-        full = _untrimmed > TRIM_BYTES
-        _untrimmed *= not full
+        if is_due := _untrimmed > TRIM_BYTES:
+            _untrimmed = 0
     let_go(arena)
-    if full:
+    if is_due:
         trim_heaps()
 
 

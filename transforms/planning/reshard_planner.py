@@ -256,7 +256,8 @@ class _Planner:
         merged = [self.kernels[key] for key in part.tensors if key in self.kernels]
         growth = tuple(reversed(range(len(array.shape))))  # blocks are longest along the last axes
         if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
-            return Way(Grid(spec, {}, frozenset(), growth, 2 * array.dtype.itemsize, ()), "copied", spec.shard)
+            element_bytes = 3 * array.dtype.itemsize  # as it was read, as it is decoded, and as TensorStore writes it
+            return Way(Grid(spec, {}, frozenset(), growth, element_bytes, ()), "copied", spec.shard)
         held = stored.dtype.itemsize * (2 if stored.compressed else 1)
         if merged:
             held += np.dtype(np.float32).itemsize

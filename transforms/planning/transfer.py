@@ -39,7 +39,7 @@ from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.inputs import Identity, pack_inputs, this_code
 from weightbeam.transforms.planning.options import Delivery, hashed
 
-DECODING_VERSION = 2  # raise it when an encoding or an operation gives other values, or refuses what it took
+DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 
 
 class Source(Watched, Protocol):
