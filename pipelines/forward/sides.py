@@ -78,11 +78,11 @@ def of_checkpoint(where: str, export: Export, small: Mapping[str, bytes]) -> Sid
       Refused: it can't be exported: all that stands against it.
     """
     refuse(export.plan.problems, export.source)
-    return Side(where, export.form.config, _tensors_of(export), (export.source,), small)
+    return Side(where, export.form.config, _tensors_of(export), export.sources, small)
 
 
 def _tensors_of(export: Export) -> dict[str, Operand]:
-    """The tensors that an export would write, each made of the arrays that it lies in."""
+    """The tensors that an export would write, each made of the arrays that it lies in, or taken from the release."""
     everything = [
         Block(
             number,
@@ -112,4 +112,5 @@ def _tensors_of(export: Export) -> dict[str, Operand]:
     return {
         name: Operand(tensor.shape, tensor.dtype, (), (1,) * len(tensor.shape), functools.partial(fetch, name))
         for name, tensor in export.layout.tensors.items()
-    }
+        if name not in export.carried
+    } | {name: stored_operand(encoding) for name, encoding in export.carried.items()}

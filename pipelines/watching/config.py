@@ -110,8 +110,10 @@ class RunTarget:
 
     @property
     def facts(self) -> Mapping[str, Any]:
+        """What was asked for, and what the files say that it names."""
         asked = {"kind": self.kind, "arguments": self.arguments, "lora": self.lora, "output": self.output}
-        return asked | _code(self.options)
+        rules = getattr(self.options, "sharding_rules", None)
+        return asked | _code(self.options) | ({"rules": rules} if rules else {})
 
 
 def _code(options: object) -> dict[str, str]:

@@ -758,6 +758,28 @@ def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: P
     assert_same_bits(found, {key: values.astype(BF16) for key, values in wanted.items()})
 
 
+def test_rules_that_were_edited(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A step is cut anew where the file says something else, and not where only its comments do."""
+    run, rules, file = tmp_path / "run" / "checkpoints", tmp_path / "rules.yaml", tmp_path / "watch.yaml"
+    write(run, 7, model=model)
+    target = dict(
+        name="cut", kind="reshard", mesh="fsdp=2,tensor=2", sharding_rules=str(rules), maxtext_model="llama2-7b"
+    )
+    about = dict(checkpoints=str(run), like=str(model[0]), targets=[target])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
+    plans = []
+    for said in (
+        "[[embed, fsdp], [mlp, tensor]]",
+        "[[embed, fsdp], [mlp, tensor]] # again",
+        "[[embed, tensor], [mlp, fsdp]]",
+    ):
+        rules.write_text(f"logical_axis_rules: {said}\n")
+        assert call("watch", "--config", file, "--once") == 0
+        planned = (record for history in records(tmp_path / "out") for record in history if "plan" in record)
+        plans.append(len({record["plan"] for record in planned}))
+    assert plans == [1, 1, 2]
+
+
 # --- buckets, and the hub ---------------------------------------------------------------------------------------------
 
 
