@@ -206,7 +206,11 @@ ANOTHER_RESULT = "exists, and was made with other options or of another source"
 
 
 def why_not_go_on(staging: Staging, wanted: Transfer) -> str:
-    """Why `--resume` can't go on with what is staged: it is of another plan, and how that differs; else empty."""
+    """Why `--resume` can't go on with what is staged: it is another user's, or of another plan, and how that differs; else
+    empty.
+    """
+    if isinstance(staging, FolderStaging) and not os.access(staging.plan_folder.folder, os.W_OK):
+        return "can't be written by this user; go on as the one who began it, or start anew with --overwrite"
     if differs := _difference(staging, wanted):
         return f"{ANOTHER_PLAN} ({differs}); --overwrite without --resume starts anew"
     return ""

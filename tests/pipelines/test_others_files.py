@@ -590,6 +590,35 @@ FOREIGN = [
 ]
 
 
+OTHERS_WORK = """import os, sys
+from weightbeam.formats.staging import staging_at
+from weightbeam.pipelines.running.output import why_not_go_on
+os.umask(0o022)
+staging_at(sys.argv[1], 0).create(b"a plan")
+staging = staging_at(sys.argv[1], 0)
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(why_not_go_on(staging, None))
+staging.discard()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_what_another_user_has_begun(tmp_path: Path) -> None:
+    """He can't go on with it, and is told so before it is taken; what can't be removed is named."""
+    os.chmod(tmp_path, 0o777)
+    for folder in tmp_path.parents[:3]:
+        os.chmod(folder, folder.stat().st_mode | 0o055)
+    ran = subprocess.run(
+        [sys.executable, "-c", OTHERS_WORK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.stdout.startswith("can't be written by this user; go on as the one who began it"), ran.stderr
+    (left,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert f"{left} was staged by another user, and can't be removed" in ran.stderr
+
+
 @pytest.mark.parametrize(("name", "plan"), FOREIGN, ids=["empty", "text", "list", "foreign", "cut"])
 def test_a_plan_of_somebody_else(
     source: Path, tmp_path: Path, name: str, plan: bytes, capfd: pytest.CaptureFixture[str]
