@@ -51,7 +51,15 @@ OF_LAYERS = re.compile(
     r".*(layer|pattern).*"
 )  # what is called so, and isn't known, may be a list of them of any length
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")
+CHOSEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+)
 
 
 @dataclasses.dataclass(frozen=True)

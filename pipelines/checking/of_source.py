@@ -197,7 +197,7 @@ def _compare_metadata(found: _Checkpoint, conversion: Conversion) -> Subject:
     """What is to be compared, with what can be said of it by the metadata alone."""
     items, stores, record = found.items, found.stores, record_of(found.items)
     arrays = conversion.plan.arrays
-    places = {array.key: array.key if array.key in stores else found.weights.get(array.key) for array in arrays}
+    places = {array.key: array.key if array.key in stores else found.weights.get(array.key, "") for array in arrays}
     keys = {array: key for array, key in places.items() if key in stores}
     names = {key: name for name, key in keys.items()}
     state = tuple(key for key in stores if key not in names and key != STEP.key and is_state(key))
