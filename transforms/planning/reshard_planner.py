@@ -51,6 +51,8 @@ from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way
 from weightbeam.transforms.planning.tree import make_tree
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
 
+COPIES = 3  # in memory of a chunk that is copied: as it was read, as it is decoded, and as TensorStore writes it
+
 
 def load(inputs: Mapping[str, Any]) -> Reshard:
     """The reshard that `Reshard.stage` staged."""
@@ -256,8 +258,7 @@ class _Planner:
         merged = [self.kernels[key] for key in part.tensors if key in self.kernels]
         growth = tuple(reversed(range(len(array.shape))))  # blocks are longest along the last axes
         if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
-            element_bytes = 3 * array.dtype.itemsize  # as it was read, as it is decoded, and as TensorStore writes it
-            return Way(Grid(spec, {}, frozenset(), growth, element_bytes, ()), "copied", spec.shard)
+            return Way(Grid(spec, {}, frozenset(), growth, COPIES * array.dtype.itemsize, ()), "copied", spec.shard)
         held = stored.dtype.itemsize * (2 if stored.compressed else 1)
         if merged:
             held += np.dtype(np.float32).itemsize
@@ -327,7 +328,7 @@ class _Planner:
         if self.options.compression is not None and (self.options.compression == ZSTD) != stored.compressed:
             return None
         spec = copy_spec(self.around.zarr[stored.key], array.key, array.dtype)
-        if spec is None or 2 * math.prod(spec.shard) * array.dtype.itemsize > self.options.unit_bytes:
+        if spec is None or COPIES * math.prod(spec.shard) * array.dtype.itemsize > self.options.unit_bytes:
             return None
         return spec if all(_is_cut_for(mesh, spec, assignments) for mesh in self.meshes) else None
 
