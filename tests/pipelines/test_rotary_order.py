@@ -108,3 +108,7 @@ def test_an_adapter_of_the_other_order(release: Path, tmp_path: Path, capsys: py
         capsys, "export", tmp_path / "other", tmp_path / "wrong", "--like", release, "--maxtext_model", PAIRED
     )
     assert call("export", tmp_path / "other", tmp_path / "right", "--like", release) == 0
+    convert(make_release(tmp_path / "plain"), tmp_path / "unnamed")
+    assert f"unnamed/0/items was made for a model that MaxText has no name for; read as {PAIRED}" in refusal(
+        capsys, "reshard", tmp_path / "unnamed", tmp_path / "wrong", "--lora", tmp_path / "same"
+    )
