@@ -20,7 +20,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.plan import Array, is_float
+from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
 from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
@@ -29,13 +29,11 @@ from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.layouts import SCAN_AXES, scan_axis_of
 from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
 
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
 
-
-SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
-MODULE_AXIS = 0  # where it stacks the state of its modules
 IN_LIST = re.compile(r"(\.\w*layers)\.(\d+)\.")  # a layer in an nnx.List
 NOT_ASKED = f"not a weight (--state {PARAMS})"
 NO_STATE = "a training state around the weights, and the other checkpoint has none like it"
@@ -85,7 +83,7 @@ def open_pair(
     sources = [_look(place) for place in (a, b)]
     (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
     states = [_state(source) if isinstance(source, OrbaxCheckpoint) else {} for source in sources]
-    (one, other), apart = _compared_states(states[0], states[1], state)
+    (one, other), apart = _compared_states(_both_layer_by_layer(states, sources), state)
     held = {place: source for place, source in zip((a, b), sources, strict=True) if isinstance(source, OrbaxCheckpoint)}
     unlike = _unlike(held) if one and other and len(held) == 2 else {}
     return ComparedPair(a, b, {**first, **one}, {**second, **other}, left_out, tuple(sources), apart, unlike)
@@ -117,8 +115,8 @@ def _in_one_spelling(
         known = families[0] if all(family is families[0] for family in families) else None
         return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
     if not releases:
-        first, second = (_arrays(checkpoint) for checkpoint in where if isinstance(checkpoint, OrbaxCheckpoint))
-        return (_layer_by_layer(first, second), _layer_by_layer(second, first)), {}
+        sides = [_arrays(checkpoint) for checkpoint in where if isinstance(checkpoint, OrbaxCheckpoint)]
+        return _both_layer_by_layer(sides, where), {}
     (checkpoint,) = (place for place in where if isinstance(place, OrbaxCheckpoint))
     there = _arrays(checkpoint)
     here, left_out = _converted(releases[0], open_store(checkpoint.root), there, model, named)
@@ -165,13 +163,13 @@ def _state(checkpoint: OrbaxCheckpoint) -> Side:
 
 
 def _compared_states(
-    first: Side, second: Side, wanted: str
+    states: tuple[Side, Side], wanted: str
 ) -> tuple[tuple[Side, Side], tuple[dict[str, str], dict[str, str]]]:
-    """The arrays of two training states that are compared, and of each side those that aren't, with the reason: two
+    """The arrays of two training states, layer by layer, that are compared, and of each side those that aren't, with the reason: two
     states are where they have more in common than a counter, but for random generators that only one has, as a reshard
     leaves out.
     """
-    one, other = _layer_by_layer(first, second), _layer_by_layer(second, first)
+    one, other = states
     is_wanted = wanted == FULL and bool((one.keys() & other.keys()) - {COUNTER})
 
     def apart(side: Side, beside: Side) -> dict[str, str]:
@@ -206,34 +204,68 @@ def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
     return found
 
 
-def _layer_by_layer(side: Side, other: Side) -> Side:
+def _both_layer_by_layer(sides: Sequence[Side], sources: Sequence[HfCheckpoint | OrbaxCheckpoint]) -> tuple[Side, Side]:
+    """Two sides of which both have an array for each layer where one has."""
+    said = [scan_axis_of(source) if isinstance(source, OrbaxCheckpoint) else None for source in sources]
+    (first, second), (axis, other_axis) = sides, said
+    return _layer_by_layer(first, second, axis), _layer_by_layer(second, first, other_axis)
+
+
+def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
     """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
 
     `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on.
     Only what the other side has as many of as there are layers, each of the shape that is left, is taken apart.
+
+    Args:
+      said: where the side's layers are stacked, as its record says; None for where the shapes of all its arrays allow.
     """
+    layers = {key: names for key in side.keys() - other.keys() if (names := _layers(key, other))}
+    fitting = {key: _stacking_axes(side[key], [other[name] for name in names]) for key, names in layers.items()}
+    fitting = {key: axes for key, axes in fitting.items() if axes}
+    settled = said if said is not None else _settled_axis(side, fitting)
     found: dict[str, Operand] = {}
     for key, stored in side.items():
-        match = STACKED.fullmatch(key)
-        layers = (
-            list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count())))
-            if match
-            else []
-        )
-        axes = [axis for axis, size in enumerate(stored.shape) if size == len(layers)]
-        axes = [
-            axis
-            for axis in axes
-            if all(other[name].shape == stored.shape[:axis] + stored.shape[axis + 1 :] for name in layers)
-        ]
-        if key in other or not axes:
+        axes = fitting.get(key)
+        if not axes:
             found[key] = stored
             continue
-        # several fit only where sizes are equal: MaxText's default, or the last place
-        usual = MODULE_AXIS if key.startswith(f"{MODULES[0]}.") else SCAN_AXIS
+        usual = _stacked_at(key, settled, len(stored.shape) - 1)
         axis = usual if usual in axes else axes[-1]
-        found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers)}
+        found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers[key])}
     return found
+
+
+def _layers(key: str, other: Side) -> list[str]:
+    """The arrays of a side that may be the layers of a stacked one, in their order."""
+    match = STACKED.fullmatch(key)
+    names = (f"{match[1]}_{i}.{match[2]}" for i in itertools.count()) if match else ()
+    return list(itertools.takewhile(other.__contains__, names))
+
+
+def _stacking_axes(stored: Operand, layers: Sequence[Operand]) -> list[int]:
+    """The axes on which an array may hold these layers; several where sizes are equal."""
+    axes = [axis for axis, size in enumerate(stored.shape) if size == len(layers)]
+    return [axis for axis in axes if all(one.shape == stored.shape[:axis] + stored.shape[axis + 1 :] for one in layers)]
+
+
+def _settled_axis(side: Side, fitting: Mapping[str, Sequence[int]]) -> int:
+    """Where layers are stacked: the first of MaxText's places that is possible for the most arrays.
+
+    Of 4 layers with 4 heads, a query (embed, layers, heads, head_dim) is (64, 4, 4, 16) and fits two; a kernel
+    (embed, mlp, layers) is (64, 128, 4) and tells that it is axis 2.
+    """
+
+    def amiss(axis: int) -> int:
+        return sum(_stacked_at(key, axis, len(side[key].shape) - 1) not in axes for key, axes in fitting.items())
+
+    return min(SCAN_AXES, key=amiss)
+
+
+def _stacked_at(key: str, scan_axis: int, rank: int) -> int:
+    """The axis of an array's layers, which has `rank` axes without them: a module's variables have it first."""
+    is_variable = key.startswith(f"{MODULES[0]}.") or (key.startswith(f"{PREFIX}.") and not key.startswith(PARAMETERS))
+    return 0 if is_variable else min(scan_axis, rank)
 
 
 def _layer(stored: Operand, axis: int, number: int) -> Operand:

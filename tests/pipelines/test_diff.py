@@ -347,6 +347,21 @@ def test_layers_stacked_or_not(tmp_path: Path, config: dict[str, Any]) -> None:
     assert "layers_" in changed
 
 
+@pytest.mark.parametrize("axis", ["0", "1", "2"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "unrecorded"])
+def test_layers_stacked_where_sizes_are_equal(tmp_path: Path, axis: str, recorded: bool) -> None:
+    """As many layers as heads: one axis is meant for all arrays, though a query's shape fits several."""
+    config = LLAMA | dict(num_hidden_layers=4, num_key_value_heads=4)
+    source = save(tmp_path / "source", config, random_tensors(config))
+    scanned = convert(source, tmp_path / "scanned", "--param_scan_axis", axis)
+    unscanned = convert(source, tmp_path / "unscanned", "--scan_layers", "false")
+    if not recorded:
+        for record in [scanned / "conversion.json", *scanned.rglob("_CHECKPOINT_METADATA")]:
+            record.unlink()
+    assert kinds(statuses(scanned, unscanned, status=0, folder=tmp_path)).keys() == {"equal"}
+    assert kinds(statuses(unscanned, scanned, status=0, folder=tmp_path)).keys() == {"equal"}
+
+
 def _boxed(tree: Any) -> Any:
     return {key: _boxed(value) for key, value in tree.items()} if isinstance(tree, dict) else {"value": tree}
 
