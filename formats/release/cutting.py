@@ -17,6 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings.packed import PackedRows
 from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint, Tensor, view
 from weightbeam.model_mappings import cut_config
@@ -339,6 +340,9 @@ def _part_of(name: str, encoding: Encoding, box: Box, tensors: Mapping[str, Tens
     Raises:
       CutError: what is stored can't be cut there.
     """
+    if isinstance(encoding, PackedRows) and encoding.shape_tensor:
+        says = f"{encoding.shape_tensor.name} says the shape of the whole weight ({encoding.label}); dequantise it first"
+        raise CutError((option, f"{name}: {says}"))
     found: dict[str, Tensor] = {}
     for read in encoding.reads(box):
         seen, stored = read.tensor, tensors[read.tensor.name]  # which a format may see in another shape

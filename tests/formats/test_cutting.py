@@ -131,6 +131,29 @@ def test_scales_of_a_quantised_head(tmp_path: Path) -> None:
     assert made["lm_head.weight_scale_inv"].tolist() == [[1], [2]]
 
 
+@pytest.mark.parametrize("said", [True, False], ids=["shape", "no shape"])
+def test_rows_of_a_packed_head(tmp_path: Path, said: bool) -> None:
+    """Its codes and scales are cut; not where a tensor beside them says the shape of the whole, which nobody rewrites."""
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+    }  # fmt: skip
+    packed = np.arange(64 * 4, dtype=np.int32).reshape(64, 4)
+    head = {"weight_packed": packed, "weight_scale": np.arange(64, dtype=F32).reshape(64, 1) + 1}
+    head |= {"weight_shape": np.array([64, 32])} if said else {}
+    stored = {name: values for name, values in random_tensors(LLAMA).items() if not name.startswith("lm_head")}
+    stored |= {f"lm_head.{name}": values for name, values in head.items()}
+    source = save(tmp_path / "hf", LLAMA | dict(quantization_config=quantization), stored)
+    cut = cut_release(open_hf(source), Cut(vocab_rows=40))
+    if said:
+        (problem,) = cut.problems
+        assert problem.subject == "--vocab_rows"
+        assert "lm_head.weight: lm_head.weight_shape says the shape of the whole weight" in problem.message
+        return
+    assert read(cut)["lm_head.weight_packed"].tobytes() == packed[:40].tobytes()
+
+
 def test_a_box_in_the_middle_of_rows(tmp_path: Path) -> None:
     """A window of columns, and a box of that window: the very elements, no others' bytes read."""
     values = np.arange(6 * 8 * 5, dtype=np.float32).reshape(6, 8, 5)
