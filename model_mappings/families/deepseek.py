@@ -184,7 +184,8 @@ def groups(c):
 
 def groups_limit(c, model):
     found, wanted, (number, chosen) = c.size("n_routed_experts"), c.size("num_experts_per_tok"), expert_groups(c)
-    why = why_not_in_groups(c, found)
+    none = next((name for name in ("n_group", "topk_group") if c.get(name) == 0), None)
+    why = f"{none} is 0" if none else why_not_in_groups(c, found)
     if not why and (chosen > number or found // number * chosen < wanted):
         why = f"the router chooses {chosen} of {number} groups, and {wanted} of their experts"
     return why and f"n_routed_experts is {found}: {why}; {NOBODY}"

@@ -196,6 +196,19 @@ def compressed_theta(c, model):
     return positive(c.get("compress_rope_theta", 160_000) if nested is None else nested.get("rope_theta", c.get("rope_theta", THETA)))
 
 
+def turned_limit(c, model):
+    """Where both kinds of layers have parameters of their own, these say how much of a head is turned, all of it unless
+    told (transformers v5.23.0, modeling_deepseek_v4.py); MaxText turns `qk_rope_head_dim` of each.
+    """
+    kinds = {kind: nested_rope(c, kind) for kind in ("main", "compress")}
+    width = c.size("qk_rope_head_dim")
+    for kind, own in kinds.items():
+        turned = int(c.size("head_dim") * number((own or {}).get("partial_rotary_factor", 1.0)))
+        if None not in kinds.values() and turned != width:
+            return f"rope_parameters.{kind} turns {turned} of a head, and qk_rope_head_dim is {width}: MaxText turns {width}; logits differ"
+    return None
+
+
 LINES = (
     *SIZES, size("base_num_kv_heads", "num_key_value_heads", default=1), head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
     size("base_mlp_dim", "moe_intermediate_size"),
@@ -223,6 +236,7 @@ LINES = (
     derived("rope_max_timescale", lambda c, model: positive(rope_of(c, "main").get("rope_theta", THETA)), "rope_theta"),
     derived("compressed_rope_max_timescale", compressed_theta, "compress_rope_theta"),
     only_kinds("default", kind="main", nested=True), only_kinds("default", kind="compress"),
+    unless(turned_limit),
     derived("rope_type", lambda c, model: "default"),
     derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
     only_in("e591f30", unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText, and e591f30 doesn't load them: see docs/explanation/numerics.md, DeepSeek V4")),

@@ -155,6 +155,7 @@ def test_overrides_are_what_differs():
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+OF_64 = {"rope_type": "default", "partial_rotary_factor": 64 / 512}
 TANH = {"hidden_activation": None}
 PROPORTIONAL = {"rope_type": "proportional"}
 PLAIN_V4 = TREES["deepseek4-284b"] | {
@@ -192,7 +193,8 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["olmo3-7b"] | {"rope_scaling": YARN}, "olmo3-7b", ["YaRN"]),
         (TREES["olmo3-7b"] | {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}}, None, ["10000", "500000"]),
         (TREES["deepseek4-284b"], None, ["'yarn' in compress layers"]),
-        (PLAIN_V4 | {"rope_parameters": {"main": LINEAR, "compress": {}}}, None, ["'linear' in main layers"]),
+        (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | LINEAR, "compress": OF_64}}, None, ["'linear' in main layers"]),
+        (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | {"partial_rotary_factor": 0.5}, "compress": OF_64}}, None, ["rope_parameters.main turns 256 of a head"]),
         (PLAIN_V4 | {"hc_eps": 1e-3}, None, ["hc_eps"]),
         (PLAIN_V4 | {"scoring_func": "sigmoid"}, None, ["scoring_func"]),
         ({name: said for name, said in TREES["mistral-7b"].items() if name != "sliding_window"}, None, ["sliding_window is 4096"]),
@@ -206,6 +208,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["deepseek3-671b"] | {"rope_interleave": False}, None, ["rope_interleave is False"]),
         (TREES["deepseek3-671b"] | {"norm_topk_prob": None}, None, ["norm_topk_prob is False"]),
         (TREES["deepseek3-671b"] | {"n_group": 7}, None, ["7 groups of experts alike"]),
+        (TREES["deepseek3-671b"] | {"topk_group": 0}, None, ["topk_group is 0"]),
         (TREES["deepseek3-671b"] | {"topk_group": 9}, None, ["chooses 9 of 8 groups"]),
         (TREES["deepseek3-671b"] | {"n_group": None, "n_routed_experts": 12}, None, ["n_routed_experts is 12", "8 groups"]),
         (TREES["qwen3-30b-a3b"] | {"num_experts_per_tok": 999}, None, ["num_experts_per_tok is 999, of 128 experts"]),
