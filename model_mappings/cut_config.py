@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 VALUES = {  # a value, or a letter, per layer; those behind the last layer's are prediction layers'
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta", "compress_ratios", "swiglu_limits",
     "swiglu_limits_shared", "activation_sparsity_pattern", "moe_layer_freq", "intermediate_size",
-    "hybrid_override_pattern", "attn_type_list", "num_attention_heads_per_layer",
+    "hybrid_override_pattern", "attn_type_list", "num_attention_heads_per_layer", "rope_theta", "partial_rotary_factors",
 }  # fmt: skip
 NUMBERS = {  # lists of layers, or texts such as "3,4,5"
     "mlp_only_layers", "moe_layers", "moe_layers_enum", "cross_attention_layers", "hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs",
@@ -40,7 +40,6 @@ LAST = {"num_kv_shared_layers"}  # how many of the last
 EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
     "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "cross_layer_interval",
-    "layer_group_size",
 }  # fmt: skip
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
 NESTED = ("linear_attn_config",)  # objects that have such members, too
@@ -243,6 +242,8 @@ def _numbers(value: Any, part: Mapping[str, Any], cut: Renumbered, first: int = 
         ]
     except ValueError:
         return _Refused(f"is {value!r}, which should be numbers of layers with commas between")
+    if isinstance(value, str) and not kept:  # which nobody reads as a list of none
+        return _Refused(f"is {value!r}, and no layer of these is kept")
     return ",".join(map(str, kept)) if isinstance(value, str) else kept
 
 
@@ -296,13 +297,31 @@ def _every(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return value
 
 
+def _repeated(value: str, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Letters of a block that is repeated: `LLLG`."""
+    refused = _every(len(value), part, cut)
+    return refused if isinstance(refused, _Refused) else value
+
+
+def _group(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """The last of each group has full attention, and so has what is left behind the last whole group, as in Ring."""
+
+    def is_full(layer: int, count: int) -> bool:
+        return (layer + 1) % value == 0 or layer >= count // value * value
+
+    for old in cut.kept:
+        if is_full(old, cut.count) != is_full(cut.layers[old], len(cut.kept)):
+            return _Refused(f"is {value}: layer {old} would have another kind of attention as layer {cut.layers[old]}")
+    return value
+
+
 def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return {str(cut.layers[int(layer)]): of for layer, of in value.items() if int(layer) in cut.layers}
 
 
 def _may_be_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
     """Whether it may be a list of layers, or of a value for each, and isn't known."""
-    if key in KNOWN or NOT_LAYERS.fullmatch(key) or cut.count == 1:
+    if key in KNOWN | EVERY or NOT_LAYERS.fullmatch(key) or cut.count == 1:
         return False
     if isinstance(value, list):
         return len(value) == cut.count or bool(value and OF_LAYERS.fullmatch(key))
@@ -330,6 +349,8 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
     (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
+    (lambda key, value, cut: key == "sliding_window_pattern" and isinstance(value, str) and bool(value), _repeated),
+    (lambda key, value, cut: key == "layer_group_size" and type(value) is int and value > 1, _group),
     (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),
     (_may_be_of_layers, _unknown),
 )  # fmt: skip

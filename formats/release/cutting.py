@@ -341,7 +341,9 @@ def _part_of(name: str, encoding: Encoding, box: Box, tensors: Mapping[str, Tens
       CutError: what is stored can't be cut there.
     """
     if isinstance(encoding, PackedRows) and encoding.shape_tensor:
-        says = f"{encoding.shape_tensor.name} says the shape of the whole weight ({encoding.label}); dequantise it first"
+        says = (
+            f"{encoding.shape_tensor.name} says the shape of the whole weight ({encoding.label}); dequantise it first"
+        )
         raise CutError((option, f"{name}: {says}"))
     found: dict[str, Tensor] = {}
     for read in encoding.reads(box):

@@ -78,8 +78,18 @@ def test_texts_by_layer() -> None:
     )
 
 
+def test_blocks_of_layers() -> None:
+    """Letters that are repeated, and groups with what is left behind the last whole one, stay where they still hold."""
+    config = dict(num_hidden_layers=8, sliding_window_pattern="LLLG", layer_group_size=3)
+    assert cut(config, [0, 1, 2], 8) == config | dict(num_hidden_layers=3)
+
+
 def test_prediction_layers() -> None:
     """Behind the last layer they are kept with their values, or dropped with their number; elsewhere they stay."""
+    step = dict(num_hidden_layers=3, rope_theta=[1.0, 2.0, 3.0, 9.0], partial_rotary_factors=[0.5, 1.0, 0.5, 1.0])
+    assert cut(step, [0, 2], 3) == dict(
+        num_hidden_layers=2, rope_theta=[1.0, 3.0, 9.0], partial_rotary_factors=[0.5, 0.5, 1.0]
+    )
     config = dict(num_hidden_layers=3, num_nextn_predict_layers=1, compress_ratios=[1, 2, 3, 9])
     kept = cut(config, [0, 2, 3], 3, numbered_mtp=True)
     assert kept == dict(num_hidden_layers=2, num_nextn_predict_layers=1, compress_ratios=[1, 3, 9])
@@ -107,6 +117,9 @@ def test_sections() -> None:
         (dict(wide_layers=[1, 5]), [0, 1], "'wide_layers' has 2 values, and whether it says something of each layer"),
         (dict(text_config=dict(other_pattern="ab")), [0, 1], "'text_config.other_pattern' is 'ab', and whether"),
         (dict(moe_layers_enum="3-5"), [0, 1], "should be numbers of layers with commas between"),
+        (dict(moe_layers_enum="4,5"), [0, 1], "and no layer of these is kept"),
+        (dict(sliding_window_pattern="LLLG"), [1, 2], "layer 1 would be layer 0, at another place of its block"),
+        (dict(layer_group_size=3), [0, 1, 2, 3], "layer 3 would have another kind of attention as layer 3"),
         (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
         (dict(indexer_types=["full", "shared"] * 4), [0, 3], "layer 3 takes the tokens that layer 2 chose"),
         (dict(index_topk_pattern="FSSFSSSS"), [0, 1, 5], "layer 5 takes the tokens that layer 3 chose"),

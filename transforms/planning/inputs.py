@@ -48,7 +48,7 @@ def this_code() -> str:
     """
     identity = Identity()
     for root in sorted(Path(str(package.__file__)).parent for package in (formats, model_mappings, transforms)):
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted(root.rglob("[!.]*.py")):  # not an editor's lock, .#x.py, which leads nowhere
             identity.add(root.name, path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
     return identity.hash
 
