@@ -267,7 +267,8 @@ def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int
       config: `config.json`.
       tensors: `(name, shape)` of each.
     """
-    if (kind := config.get("model_type")) in CONV1D:
+    parts = (config, *(part for part in config.values() if isinstance(part, Mapping)))  # a decoder of its own kind
+    if kind := next((kind for part in parts if (kind := part.get("model_type")) in CONV1D), None):
         why = f"'model_type' is {kind!r}, whose layers are transformers' Conv1D, which engines don't load in FP8"
         return [("config.json", why)]
     return [

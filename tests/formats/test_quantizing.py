@@ -270,7 +270,9 @@ def test_what_engines_would_read_otherwise() -> None:
     """transformers' Conv1D, and what may be experts under a name that isn't known."""
     experts = {"model.layers.0.mlp.input_linear.weight": (4, 256, 256)}
     assert [name for name, _ in why_not({"model_type": "jetmoe"}, experts.items())] == list(experts)
-    assert [name for name, _ in why_not({"model_type": "gpt2"}, ())] == ["config.json"]
+    decoder = {"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}
+    for config in ({"model_type": "gpt2"}, decoder):
+        assert [name for name, _ in why_not(config, ())] == ["config.json"]
     known = {
         "model.layers.0.mlp.experts.up_proj": (4, 256, 256),
         "model.layers.0.conv1d.weight": (256, 1, 4),

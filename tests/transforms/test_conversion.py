@@ -19,9 +19,11 @@ import pytest
 from processes import run
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
+from weightbeam import formats, model_mappings, transforms
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.inputs import this_code
 from weightbeam.transforms.planning.options import Options
 from weightbeam.transforms.stages.staged import load
 
@@ -72,6 +74,20 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
     assert units_digest(loaded) == units_digest(made)
     assert made.stage() == load(made.stage()).stage()
     assert len(made.stage()) < 12_000
+
+
+def test_a_lock_of_an_editor_is_no_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is named with a dot leads nowhere, and tells nothing; a module's bytes do."""
+    for package in (formats, model_mappings, transforms):
+        monkeypatch.setattr(package, "__file__", str(tmp_path / package.__name__ / "__init__.py"))
+    package = tmp_path / formats.__name__
+    package.mkdir()
+    (package / "reading.py").write_text("a = 1")
+    before = this_code.__wrapped__()
+    (package / ".#reading.py").symlink_to("nobody@nowhere.1")
+    assert this_code.__wrapped__() == before
+    (package / "reading.py").write_text("a = 2")
+    assert this_code.__wrapped__() != before
 
 
 @pytest.mark.parametrize("fact", ["hash", "code"])

@@ -128,10 +128,10 @@ def give_back(arena: Arena) -> None:
     """Takes an arena back whose arrays nobody uses any more."""
     global _untrimmed
     with _CHANGED:
+        let_go(arena)  # before anybody else can take it, and count it as theirs
         _FREE.append(arena)
         if is_due := _untrimmed > TRIM_BYTES:
             _untrimmed = 0
-    let_go(arena)
     if is_due:
         trim_heaps()
 

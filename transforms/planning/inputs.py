@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weightbeam import formats, model_mappings, transforms
+from weightbeam import __version__, formats, model_mappings, transforms
 from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES
 
 # what was read for a plan has half of that at most
@@ -47,6 +47,7 @@ def this_code() -> str:
     another one has begun isn't gone on with: it may have read or computed otherwise.
     """
     identity = Identity()
+    identity.add(__version__)  # all there is to tell of modules without their source
     for root in sorted(Path(str(package.__file__)).parent for package in (formats, model_mappings, transforms)):
         for path in sorted(root.rglob("[!.]*.py")):  # not an editor's lock, .#x.py, which leads nowhere
             identity.add(root.name, path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
