@@ -41,6 +41,8 @@ EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
     "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "cross_layer_interval",
 }  # fmt: skip
+REPEATED = {"sliding_window_pattern", "block_types"}  # a value for each layer of a block, which is repeated
+BY_NUMBER = {("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama")}  # layers compute with their number
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
 NESTED = ("linear_attn_config",)  # objects that have such members, too
 NOT_LAYERS = re.compile(
@@ -288,19 +290,33 @@ def _frequency(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return value
 
 
-def _every(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
-    moved = [layer for layer in cut.kept if layer % value != cut.layers[layer] % value]
+def _every(value: int | Sequence[Any], part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """A block's layers by their number, or by a value for each: `LLLG`."""
+    block = value if isinstance(value, int) else len(value)
+    moved = [layer for layer in cut.kept if layer % block != cut.layers[layer] % block]
     if moved:
         return _Refused(
-            f"is {value}: layer {moved[0]} would be layer {cut.layers[moved[0]]}, at another place of its block; keep whole blocks of {value}"
+            f"is {value!r}: layer {moved[0]} would be layer {cut.layers[moved[0]]}, at another place of its block; keep whole blocks of {block}"
         )
     return value
 
 
-def _repeated(value: str, part: Mapping[str, Any], cut: Renumbered) -> Any:
-    """Letters of a block that is repeated: `LLLG`."""
-    refused = _every(len(value), part, cut)
-    return refused if isinstance(refused, _Refused) else value
+def _stay(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Of GPT-2 that divides by a layer's number, DiffLlama whose λ follows from it."""
+    moved = next((layer for layer in cut.kept if cut.layers[layer] != layer), None)
+    if moved is None:
+        return value
+    return _Refused(
+        f"is {value!r}: what layer {moved} computes depends on its number, which would be {cut.layers[moved]}"
+    )
+
+
+def _end(value: int, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """The last of those layers; -1 is the model's."""
+    kept = [layer for layer in cut.kept if layer <= value]
+    if value >= 0 and not kept:
+        return _Refused(f"is {value}, and no layer up to it is kept")
+    return len(kept) - 1 if value >= 0 else value
 
 
 def _group(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
@@ -321,7 +337,7 @@ def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
 
 def _may_be_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
     """Whether it may be a list of layers, or of a value for each, and isn't known."""
-    if key in KNOWN | EVERY or NOT_LAYERS.fullmatch(key) or cut.count == 1:
+    if key in KNOWN | EVERY | REPEATED or NOT_LAYERS.fullmatch(key) or cut.count == 1:
         return False
     if isinstance(value, list):
         return len(value) == cut.count or bool(value and OF_LAYERS.fullmatch(key))
@@ -349,7 +365,9 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
     (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
-    (lambda key, value, cut: key == "sliding_window_pattern" and isinstance(value, str) and bool(value), _repeated),
+    (lambda key, value, cut: key in REPEATED and isinstance(value, list | str) and bool(value), _every),
+    (lambda key, value, cut: (key, value) in BY_NUMBER if isinstance(value, str | bool) else False, _stay),
+    (lambda key, value, cut: key == "moe_layer_end_index" and type(value) is int, _end),
     (lambda key, value, cut: key == "layer_group_size" and type(value) is int and value > 1, _group),
     (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),
     (_may_be_of_layers, _unknown),

@@ -82,6 +82,8 @@ def test_blocks_of_layers() -> None:
     """Letters that are repeated, and groups with what is left behind the last whole one, stay where they still hold."""
     config = dict(num_hidden_layers=8, sliding_window_pattern="LLLG", layer_group_size=3)
     assert cut(config, [0, 1, 2], 8) == config | dict(num_hidden_layers=3)
+    config = dict(num_hidden_layers=8, scale_attn_by_inverse_layer_idx=False, moe_layer_end_index=4)
+    assert cut(config, [1, 3, 5], 8) == config | dict(num_hidden_layers=3, moe_layer_end_index=1)
 
 
 def test_prediction_layers() -> None:
@@ -119,6 +121,17 @@ def test_sections() -> None:
         (dict(moe_layers_enum="3-5"), [0, 1], "should be numbers of layers with commas between"),
         (dict(moe_layers_enum="4,5"), [0, 1], "and no layer of these is kept"),
         (dict(sliding_window_pattern="LLLG"), [1, 2], "layer 1 would be layer 0, at another place of its block"),
+        (
+            dict(block_types=["recurrent", "recurrent", "attention"]),
+            [0, 2],
+            "layer 2 would be layer 1, at another place",
+        ),
+        (
+            dict(scale_attn_by_inverse_layer_idx=True),
+            [1, 2],
+            "what layer 1 computes depends on its number, which would be 0",
+        ),
+        (dict(model_type="diffllama"), [0, 2], "what layer 2 computes depends on its number"),
         (dict(layer_group_size=3), [0, 1, 2, 3], "layer 3 would have another kind of attention as layer 3"),
         (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
         (dict(indexer_types=["full", "shared"] * 4), [0, 3], "layer 3 takes the tokens that layer 2 chose"),
