@@ -185,6 +185,16 @@ class Place(abc.ABC):
         return False
 
 
+def owner_of(store: Store, name: str) -> str | None:
+    """The run that a file of a store names; None where it isn't there.
+
+    Raises:
+      DamagedRecordError: it is no such file.
+      StorageError: it can't be read.
+    """
+    return _json(store, name).get("run")
+
+
 def told_other_run(url: str, run: str) -> str:
     """That a place is another run's."""
     return f"{url} holds the steps of {run}; two runs can't be published into one place"
@@ -278,7 +288,7 @@ class StorePlace(Place):
         check_writable(self.store, dry_run)
 
     def owner(self) -> str | None:
-        return _json(self.store, OWNER).get("run")
+        return owner_of(self.store, OWNER)
 
     def own(self, run: str, output: str | None) -> None:
         (self.store / ".weightbeam").make()

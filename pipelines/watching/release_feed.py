@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
-from weightbeam.pipelines.watching.notices import warn
+from weightbeam.pipelines.watching.notices import inform, warn
 from weightbeam.pipelines.watching.records import (
     FAILED,
     PUBLISHED,
@@ -32,6 +34,7 @@ from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
 STEP = "0"  # of each checkpoint
 REPORT = "release.json"  # beside the checkpoint: where it comes from
+AGAIN = "again.json"  # beside the records: when the hub was seen to have gone back to what they are of
 
 
 class ReleaseFeed(Feed):
@@ -42,6 +45,7 @@ class ReleaseFeed(Feed):
     def __init__(self, config: WatchConfig):
         self._config, self.output = config, config.output
         self._unmatched: set[str] = set()  # patterns, as said before
+        self._there: dict[str, str] = {}  # the weights that the hub has now, by the model
 
     @property
     def targets(self) -> Collection[VersionTarget]:
@@ -61,7 +65,12 @@ class ReleaseFeed(Feed):
     def versions(self, name: str) -> Iterable[ReleaseCommit]:
         if releases.is_pattern(name):
             return []
-        return [releases.find_release(name, self._config.revision)]
+        return [self._find(name)]
+
+    def _find(self, name: str) -> ReleaseCommit:
+        release = releases.find_release(name, self._config.revision)
+        self._there[name] = release.weights
+        return release
 
     def waits_for(self, name: str) -> str | None:
         if not releases.is_pattern(name):
@@ -88,16 +97,25 @@ class ReleaseFeed(Feed):
         return histories(self.output, name)
 
     def mend(self, name: str, known: Collection[History]) -> None:
-        """Writes `<target>.json` where a watcher was ended after it had published, and before it had said so there.
-        Costs one read for each.
+        """Has `<target>.json` name what the hub has now, if that is published: a watcher may have been ended after it had
+        published, and before it had said so there; the hub may have gone back to what was published before, or the
+        configuration to a target's former options. Costs one read for each.
         """
         for target in sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
+            newest, *others = self._published(known, target)
             try:
                 named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
             except (ValueError, AttributeError):  # someone's own edit
                 named = None
-            if named != self._published(known, target)[0]:
-                self._point(name, target)
+            if named == (checkpoint := self._checkpoint(newest)):
+                continue
+            is_back = self._is_there(newest) and any(self._since(other) >= self._since(newest) for other in others)
+            if is_back := is_back and self._report(checkpoint) is not None:
+                newest.store.write(AGAIN, json.dumps({"time": now().isoformat()}).encode())
+            if self._point(name, target) and is_back:
+                inform(
+                    f"{self.output.path(f'{name}/{target}.json')} names {checkpoint} again: that is what the hub has now, by the options of now"
+                )
 
     def source(self, history: History) -> str:
         return f"hf://{history.name}@{history.facts['commit']}"
@@ -194,30 +212,49 @@ class ReleaseFeed(Feed):
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
+        with contextlib.suppress(OSError):  # it may have changed while this was made
+            self._find(history.name)
         self._point(history.name, history.first["target"])
         return ()
 
-    def _point(self, repo: str, target: str) -> None:
+    def _point(self, repo: str, target: str) -> bool:
         """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this
-        moment.
+        moment; returns whether it was another one.
         """
         output, pointer = self.output, f"{repo}/{target}.json"
         while True:
-            reports = map(self._report, self._published(histories(output, repo), target))
-            newest = next((report for report in reports if report), None)
             before = output.stat(pointer)
+            published = self._published(histories(output, repo), target)
+            newest = next(filter(None, (self._report(self._checkpoint(history)) for history in published)), None)
             if newest is None or (there := self._read(pointer)) == newest:
-                return
+                return False
             if there is not None and not is_pointer(there):
                 warn(told_foreign(output.path(pointer), json.loads(newest)["checkpoint"]))
-                return
-            output.write_over(pointer, newest, before)
+                return False
+            if output.write_over(pointer, newest, before):
+                return True
 
-    def _published(self, found: Iterable[History], target: str) -> list[str]:
-        """The checkpoints that were published for a target, the newest release first."""
+    def _published(self, found: Iterable[History], target: str) -> list[History]:
+        """What was published for a target: what the hub has now, then the newest release first."""
         those = [history for history in found if history.state == PUBLISHED and history.first["target"] == target]
-        those.sort(key=lambda history: (history.facts["updated"], history.facts["time"]), reverse=True)
-        return [self._checkpoint(history) for history in those]
+        return sorted(
+            those,
+            key=lambda history: (self._is_there(history), self._since(history), history.facts["time"]),
+            reverse=True,
+        )
+
+    def _is_there(self, history: History) -> bool:
+        """Whether it is of what the hub has now, and by the options that are asked for now."""
+        return history.first["weights"] == self._there.get(history.name) and self.target(history) is not None
+
+    def _since(self, history: History) -> datetime.datetime:
+        """When the hub got a release, or was seen to have it again."""
+        since = datetime.datetime.fromisoformat(history.facts["updated"])
+        try:
+            again = datetime.datetime.fromisoformat(json.loads(history.store.read(AGAIN))["time"])
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return since
+        return max(since, again) if again.tzinfo else since
 
     def _report_of(self, checkpoint: str) -> str:
         """The name of its report in the output."""

@@ -37,7 +37,7 @@ from weightbeam.pipelines.watching.config import (
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, told_other_run
+from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, owner_of, told_other_run
 from weightbeam.pipelines.watching.records import (
     GONE,
     PUBLISHED,
@@ -69,6 +69,7 @@ from weightbeam.transforms.planning.options import (
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
+OWNER = "run.json"  # beside the records: whose they are
 ASIDE = "aside"  # in a mark: published, but never the newest
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
@@ -119,7 +120,8 @@ class RunFeed(Feed):
         """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
         self._config, self.run, self.output, self._flat = config, run, config.output, flat
         self.store: Store = open_store(run.checkpoints)
-        self._marks_folder = config.output / RUNS / run.name / MARKS
+        self._records = config.output / RUNS / run.name
+        self._marks_folder = self._records / MARKS
         scratch = scratch_of(config.output)
         self.places: dict[str, Place] = {}
         for target in run.targets:
@@ -177,8 +179,9 @@ class RunFeed(Feed):
         """The committed steps, by one listing; none where the run hasn't made its folder yet.
 
         Raises:
-          StorageError: the run can't be listed, or was there before.
+          StorageError: the run can't be listed, or was there before; or another run of this name has the records.
         """
+        self._check_records()
         try:
             self._there = list_steps(self.store)
         except StorageError:
@@ -274,6 +277,9 @@ class RunFeed(Feed):
         place = self._place(history)
         place.own(self.naming(place).name(self.run.checkpoints), known.get(history.first["target"]))
         self._marks_folder.make()
+        self._records.create(
+            OWNER, json.dumps({"run": self._naming(self.output.url).name(self.run.checkpoints)}).encode()
+        )
         self._marks_folder.create(f"{OPEN}~{history.key}", b"")
 
     def settled(self, history: History) -> None:
@@ -323,8 +329,12 @@ class RunFeed(Feed):
     def naming(self, place: Place) -> Naming:
         """How the run is named in one of its places: by a hash of where it lies, since what it holds changes."""
         asked = next((each.options.full_paths for each in self.run.targets if self.places[each.name] is place), None)
-        naming, run = Naming.of(place.url, asked), self.run.checkpoints
-        return dataclasses.replace(naming, known={run: hashlib.sha256(run.encode()).hexdigest()[:16]})
+        return self._naming(place.url, asked)
+
+    def _naming(self, url: str, full_paths: bool | None = None) -> Naming:
+        run = self.run.checkpoints
+        known = {run: hashlib.sha256(run.encode()).hexdigest()[:16]}
+        return dataclasses.replace(Naming.of(url, full_paths), known=known)
 
     def _place(self, history: History) -> Place:
         return self.places[history.first["target"]]
@@ -335,15 +345,31 @@ class RunFeed(Feed):
         Raises:
           OSError: it can't be told.
         """
-        owner, run = place.owner(), self.run.checkpoints
-        return None if owner in (None, run, self.naming(place).name(run)) else owner
+        return self._other_run(place.owner(), self.naming(place))
 
-    def _check_owner(self, place: Place) -> None:
-        """Makes sure that a place isn't another run's, which may have begun since this watcher did.
+    def _other_run(self, owner: str | None, naming: Naming) -> str | None:
+        run = self.run.checkpoints
+        return None if owner in (None, run, naming.name(run)) else owner
+
+    def _check_records(self) -> None:
+        """Makes sure that the records aren't another run's, which a file of its own may give the same name.
 
         Raises:
-          StorageError: it is.
+          StorageError: they are.
         """
+        if other := self._other_run(owner_of(self._records, OWNER), self._naming(self.output.url)):
+            raise StorageError(
+                f"run {self.run.name}: {self._records} holds the records of another run of this name, {other}; give one of "
+                "them another name, or an output of its own"
+            )
+
+    def _check_owner(self, place: Place) -> None:
+        """Makes sure that neither a place nor the records are another run's, which may have begun since this watcher did.
+
+        Raises:
+          StorageError: one of them is.
+        """
+        self._check_records()
         if owner := self.taken_by(place):
             raise StorageError(told_other_run(place.url, owner))
 

@@ -1719,6 +1719,50 @@ def test_two_runs_that_begin_at_one_place_before_their_first_steps(
         assert len(set(said)) == 1
 
 
+def test_two_runs_of_one_name_in_two_files(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their records would be one run's, by which `keep` removes: the second to begin is refused, also if both are at
+    work by then.
+    """
+    capsys.readouterr()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        about = dict(
+            checkpoints=str(tmp_path / name / "tuned" / "checkpoints"), like=str(model[0]), keep=dict(last=1),
+            targets=[dict(name="t", output=str(tmp_path / f"pub_{name}"))],
+        )  # fmt: skip
+        settings = dict(output=str(tmp_path / "out"), runs=[about], verify=0)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        assert call("watch", "--config", tmp_path / f"{name}.yaml", "--once") == 0  # waits for its first step
+
+    def look(name: str, step: int) -> int:
+        write(tmp_path / name / "tuned" / "checkpoints", step, model=model)
+        return call("watch", "--config", tmp_path / f"{name}.yaml", "--once")
+
+    assert look("a", 1) == 0
+    before = (tmp_path / "out" / "tuned" / "t.json").read_bytes()
+    assert look("b", 2) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"run tuned: {tmp_path}/out/.weightbeam/runs/tuned holds the records of another run of this name" in told
+    assert f"{tmp_path}/a/tuned/checkpoints; give one of them another name, or an output of its own" in told
+    with pytest.MonkeyPatch.context() as patched:  # both are at work since
+        patched.setattr(preflight, "_find_problems", lambda *_: [])
+        assert call("watch", "--config", tmp_path / "b.yaml", "--once") == 1
+    assert "the records of another run of this name" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "tuned" / "t.json").read_bytes() == before
+    assert [step.name for step in (tmp_path / "pub_a").glob("step-*")] == ["step-1"]
+    assert not [*(tmp_path / "pub_b").glob("step-*")]
+    assert look("a", 3) == 0  # whose watcher goes on
+    owner = tmp_path / "out" / ".weightbeam" / "runs" / "tuned" / "run.json"
+    owner.write_text("mine")
+    assert look("a", 4) == 1
+    assert f"{owner}: " in capsys.readouterr().err
+    owner.unlink()  # as of a version that didn't say whose they are
+    assert call("watch", "--config", tmp_path / "a.yaml", "--once") == 0
+    assert json.loads(owner.read_text())["run"] == str(tmp_path / "a" / "tuned" / "checkpoints")
+
+
 def test_a_pull_request_isnt_a_branch_of_somebodys(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

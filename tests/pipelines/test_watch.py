@@ -38,6 +38,7 @@ from support import (
     LLAMA,
     assert_same_bits,
     call,
+    digests,
     make_release,
     peft_adapter,
     random_tensors,
@@ -106,7 +107,11 @@ class Watch:
         store = open_store(str(self.output)) / ROOT / repo
         found: dict[str, list[dict[str, Any]]] = {}
         for file in store.list():
-            if file.name.endswith(("/lease", "/lease.lock", "-tmp")) or "/same-" in file.name:
+            if (
+                file.name.endswith(("/lease", "/lease.lock", "-tmp"))
+                or "/same-" in file.name
+                or file.name.endswith("/again.json")
+            ):
                 continue
             found.setdefault(file.name.partition("/")[0], []).append(json.loads(store.read(file.name)))
         return sorted(found.values(), key=lambda records: records[0]["time"])
@@ -315,6 +320,55 @@ def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -
     assert watch.states() == [WHOLE, WHOLE]
     arrays = restore(step_of(watch.published("flat")))
     assert arrays["decoder.layers_1.mlp.wo.kernel"].dtype == np.float32
+
+
+@pytest.mark.parametrize("how", ["a commit", "the branch", "a repository made anew"])
+def test_a_hub_that_goes_back(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """The pointer names what the hub has, and keeps to that while the next release is made, or isn't."""
+    first = make_release(tmp_path / "first", files=2)
+    hub.add(REPO, first)
+    start, seeds = hub.repositories[REPO].head, []
+
+    def look() -> None:
+        assert watch.once() == 0
+        seeds.append(next(s for s in range(3) if digests(restore(step_of(watch.published()))) == digests(wanted(s))))
+
+    look()
+    hub.commit(REPO, make_release(tmp_path / "second", files=2, seed=1))
+    look()
+    if how == "a commit":
+        hub.commit(REPO, first)
+    elif how == "the branch":
+        hub.repositories[REPO].branches["main"] = start
+    else:
+        del hub.repositories[REPO]
+        hub.add(REPO, first)
+    capsys.readouterr()
+    look()
+    assert "fsdp2.json names" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "again: that is what the hub has now" in said
+    look()
+    hub.commit(REPO, make_release(tmp_path / "third", files=2, seed=2))
+    watch.set(max_bytes="1B")
+    look()  # is refused
+    watch.set(max_bytes="1GB")
+    look()
+    assert seeds == [0, 1, 0, 0, 0, 2]
+    assert watch.states()[:2] == [WHOLE, WHOLE]
+
+
+def test_options_that_are_edited_and_edited_back(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """The pointer names the checkpoint of the options that are asked for now, once it is published."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    scanned = dict(name="v")
+    for target in (scanned, dict(name="v", scan_layers=False), scanned, scanned):
+        watch.set(targets=[target])
+        assert watch.once() == 0
+        layers = [name for name in restore(step_of(watch.published("v"))) if "decoder.layers" in name]
+        assert all("layers_" in name for name in layers) == (target is not scanned)
+    assert watch.states() == [WHOLE, WHOLE]
 
 
 # --- what waits, and what is refused ----------------------------------------------------------------------------------
