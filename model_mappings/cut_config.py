@@ -44,7 +44,7 @@ EVERY = {  # every how many
 REPEATED = {"sliding_window_pattern", "block_types"}  # a value for each layer of a block, which is repeated
 BY_NUMBER = {("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama")}  # layers compute with their number
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
-NESTED = ("linear_attn_config",)  # objects that have such members, too
+NESTED = ("linear_attn_config", "attn_config")  # objects that have such members, too
 NOT_LAYERS = re.compile(
     r"architectures|(?!.*layer).*_ids?|keys_to_ignore.*|mrope_section|(mtp|vision|audio)_.*|deepstack_.*"
 )
@@ -337,6 +337,8 @@ def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
 
 def _may_be_of_layers(key: str, value: Any, cut: Renumbered) -> bool:
     """Whether it may be a list of layers, or of a value for each, and isn't known."""
+    if key in VALUES and isinstance(value, list | str):
+        return 0 < len(value) < cut.count
     if key in KNOWN | EVERY | REPEATED or NOT_LAYERS.fullmatch(key) or cut.count == 1:
         return False
     if isinstance(value, list):
@@ -361,7 +363,7 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key == "index_topk_freq" and type(value) is int and value > 1, _frequency),
     (_has_value_per_layer, _values),
     (lambda key, value, cut: key in NUMBERS and isinstance(value, list | str), _numbers),
-    (lambda key, value, cut: key in FROM_ONE and isinstance(value, list), functools.partial(_numbers, first=1)),
+    (lambda key, value, cut: key in FROM_ONE and isinstance(value, list | str), functools.partial(_numbers, first=1)),
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
     (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),

@@ -271,12 +271,19 @@ def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int
     if kind := next((kind for part in parts if (kind := part.get("model_type")) in CONV1D), None):
         why = f"'model_type' is {kind!r}, whose layers are transformers' Conv1D, which engines don't load in FP8"
         return [("config.json", why)]
+    shapes = dict(tensors)
+    outer = [(name, shape) for name, shape in shapes.items() if name.count(".") == 1]
+    bare = tuple(module for module in not_converted(outer) if "." not in module)
     return [
+        (name, f"{next(filter(module.endswith, bare))} isn't quantised, and engines go by how a module's name ends")
+        for name, shape in shapes.items()
+        if (module := name.removesuffix(".weight")).endswith(bare) and len(shape) == 2 and why_kept(name, shape) is None
+    ] + [
         (
             name,
             f"{tuple(shape)}: what engines make of such a tensor isn't known, and so nor whether they take it for codes",
         )
-        for name, shape in tensors
+        for name, shape in shapes.items()
         if len(shape) > 2
         and min(shape[-2:]) >= KERNEL
         and IN_A_LAYER.fullmatch(name)

@@ -70,9 +70,9 @@ def new_family(name: str, like: str) -> Drafted:
         )
     release = open_source(like)
     held = open_tensors(release)
-    if held.problems:
-        found = "\n".join(map(str, held.problems))
-        raise Refused(f"{like}: {count(len(held.problems), 'problem')}\n{found}", held.problems)
+    if problems := [*release.problems, *held.problems]:
+        found = "\n".join(map(str, problems))
+        raise Refused(f"{like}: {count(len(problems), 'problem')}\n{found}", problems)
     specs = held.specs()
     try:
         made = draft(

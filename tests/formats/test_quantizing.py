@@ -267,7 +267,9 @@ def test_modules_that_config_json_names() -> None:
 
 
 def test_what_engines_would_read_otherwise() -> None:
-    """transformers' Conv1D, and what may be experts under a name that isn't known."""
+    """transformers' Conv1D, what may be experts under a name that isn't known, and what ends as a module's name does
+    that isn't quantised.
+    """
     experts = {"model.layers.0.mlp.input_linear.weight": (4, 256, 256)}
     assert [name for name, _ in why_not({"model_type": "jetmoe"}, experts.items())] == list(experts)
     decoder = {"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}
@@ -280,6 +282,10 @@ def test_what_engines_would_read_otherwise() -> None:
         "model.embed.weight": (4, 256, 256),
     }
     assert why_not({"model_type": "qwen3_moe"}, known.items()) == []
+    query = "model.layers.0.self_attn.q_proj.weight"
+    head = {"lm_head.weight": (256, 256), query: (256, 256)}
+    assert why_not({}, head.items()) == []
+    assert [name for name, _ in why_not({}, {**head, "proj.weight": (256, 256)}.items())] == [query]
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
+from google.api_core import exceptions
+from google.cloud import storage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import run
@@ -445,6 +447,19 @@ def test_what_is_forbidden(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
             ask()
         assert "[http_" not in str(error.value)
     assert len(gcs.log) == len(asks)
+
+
+def test_what_is_held(bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retention policy refuses whoever asks: no role is advised (cloud.google.com/storage/docs/bucket-lock)."""
+    why = "DELETE x: Object 'bucket/x' is subject to bucket's retention policy and cannot be deleted until 2027-01-01"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise exceptions.Forbidden(why)
+
+    monkeypatch.setattr(storage.Blob, "delete", refuse)
+    with pytest.raises(StorageError, match=r"retention policy .*choose a bucket, or a folder") as error:
+        bucket.check_writable()
+    assert "roles/" not in str(error.value)
 
 
 def test_no_such_bucket(gcs: FakeGcs) -> None:

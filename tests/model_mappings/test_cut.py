@@ -49,11 +49,11 @@ def test_values_by_layer() -> None:
     """Lists of values, lists of layers, tables by layer, how many of the first and of the last there are."""
     config = dict(
         num_hidden_layers=6, layer_types=list("aabbcc"), mlp_only_layers=[0, 4, 5], per_layer_config={"1": 1, "4": 4}, first_k_dense_replace=2,
-        num_kv_shared_layers=1, max_window_layers=6, hidden_size=6, eos_token_id=[1, 2, 3, 4, 5, 6],
+        num_kv_shared_layers=1, max_window_layers=6, num_blocks=6, hidden_size=6, eos_token_id=[1, 2, 3, 4, 5, 6],
     )  # fmt: skip
     assert cut(config, [0, 4, 5], 6) == config | dict(
         num_hidden_layers=3, layer_types=list("acc"), mlp_only_layers=[0, 1, 2], per_layer_config={"1": 4}, first_k_dense_replace=1,
-        num_kv_shared_layers=1, max_window_layers=3,
+        num_kv_shared_layers=1, max_window_layers=3, num_blocks=3,
     )  # fmt: skip
 
 
@@ -118,6 +118,8 @@ def test_sections() -> None:
         (dict(new_list=[0.1] * 8), [0, 1], "8 values, as many as there are layers, and whether"),
         (dict(wide_layers=[1, 5]), [0, 1], "'wide_layers' has 2 values, and whether it says something of each layer"),
         (dict(text_config=dict(other_pattern="ab")), [0, 1], "'text_config.other_pattern' is 'ab', and whether"),
+        (dict(hybrid_override_pattern="M*M-"), [0, 1], "'hybrid_override_pattern' is 'M*M-', and whether"),
+        (dict(attn_config=dict(full_attn_layers="2-5")), [0, 1], "should be numbers of layers with commas between"),
         (dict(moe_layers_enum="3-5"), [0, 1], "should be numbers of layers with commas between"),
         (dict(moe_layers_enum="4,5"), [0, 1], "and no layer of these is kept"),
         (dict(sliding_window_pattern="LLLG"), [1, 2], "layer 1 would be layer 0, at another place of its block"),

@@ -285,6 +285,11 @@ def test_a_draft_at_the_terminal(release: Path, tmp_path: Path) -> None:
     again = with_site(here, *call, cwd=here)
     assert again.returncode == 2
     assert "is there already" in again.stderr
-    for name, words in (("class", "can't be the name"), ("a-b", "can't be the name")):
-        refused = with_site(here, "-m", "weightbeam", "new-family", name, "--like", str(release), cwd=here)
+    cases = (
+        ("class", release, "can't be the name"),
+        ("a-b", release, "can't be the name"),
+        ("b", here, "no safetensors"),
+    )
+    for name, like, words in cases:
+        refused = with_site(here, "-m", "weightbeam", "new-family", name, "--like", str(like), cwd=here)
         assert (refused.returncode, words in refused.stderr) == (2, True)
