@@ -207,7 +207,10 @@ class FolderStaging(Staging):
         for name in [self._folder] if self._folder else self._staged():
             _remove(self.output / name)
             if os.path.lexists(self.output / name):
-                log.warning("%s was staged by another user, and can't be removed", self.output / name)
+                log.warning(
+                    "%s, where a command was at work before, can't be removed; is it another user's?",
+                    self.output / name,
+                )
 
     def write_plan(self, plan: bytes) -> None:
         """Lock files of writers that were killed go too: TensorStore writes over them, and leaves what reaches beyond."""

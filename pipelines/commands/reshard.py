@@ -34,7 +34,7 @@ from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_p
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, parse_maxtext_yaml, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.report import maxtext_lines, memory_parts, storage_flags, units_text
+from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_parts, storage_flags, units_text
 from weightbeam.pipelines.terminal.shell import STDOUT, say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import count, human, pace
@@ -180,7 +180,7 @@ def reshard(
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
     planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
-    made = carry(planned, output, how, beam, progress)
+    made = carry(planned, output, how, beam, progress, by_mesh(planned.warnings))
     return Resharded(planned, f"{made.folder}/{ITEMS}", made.seconds, made.written, made.state, made.compared)
 
 
@@ -381,7 +381,7 @@ def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
     lines += [
         f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()
     ]
-    lines += [f"warning     {warning}" for warning in planned.warnings]
+    lines += [f"warning     {warning}" for warning in by_mesh(planned.warnings)]
     return "\n".join(map(printable, lines))
 
 
@@ -412,7 +412,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
         "left_out": dict(planned.plan.dropped),
         "adapters": list(planned.adapted.adapters),
         "problems": [dataclasses.asdict(problem) for problem in planned.plan.problems],
-        "warnings": list(planned.warnings),
+        "warnings": by_mesh(planned.warnings),
     }
 
 

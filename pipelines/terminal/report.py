@@ -243,13 +243,7 @@ def storage_flags(format: Format) -> dict[str, Any]:
 
 def warnings_of(conversion: Conversion) -> tuple[str, ...]:
     """What should be known before it is carried out, with numbers, once each."""
-    uneven: dict[str, list[str]] = defaultdict(list)  # mesh -> the axes that it doesn't divide
     others, cut = [], []
-    for warning in conversion.warnings:
-        if found := UNEVEN.fullmatch(warning):
-            uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
-        else:
-            others.append(warning)
     if adapter := next((name for name in conversion.source.ignored if name.startswith("adapter_model")), ""):
         others.append(
             f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.source.root)} merges it"
@@ -262,11 +256,23 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
                 cut.append(
                     f"{found['tensor']}: {rows - kept:,} of {rows:,} rows ({(rows - kept) / rows:.0%}) are cut off, as --vocab_size={kept} asks"
                 )
+    return tuple(map(worded, collapse([*cut, *by_mesh(conversion.warnings), *others])))
+
+
+def by_mesh(warnings: Iterable[str]) -> list[str]:
+    """Warnings, with one for each mesh that doesn't divide axes, in whatever arrays, before the others."""
+    uneven: dict[str, list[str]] = defaultdict(list)  # mesh -> the axes that it doesn't divide
+    others = []
+    for warning in warnings:
+        if found := UNEVEN.fullmatch(warning):
+            uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
+        else:
+            others.append(warning)
     meshes = [
         f"what doesn't divide over {mesh}: {', '.join(sorted(set(axes)))}, in {count(len(axes), 'array')}; MaxText will refuse that mesh"
         for mesh, axes in uneven.items()
     ]
-    return tuple(map(worded, collapse([*cut, *meshes, *others])))
+    return [*meshes, *others]
 
 
 def refused_meshes(conversion: Conversion) -> list[str]:

@@ -616,7 +616,7 @@ def test_what_another_user_has_begun(tmp_path: Path) -> None:
     )
     assert ran.stdout.startswith("can't be written by this user; go on as the one who began it"), ran.stderr
     (left,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert f"{left} was staged by another user, and can't be removed" in ran.stderr
+    assert f"{left}, where a command was at work before, can't be removed" in ran.stderr
 
 
 @pytest.mark.parametrize(("name", "plan"), FOREIGN, ids=["empty", "text", "list", "foreign", "cut"])
