@@ -136,8 +136,10 @@ class Feed(abc.ABC):
     def reopened(self, history: History) -> None:  # noqa: B027
         """Takes note of a history that begins anew."""
 
-    def mend(self, name: str, known: Collection[History]) -> None:  # noqa: B027
-        """Puts right what a watcher has left undone that was ended between two steps."""
+    def mend(self, name: str, known: Collection[History], version: Version | None = None) -> None:  # noqa: B027
+        """Puts right what a watcher has left undone that was ended between two steps; and what isn't so any more, once the
+        version that is there now is known.
+        """
 
     # --- what is done
 

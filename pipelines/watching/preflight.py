@@ -108,7 +108,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
             return _find_no_run(feed.store)
         newest = None if feed.is_known() else read_step(feed.store, run.name, steps[-1])
     except DamagedRecordError:  # stops this run alone, at each look
-        return problems
+        return []
     except OSError as e:
         message = str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"
         return [*problems, message]

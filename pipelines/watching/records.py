@@ -1,7 +1,8 @@
 """What was done: for each version and target a history of states, in the output.
 
 A history is a folder of records `0001.json`, `0002.json`, …; the last one is the state. A record is made by a
-conditional create, so of two watchers that take a step from one state only one succeeds. Nothing is ever rewritten.
+conditional create, so of two watchers that take a step from one state only one succeeds. None is ever rewritten; beside
+them `again.json` is, which says when a release was seen to have come back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from weightbeam.pipelines.watching.tables import former, tables
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
 GONE, REMOVED, HELD = "gone", "removed", "held"
+AGAIN = "again.json"
 NOTE = "note"  # of what a publication says: the reason of its record
 STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
 SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD, SAME)  # nothing is left to be done
@@ -207,6 +209,7 @@ class History:
         self.store = output / root / name / key
         self.name, self.key, self._root = name, key, root
         self.records: list[Record] = []
+        self._files: set[str] = set()
         self._lease: lease.Lease | None = None
         self.refresh()
 
@@ -216,8 +219,8 @@ class History:
         Raises:
           DamagedError: a record isn't one.
         """
-        there = {file.name for file in self.store.list(recursive=False)}
-        while (name := _name(len(self.records) + 1)) in there:
+        self._files = {file.name for file in self.store.list(recursive=False)}
+        while (name := _name(len(self.records) + 1)) in self._files:
             self.records.append(read_record(self.store, name, self._root, self.facts))
 
     @property
@@ -290,6 +293,23 @@ class History:
         }
         record = {"state": SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None
+
+    def again(self) -> datetime.datetime | None:
+        """When the version was seen to have come back; None where it wasn't, or where that can't be told."""
+        if AGAIN not in self._files:
+            return None
+        try:
+            moment = _moment(parse_json(self.store.read(AGAIN))["time"])
+            return datetime.datetime.fromisoformat(moment).astimezone(datetime.UTC)
+        except (JsonError, ValueError, LookupError, TypeError, OverflowError, OSError) as e:
+            LOG.warning("%s can't be read, and doesn't count: %s; delete it", self.store.path(AGAIN), e)
+            return None
+
+    def mark_again(self, before: datetime.datetime) -> None:
+        """Notes that the version has come back, now, which is later than `before`, whatever this machine's clock says."""
+        moment = max(now(), before + datetime.timedelta(microseconds=1))
+        self.store.write(AGAIN, json.dumps({"time": moment.isoformat()}).encode())
+        self._files.add(AGAIN)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
 STEP = "0"  # of each checkpoint
 REPORT = "release.json"  # beside the checkpoint: where it comes from
-AGAIN = "again.json"  # beside the records: when the hub was seen to have gone back to what they are of
 
 
 class ReleaseFeed(Feed):
@@ -45,7 +43,6 @@ class ReleaseFeed(Feed):
     def __init__(self, config: WatchConfig):
         self._config, self.output = config, config.output
         self._unmatched: set[str] = set()  # patterns, as said before
-        self._there: dict[str, str] = {}  # the weights that the hub has now, by the model
 
     @property
     def targets(self) -> Collection[VersionTarget]:
@@ -65,12 +62,7 @@ class ReleaseFeed(Feed):
     def versions(self, name: str) -> Iterable[ReleaseCommit]:
         if releases.is_pattern(name):
             return []
-        return [self._find(name)]
-
-    def _find(self, name: str) -> ReleaseCommit:
-        release = releases.find_release(name, self._config.revision)
-        self._there[name] = release.weights
-        return release
+        return [releases.find_release(name, self._config.revision)]
 
     def waits_for(self, name: str) -> str | None:
         if not releases.is_pattern(name):
@@ -96,26 +88,31 @@ class ReleaseFeed(Feed):
     def histories(self, name: str, every: bool = False) -> list[History]:
         return histories(self.output, name)
 
-    def mend(self, name: str, known: Collection[History]) -> None:
-        """Has `<target>.json` name what the hub has now, if that is published: a watcher may have been ended after it had
-        published, and before it had said so there; the hub may have gone back to what was published before, or the
-        configuration to a target's former options. Costs one read for each.
+    def mend(self, name: str, known: Collection[History], version: Version | None = None) -> None:
+        """Has `<target>.json` name the newest release: a watcher may have been ended after it had published, and before
+        it had said so there. Where the hub's release is known, it names that, once it is published: the hub may have
+        gone back to what was published before, or the configuration to a target's former options.
         """
         for target in sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
-            newest, *others = self._published(known, target)
+            published = self._published(known, target)
+            newest, last = next(iter(published)), max(max(moments) for moments in published.values())
+            there = next((each for each in published if version and self._is_of(each, version)), newest)
             try:
                 named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
             except (ValueError, AttributeError):  # someone's own edit
                 named = None
-            if named == (checkpoint := self._checkpoint(newest)):
+            if named == (checkpoint := self._checkpoint(there)):
                 continue
-            is_back = self._is_there(newest) and any(self._since(other) >= self._since(newest) for other in others)
-            if is_back := is_back and self._report(checkpoint) is not None:
-                newest.store.write(AGAIN, json.dumps({"time": now().isoformat()}).encode())
+            is_back = there is not newest and self._report(checkpoint) is not None
+            if is_back:
+                there.mark_again(last)
             if self._point(name, target) and is_back:
-                inform(
-                    f"{self.output.path(f'{name}/{target}.json')} names {checkpoint} again: that is what the hub has now, by the options of now"
-                )
+                pointer = self.output.path(f"{name}/{target}.json")
+                inform(f"{pointer} names {checkpoint} again: that is what the hub has now, by the options of now")
+
+    def _is_of(self, history: History, version: Version) -> bool:
+        """Whether it is of this version, by the options that are asked for now."""
+        return history.first["weights"] == version.weights and self.target(history) is not None
 
     def source(self, history: History) -> str:
         return f"hf://{history.name}@{history.facts['commit']}"
@@ -212,8 +209,7 @@ class ReleaseFeed(Feed):
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
-        with contextlib.suppress(OSError):  # it may have changed while this was made
-            self._find(history.name)
+        """What the hub has gone back to meanwhile is found at the next look; see `mend`."""
         self._point(history.name, history.first["target"])
         return ()
 
@@ -234,27 +230,22 @@ class ReleaseFeed(Feed):
             if output.write_over(pointer, newest, before):
                 return True
 
-    def _published(self, found: Iterable[History], target: str) -> list[History]:
-        """What was published for a target: what the hub has now, then the newest release first."""
+    def _published(
+        self, found: Iterable[History], target: str
+    ) -> dict[History, tuple[datetime.datetime, datetime.datetime]]:
+        """What was published for a target, the newest first: by when the hub was seen to have the release, or to have it
+        again; of one release by when it was published, or asked for again.
+        """
         those = [history for history in found if history.state == PUBLISHED and history.first["target"] == target]
-        return sorted(
-            those,
-            key=lambda history: (self._is_there(history), self._since(history), history.facts["time"]),
-            reverse=True,
-        )
-
-    def _is_there(self, history: History) -> bool:
-        """Whether it is of what the hub has now, and by the options that are asked for now."""
-        return history.first["weights"] == self._there.get(history.name) and self.target(history) is not None
-
-    def _since(self, history: History) -> datetime.datetime:
-        """When the hub got a release, or was seen to have it again."""
-        since = datetime.datetime.fromisoformat(history.facts["updated"])
-        try:
-            again = datetime.datetime.fromisoformat(json.loads(history.store.read(AGAIN))["time"])
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
-            return since
-        return max(since, again) if again.tzinfo else since
+        moments: dict[History, datetime.datetime] = {}
+        since: dict[str, datetime.datetime] = {}
+        for history in those:
+            begun, time = (datetime.datetime.fromisoformat(record["time"]) for record in (history.first, history.last))
+            again, weights = history.again(), history.first["weights"]
+            moments[history] = again or time
+            since[weights] = max(since.get(weights, begun), begun, again or begun)
+        ordered = {history: (since[history.first["weights"]], moment) for history, moment in moments.items()}
+        return dict(sorted(ordered.items(), key=lambda item: item[1], reverse=True))
 
     def _report_of(self, checkpoint: str) -> str:
         """The name of its report in the output."""

@@ -69,7 +69,7 @@ from weightbeam.transforms.planning.options import (
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
-OWNER = "run.json"  # beside the records: whose they are
+RECORDS_OWNER = "run.json"  # beside the records: whose they are
 ASIDE = "aside"  # in a mark: published, but never the newest
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
@@ -245,6 +245,7 @@ class RunFeed(Feed):
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         if every:
+            self._check_records()
             return histories(self.output, name, RUNS)
         self._read_marks()
         return [history for key in sorted(self._open) if (history := find_history(self.output, name, key, RUNS))]
@@ -275,11 +276,9 @@ class RunFeed(Feed):
     def begun(self, history: History) -> None:
         known = {target.name: target.output for target in self.targets}
         place = self._place(history)
+        self._claim_records()
         place.own(self.naming(place).name(self.run.checkpoints), known.get(history.first["target"]))
         self._marks_folder.make()
-        self._records.create(
-            OWNER, json.dumps({"run": self._naming(self.output.url).name(self.run.checkpoints)}).encode()
-        )
         self._marks_folder.create(f"{OPEN}~{history.key}", b"")
 
     def settled(self, history: History) -> None:
@@ -349,7 +348,19 @@ class RunFeed(Feed):
 
     def _other_run(self, owner: str | None, naming: Naming) -> str | None:
         run = self.run.checkpoints
-        return None if owner in (None, run, naming.name(run)) else owner
+        return None if owner in (None, run, self.store.url, naming.name(run)) else owner
+
+    def _claim_records(self) -> None:
+        """Makes the records this run's, unless they are another's.
+
+        Raises:
+          StorageError: they are.
+        """
+        self._check_records()
+        self._records.make()
+        name = self._naming(self.output.url).name(self.run.checkpoints)
+        if not self._records.create(RECORDS_OWNER, json.dumps({"run": name}).encode()):
+            self._check_records()
 
     def _check_records(self) -> None:
         """Makes sure that the records aren't another run's, which a file of its own may give the same name.
@@ -357,19 +368,31 @@ class RunFeed(Feed):
         Raises:
           StorageError: they are.
         """
-        if other := self._other_run(owner_of(self._records, OWNER), self._naming(self.output.url)):
+        owner = owner_of(self._records, RECORDS_OWNER) or self._owner_by_records()
+        if other := self._other_run(owner, self._naming(self.output.url)):
             raise StorageError(
                 f"run {self.run.name}: {self._records} holds the records of another run of this name, {other}; give one of "
-                "them another name, or an output of its own"
+                f"them another name, or an output of its own; if that run was moved here, delete {self._records.path(RECORDS_OWNER)}"
             )
 
+    def _owner_by_records(self) -> str | None:
+        """The run that records of a version are of which didn't say it beside them, by where its newest step was; None
+        where they don't tell.
+        """
+        self._read_marks()
+        newest = max(self._marks, default=None)
+        history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
+        run = history.first["source"].rpartition("/")[0] if history else ""
+        return None if not run or is_name(run) else run
+
     def _check_owner(self, place: Place) -> None:
-        """Makes sure that neither a place nor the records are another run's, which may have begun since this watcher did.
+        """Makes sure that neither a place nor the records are another run's, which may have begun since this watcher did; the
+        records are this one's then.
 
         Raises:
           StorageError: one of them is.
         """
-        self._check_records()
+        self._claim_records()
         if owner := self.taken_by(place):
             raise StorageError(told_other_run(place.url, owner))
 

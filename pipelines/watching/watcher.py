@@ -133,6 +133,8 @@ class Watcher:
         known = {history.key: history for history in feed.histories(name)}
         there = False
         try:
+            if not self._dry_run:
+                feed.mend(name, known.values())
             for version in feed.versions(name):
                 there = True
                 yield from self._look_at(feed, version, known)
@@ -159,7 +161,7 @@ class Watcher:
                 continue
             current[history.key] = (known.setdefault(history.key, history), target)
         if not self._dry_run:
-            feed.mend(version.name, known.values())
+            feed.mend(version.name, known.values(), version)
         is_settled = all(history.state == PUBLISHED for history, _ in current.values())
         verdict = [] if is_settled else feed.judge(version)
         waits = isinstance(verdict, Waiting)

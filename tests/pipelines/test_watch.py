@@ -359,6 +359,58 @@ def test_a_hub_that_goes_back(
     assert watch.states()[:2] == [WHOLE, WHOLE]
 
 
+def test_a_hub_that_goes_back_to_what_was_never_published(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """Also by its dates: the later commit is gone."""
+    day, start = 86400, time.time() - 10 * 86400
+    hub.clock = lambda: start
+    hub.add(REPO, make_release(tmp_path / "first", files=2))
+    first = hub.repositories[REPO].head
+    hub.clock = lambda: start + day
+    second, wanted = hub.commit(REPO, make_release(tmp_path / "second", files=2, seed=1)), []
+    assert watch.once() == 0
+    wanted.append((watch.published()["commit"], second))
+    hub.repositories[REPO].branches["main"] = first
+    hub.repositories[REPO].commits.pop(second)
+    assert watch.once() == 0
+    wanted.append((watch.published()["commit"], first.sha))
+    hub.clock = lambda: start + 2 * day
+    third = hub.commit(REPO, make_release(tmp_path / "third", files=2, seed=2))
+    for size, commit in (("1B", first.sha), ("1GB", third)):  # refused, and published
+        watch.set(max_bytes=size)
+        assert watch.once() == 0
+        wanted.append((watch.published()["commit"], commit))
+    assert all(found == commit for found, commit in wanted)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"time": 5}', '{"time": "2026-01-01T00:00:00"}'])
+def test_a_note_of_what_came_back_that_is_none(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """It doesn't count, is named, and is written anew."""
+    hub.add(REPO, make_release(tmp_path / "first", files=2))
+    assert watch.once() == 0
+    again = next((watch.output / ".weightbeam" / "releases" / REPO).iterdir()) / "again.json"
+    again.write_text(text)
+    for folder, seed in ((make_release(tmp_path / "second", files=2, seed=1), 1), (tmp_path / "first", 0)):
+        hub.commit(REPO, folder)
+        assert watch.once() == 0
+        assert f"{again} can't be read, and doesn't count" in capsys.readouterr().err
+        assert_same_bits(restore(step_of(watch.published())), wanted(seed))
+    assert json.loads(again.read_bytes())["time"]
+
+
+def test_a_pointer_is_mended_though_the_repository_is_gone(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """A watcher was ended before it had said what it had published."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    watch.set(models=[REPO])
+    assert watch.once() == 0
+    said = (pointer := watch.output / REPO / "fsdp2.json").read_bytes()
+    pointer.unlink()
+    del hub.repositories[REPO]
+    assert watch.once() == 1
+    assert pointer.read_bytes() == said
+
+
 def test_options_that_are_edited_and_edited_back(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """The pointer names the checkpoint of the options that are asked for now, once it is published."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
