@@ -542,8 +542,9 @@ class Bucket(Store):
             raise exceptions.from_http_status(e.response.status_code, e.response.reason or "refused") from None
         blob.reload(timeout=TIMEOUT, retry=RETRY)
         if blob.crc32c != in_base64(summed):
-            self.delete(file.name)
-            raise StorageError(f"{self.path(file.name)}: what arrived isn't what was sent")
+            if (blob.metadata or {}).get(ORIGINAL) == file.version:  # else somebody has written over it
+                self.delete(file.name, str(blob.generation))
+            raise StorageError(f"{self.path(file.name)}: what is there isn't what was sent")
 
     def delete(self, name: str, version: str | None = None) -> None:
         """Deletes an object; only that version of it, if one is named."""

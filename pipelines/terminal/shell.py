@@ -89,13 +89,15 @@ def check_written(args: argparse.Namespace) -> None:
         value if isinstance(value, list) else [value] for name, value in vars(args).items() if name not in written
     ]
     places = [place for place in itertools.chain(*others) if isinstance(place, str) and place]
-    problems = []
+    problems, taken = [], dict[Path, str]()
     for option in sorted(written):
         file = getattr(args, option, None)
         if not file or file == STDOUT:
             continue
         path = Path(os.path.realpath(file))
-        if option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
+        if (other := taken.setdefault(path, option)) != option:
+            problems.append(f"--{option}={file}: is the file of --{other}; name another")
+        elif option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
             problems.append(f"--{option}={file}: {why}")
         elif path.is_file() and (
             there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)

@@ -559,6 +559,9 @@ def _find_what_is_between(given: Mapping[Any, Any]) -> Iterator[str]:
     for place, about in (("", given), *((f"runs.{number}.", run) for number, run in listed)):
         for name in _twice(target.get("name") for _, target in _mappings(about, "targets")):
             yield f"{place}targets: {name}: the name of several targets"
+        names = {str(target.get("name")) for _, target in _mappings(about, "targets")}
+        for name in sorted(names & {f"{each}.json" for each in names}):
+            yield f"{place}targets: {name}: the file of the newest of {name.removesuffix('.json')} is called so"
     for name in _twice(run.get("name") or run_name(str(run.get("checkpoints", ""))) for _, run in listed):
         yield f"runs: {name}: the name of several runs; give them a name each"
 

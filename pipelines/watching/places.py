@@ -63,7 +63,8 @@ GONE = "gone-"  # how the name of a folder of work begins that is being deleted
 RELEASE = "release"  # the folder that grows, below the work of one step
 # of a commit that publishes a step: the run's name and the step's key, and the hub's number of a pull request
 TITLE = re.compile(r"Step \d+ of .+ \(\S+-[0-9a-f]{12}\)( \(#\d+\))?")
-LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
+# what readers look for first is copied last, in this order, and deleted first
+LAST = (MARKER, "config.json", "adapter_config.json", REPORT)
 BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
 
 
@@ -244,8 +245,7 @@ def drop(work: Store, check: Callable[[], None] = lambda: None) -> None:
     if not isinstance(work, LocalFolder):
         files = work.list()
         check()
-        for is_report in (True, False):  # without it, nothing there is whole
-            _delete(work, [file for file in files if file.name.endswith(f"/{REPORT}") == is_report])
+        _delete(work, files)
         return
     check()
     with contextlib.suppress(FileNotFoundError):
@@ -274,7 +274,15 @@ class StorePlace(Place):
         step = open_store(url)
         if self.report(url).get("key") != key:
             return step.names()
-        return [*(name for name in _others_in(step) if name not in BESIDE), *changed_in(step)]
+        files = {file.name: file for file in step.list(recursive=False)}
+        written = files[REPORT].updated  # after all weights: no digest of theirs is of a whole file
+        late = (name for name, file in files.items() if name.endswith(".safetensors") and file.updated > written)
+        others = [name for name in _others_in(step) if name not in BESIDE]
+        return [
+            *others,
+            *changed_in(step),
+            *(f"{name} (written after its {REPORT})" for name in late if name not in others),
+        ]
 
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())
@@ -371,13 +379,7 @@ class BucketPlace(StorePlace):
         strays = [file.name for file in place.list() if not file.is_copy_of(ours.get(file.name))]
         if strays:
             raise StorageError(f"{url} holds what isn't of this step: {listed(strays)}; move it away")
-        late = [
-            file
-            for name in LAST
-            for file in sorted(files, key=_depth, reverse=True)
-            if file.name.rpartition("/")[2] == name
-        ]
-        first = [file for file in files if file not in late]
+        first, late = _apart(files)
         if isinstance(place, Bucket) and isinstance(release, Bucket):
             place.copy_all(release, first, only_new=True)
         else:
@@ -399,7 +401,7 @@ class BucketPlace(StorePlace):
         if not self._holds(url, key, title):
             return False
         self.store.write(self._aside(url), json.dumps({file.name: file.version for file in there}).encode())
-        _delete(step, [file for file in there if file.name == REPORT])
+        _delete(step, there)
         self._go_on_removing(step)
         return True
 
@@ -530,13 +532,28 @@ def _check_whole(release: Store) -> None:
         raise StorageError(f"{release}: isn't whole (missing: {listed(missing)}), and isn't published")
 
 
+def _apart(files: Sequence[File]) -> tuple[list[File], list[File]]:
+    """The files of a step, and those that readers look for first, in the order in which they are written."""
+    late = [
+        file
+        for name in LAST
+        for file in sorted(files, key=_depth, reverse=True)
+        if file.name.rpartition("/")[2] == name
+    ]
+    return [file for file in files if file not in late], late
+
+
 def _delete(step: Store, files: Sequence[File]) -> None:
-    """Deletes files that were listed; in a bucket none that was written since."""
-    if isinstance(step, Bucket):
-        step.delete_all(files)
-    else:
-        for file in files:
-            step.delete(file.name)
+    """Deletes files that were listed, what readers look for first before all else; in a bucket none that was written
+    since.
+    """
+    others, late = _apart(files)
+    for group in [*([file] for file in reversed(late)), others]:
+        if isinstance(step, Bucket):
+            step.delete_all(group)
+        else:
+            for file in group:
+                step.delete(file.name)
 
 
 def _depth(file: File) -> int:

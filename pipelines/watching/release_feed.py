@@ -91,9 +91,12 @@ class ReleaseFeed(Feed):
     def mend(self, name: str, known: Collection[History], version: Version | None = None) -> None:
         """Has `<target>.json` name the newest release: a watcher may have been ended after it had published, and before
         it had said so there. Where the hub's release is known, it names that, once it is published: the hub may have
-        gone back to what was published before, or the configuration to a target's former options.
+        gone back to what was published before, or the configuration to a target's former options. Other files' targets
+        are up to those.
         """
-        for target in sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
+        names = {target.name for target in self.targets}
+        published_for = {history.first["target"] for history in known if history.state == PUBLISHED}
+        for target in sorted(published_for & names):
             published = self._published(known, target)
             newest, last = next(iter(published)), max(max(moments) for moments in published.values())
             there = next((each for each in published if version and self._is_of(each, version)), newest)

@@ -160,14 +160,14 @@ class Watcher:
                 yield Finding(version.name, version.commit, "", FAILED, str(e))
                 continue
             current[history.key] = (known.setdefault(history.key, history), target)
-        if not self._dry_run:
-            feed.mend(version.name, known.values(), version)
         is_settled = all(history.state == PUBLISHED for history, _ in current.values())
         verdict = [] if is_settled else feed.judge(version)
         waits = isinstance(verdict, Waiting)
         yield from self._go_on(
             feed, [history for history in known.values() if history.records], () if waits else current
         )
+        if not self._dry_run:
+            feed.mend(version.name, known.values(), version)
         if isinstance(verdict, Waiting):
             finding = Finding(version.name, version.commit, "", WAITING, verdict.reason, verdict.again)
             note(dataclasses.asdict(finding) | {"again": verdict.again and verdict.again.isoformat()})

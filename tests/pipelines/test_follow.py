@@ -59,7 +59,7 @@ from training_run import write
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging.lease import HeldError
-from weightbeam.formats.storage import LocalFolder, StorageError, open_store
+from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.pipelines.checking import pairwise
 from weightbeam.pipelines.terminal.errors import FailedError, Refused
@@ -2084,37 +2084,63 @@ def test_a_stop_while_a_step_is_removed(
     assert publish(1) == 0
     delete_all = Bucket.delete_all
 
+    deleted: list[str] = []
+
     def failing(self: Bucket, files: Any) -> None:
         listed = list(files)
         if self.url.endswith("pub/step-1"):
+            deleted.extend(file.name for file in listed)
             delete_all(self, listed[:2])
-            raise StorageError("away")
-        delete_all(self, listed)
+            if len(listed) > 2:
+                raise StorageError("away")
+        else:
+            delete_all(self, listed)
 
     with monkeypatch.context() as patched:
         patched.setattr(Bucket, "delete_all", failing)
         assert publish(2) == 0
     assert "pub/step-1 can't be removed: away" in capsys.readouterr().err
-    assert "pub/step-1/run.json" not in gcs.objects["out"]
+    assert deleted[:2] == ["run.json", "config.json"]  # what readers look for, before the weights
+    assert not {"pub/step-1/run.json", "pub/step-1/config.json"} & gcs.objects["out"].keys()
     assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
     left = {name.split("/")[1] for name in gcs.objects["out"] if name.startswith("pub/")}
     assert left == {"step-2", ".weightbeam"}
     assert not [name for name in gcs.objects["out"] if "removed-" in name]
 
 
+def test_what_readers_look_for_is_written_last() -> None:
+    """And deleted first: what tells of a checkpoint, a release or an adapter is there with all of it, or not at all."""
+    names = [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "run.json",
+        "0/items/commit_success.txt",
+        "config.json",
+    ]
+    files = [File(name, 1, "1") for name in names]
+    first, late = places._apart(files)
+    assert [file.name for file in first] == ["adapter_model.safetensors"]
+    assert [file.name for file in late] == [
+        "0/items/commit_success.txt",
+        "config.json",
+        "adapter_config.json",
+        "run.json",
+    ]
+
+
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 def test_keep_removes_nothing_that_others_changed(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
-    """A small file that isn't as the step's record says, a card, and weights beside those of the step."""
+    """A small file that isn't as the step's record says, a card, weights beside those of the step, and in their place."""
     output = tmp_path / "pub" if where == "folder" else "gs://out/pub"
     publish = publishing(model, tmp_path, output)
     assert publish(1) == 0
     step = open_store(output) / "step-1"
-    before = {name: step.read(name) for name in ("README.md", "config.json", "model.safetensors")}
+    before = {name: step.read(name) for name in ("README.md", "config.json")}
     step.write("README.md", b"mine")
     step.write("config.json", before["config.json"] + b"\n")
-    step.write("ema.safetensors", before["model.safetensors"])
+    step.write("ema.safetensors", step.read("model.safetensors"))
     capsys.readouterr()
     assert publish(2) == 0
     said = " ".join(capsys.readouterr().err.split())
@@ -2124,6 +2150,11 @@ def test_keep_removes_nothing_that_others_changed(
         step.write(name, data)
     assert publish(3) == 0
     assert not step.names()
+    step = open_store(output) / "step-3"
+    step.write("model.safetensors", step.read("model.safetensors")[:-8] + bytes(8))
+    assert publish(4) == 0
+    assert "step: model.safetensors (written after its run.json); move" in " ".join(capsys.readouterr().err.split())
+    assert step.exists("model.safetensors")
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])

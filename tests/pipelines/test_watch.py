@@ -322,7 +322,9 @@ def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -
     assert arrays["decoder.layers_1.mlp.wo.kernel"].dtype == np.float32
 
 
-@pytest.mark.parametrize("how", ["a commit", "the branch", "a repository made anew"])
+@pytest.mark.parametrize(
+    "how", ["a commit", "the branch", "a repository made anew", "the branch, before it is published"]
+)
 def test_a_hub_that_goes_back(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -337,10 +339,14 @@ def test_a_hub_that_goes_back(
 
     look()
     hub.commit(REPO, make_release(tmp_path / "second", files=2, seed=1))
-    look()
+    if is_begun := how == "the branch, before it is published":  # by a watcher that was killed
+        release, target = find_release(REPO, "main"), read_config(str(watch.file)).targets[0]
+        History(open_store(str(watch.output)), REPO, key_of(REPO, release.weights, target)).begin(release, target)
+    else:
+        look()
     if how == "a commit":
         hub.commit(REPO, first)
-    elif how == "the branch":
+    elif how.startswith("the branch"):
         hub.repositories[REPO].branches["main"] = start
     else:
         del hub.repositories[REPO]
@@ -355,7 +361,7 @@ def test_a_hub_that_goes_back(
     look()  # is refused
     watch.set(max_bytes="1GB")
     look()
-    assert seeds == [0, 1, 0, 0, 0, 2]
+    assert seeds == ([0] if is_begun else [0, 1]) + [0, 0, 0, 2]
     assert watch.states()[:2] == [WHOLE, WHOLE]
 
 
