@@ -40,9 +40,22 @@ LAST = {"num_kv_shared_layers"}  # how many of the last
 EVERY = {  # every how many
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval", "full_attention_interval", "no_rope_layer_interval",
     "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "cross_layer_interval",
+    "n_layers_per_attn_res_block",
 }  # fmt: skip
 REPEATED = {"sliding_window_pattern", "block_types"}  # a value for each layer of a block, which is repeated
-BY_NUMBER = {("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama")}  # layers compute with their number
+BY_NUMBER = {  # layers compute with their number
+    ("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama"), ("model_type", "beam"),
+}  # fmt: skip
+# or with how many there are: MiniCPM's residuals, Evolla's aligners, the decay of lightning attention (MiniMax, Ring)
+BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
+LIGHTNING = {"minimax", "bailing_moe_linear"}
+DELTA = {"kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size"}  # of linear layers that know no decay by number
+LAST_FULL = {
+    "gemma4_text",
+    "gemma4_unified_text",
+    "embedding_gemma2_text",
+    "diffusion_gemma_text",
+}  # whatever they are told
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
 NESTED = ("linear_attn_config", "attn_config")  # objects that have such members, too
 NOT_LAYERS = re.compile(
@@ -319,16 +332,28 @@ def _end(value: int, part: Mapping[str, Any], cut: Renumbered) -> Any:
     return len(kept) - 1 if value >= 0 else value
 
 
-def _group(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
-    """The last of each group has full attention, and so has what is left behind the last whole group, as in Ring."""
+def _group(value: int, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """The last layer of each group has full attention, unless a list says which have; the others may be lightning's."""
+    if DELTA.isdisjoint(part):
+        return _by_count(value, part, cut)
+    return value if isinstance(part.get("layer_types"), list) else _every(value, part, cut)
 
-    def is_full(layer: int, count: int) -> bool:
-        return (layer + 1) % value == 0 or layer >= count // value * value
 
-    for old in cut.kept:
-        if is_full(old, cut.count) != is_full(cut.layers[old], len(cut.kept)):
-            return _Refused(f"is {value}: layer {old} would have another kind of attention as layer {cut.layers[old]}")
-    return value
+def _by_count(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    if not cut.cuts_layers:
+        return value
+    return _Refused(
+        f"is {value!r}: what a layer computes depends on how many layers there are, so that of a cut is another"
+    )
+
+
+def _types(value: Sequence[Any], part: Mapping[str, Any], cut: Renumbered) -> Any:
+    last = cut.kept[-1]
+    if part.get("model_type") in LAST_FULL and value[last] != "full_attention":
+        return _Refused(
+            f"says {value[last]!r} of layer {last}, and the last layer of such a model has full attention; keep one more that has"
+        )
+    return _values(value, part, cut)
 
 
 def _table(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
@@ -361,7 +386,8 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in NEXTN and cut.numbered_mtp, lambda value, part, cut: len(cut.layers) - len(cut.kept)),
     (lambda key, value, cut: key in SHARED and isinstance(value, list | str) and len(value) == cut.count, _shared),
     (lambda key, value, cut: key == "index_topk_freq" and type(value) is int and value > 1, _frequency),
-    (_has_value_per_layer, _values),
+    (lambda key, value, cut: key == "layer_types" and _has_value_per_layer(key, value, cut), _types),
+    (lambda key, value, cut: key != "layer_types" and _has_value_per_layer(key, value, cut), _values),
     (lambda key, value, cut: key in NUMBERS and isinstance(value, list | str), _numbers),
     (lambda key, value, cut: key in FROM_ONE and isinstance(value, list | str), functools.partial(_numbers, first=1)),
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
@@ -369,6 +395,8 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
     (lambda key, value, cut: key in REPEATED and isinstance(value, list | str) and bool(value), _every),
     (lambda key, value, cut: (key, value) in BY_NUMBER if isinstance(value, str | bool) else False, _stay),
+    (lambda key, value, cut: bool(value) and (key in BY_COUNT or (key == "model_type" and str(value) in LIGHTNING)), _by_count),
+    (lambda key, value, cut: key == "attn_type_list" and isinstance(value, list) and 0 in value, _by_count),
     (lambda key, value, cut: key == "moe_layer_end_index" and type(value) is int, _end),
     (lambda key, value, cut: key == "layer_group_size" and type(value) is int and value > 1, _group),
     (lambda key, value, cut: isinstance(value, dict) and bool(value) and all(layer.isdecimal() for layer in value), _table),

@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterator, Mapping
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings.quantizing import CONV1D_MODELS
 from weightbeam.model_mappings.family import rename
 
 PARAMETERS = ("gate_up_proj", "down_proj")  # of fused experts, in the order in which a module defines them
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of one expert: gate, up, down
 # in memory and in files
-SPELLINGS = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"), (".block_sparse_moe.experts", ".mlp.experts"))
+SPELLINGS = (("", ""), (".mlp.", ".block_sparse_moe."), (".block_sparse_moe.", ".mlp."))
 
 # By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
 IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
@@ -28,7 +29,6 @@ IN_OUT_FILES = IN_OUT | {"qwen3_vl_moe", "qwen3_vl_moe_text"}
 MARKED = frozenset({"gpt_oss"})
 # Modules of transformers' class Conv1D, whose weights are (in, out), by the last word of their names; PEFT turns around what
 # it adds to these and to no others, whatever fan_in_fan_out says (peft, tuners/lora/model.py, `_create_new_module`, 0.21.2).
-CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 CONV1D = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projection>\w+)")

@@ -61,7 +61,7 @@ def find_ties(
     heads = {
         head: embedding
         for head, embedding in family.copies(config, layout).items()
-        if not isinstance(drop_reason(head, drops), Prediction)
+        if not isinstance(drop_reason(head, drops), Prediction) and not _in_a_layer(head)
     }
     return Ties(heads) if heads else _by_names(names, tied=False)
 
@@ -83,7 +83,12 @@ def _ending(names: Collection[str], words: Collection[str]) -> list[str]:
     """The weights outside of layers whose modules' names end in one of these words."""
     found = []
     for name in names:
-        *path, module, kind = ("", *name.split(".")) if "." in name else ("", "", "")
-        if kind == "weight" and module in words and not any(part.isdigit() for part in path):
+        *_, module, kind = ("", *name.split(".")) if "." in name else ("", "", "")
+        if kind == "weight" and module in words and not _in_a_layer(name):
             found.append(name)
     return found
+
+
+def _in_a_layer(name: str) -> bool:
+    """Whether a tensor is of a layer, as a prediction layer's copies of the embedding and the head are."""
+    return any(part.isdigit() for part in name.split("."))

@@ -256,8 +256,16 @@ def stays_fused(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
 # Several experts in one tensor, which transformers has in a module `experts` (Granite MoE's: its conversion_mapping.py).
 JOINED = re.compile(r"(?P<experts>.*\.experts)\.(?!\d).*|(?P<moe>.*\.block_sparse_moe)\.(input|output)_linear\.weight")
 # Their layers aren't nn.Linear: the weights are (inputs, outputs), and no engine takes them for codes.
-CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 KERNEL = 16  # a convolution's is smaller
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A `config.json` and the objects in it, at any depth: a decoder may be of a kind of its own."""
+    yield config
+    for part in config.values():
+        if isinstance(part, Mapping):
+            yield from _parts(part)
 
 
 def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, str]]:
@@ -267,8 +275,7 @@ def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int
       config: `config.json`.
       tensors: `(name, shape)` of each.
     """
-    parts = (config, *(part for part in config.values() if isinstance(part, Mapping)))  # a decoder of its own kind
-    if kind := next((kind for part in parts if (kind := part.get("model_type")) in CONV1D), None):
+    if kind := next((kind for part in _parts(config) if (kind := str(part.get("model_type"))) in CONV1D_MODELS), None):
         why = f"'model_type' is {kind!r}, whose layers are transformers' Conv1D, which engines don't load in FP8"
         return [("config.json", why)]
     shapes = dict(tensors)

@@ -340,7 +340,7 @@ def _part_of(name: str, encoding: Encoding, box: Box, tensors: Mapping[str, Tens
     Raises:
       CutError: what is stored can't be cut there.
     """
-    if isinstance(encoding, PackedRows) and encoding.shape_tensor:
+    if isinstance(encoding, PackedRows) and encoding.shape_tensor and box != whole(encoding.shape):
         says = (
             f"{encoding.shape_tensor.name} says the shape of the whole weight ({encoding.label}); dequantise it first"
         )

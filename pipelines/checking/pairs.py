@@ -28,6 +28,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
+from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.layouts import SCAN_AXES, scan_axis_of
 from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
@@ -165,9 +166,9 @@ def _state(checkpoint: OrbaxCheckpoint) -> Side:
 def _compared_states(
     states: tuple[Side, Side], wanted: str
 ) -> tuple[tuple[Side, Side], tuple[dict[str, str], dict[str, str]]]:
-    """The arrays of two training states, layer by layer, that are compared, and of each side those that aren't, with the reason: two
-    states are where they have more in common than a counter, but for random generators that only one has, as a reshard
-    leaves out.
+    """The arrays of two training states, layer by layer, that are compared, and of each side those that aren't, with the
+    reason: two states are where they have more in common than a counter, but for random generators that only one has, as a
+    reshard leaves out.
     """
     one, other = states
     is_wanted = wanted == FULL and bool((one.keys() & other.keys()) - {COUNTER})
@@ -256,10 +257,10 @@ def _settled_axis(side: Side, fitting: Mapping[str, Sequence[int]]) -> int:
     (embed, mlp, layers) is (64, 128, 4) and tells that it is axis 2.
     """
 
-    def amiss(axis: int) -> int:
+    def unfit(axis: int) -> int:
         return sum(_stacked_at(key, axis, len(side[key].shape) - 1) not in axes for key, axes in fitting.items())
 
-    return min(SCAN_AXES, key=amiss)
+    return min(SCAN_AXES, key=unfit)
 
 
 def _stacked_at(key: str, scan_axis: int, rank: int) -> int:
@@ -281,6 +282,11 @@ def _layer(stored: Operand, axis: int, number: int) -> Operand:
     return Operand(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
 
 
+def _fits(conversion: Conversion, there: Side) -> bool:
+    """Whether the arrays that a checkpoint has, too, are of its shapes."""
+    return all(there[array.key].shape == array.shape for array in conversion.plan.arrays if array.key in there)
+
+
 def _converted(
     release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
 ) -> tuple[Side, dict[str, str]]:
@@ -300,6 +306,13 @@ def _converted(
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
     conversion = prepare(options, release)
     refuse(conversion.plan.problems, conversion.source)
+    if options.scan_layers and not _fits(conversion, there):  # stacked on another axis, and no record says so
+        others = (
+            prepare(dataclasses.replace(options, param_scan_axis=axis), release)
+            for axis in SCAN_AXES
+            if axis != options.param_scan_axis
+        )
+        conversion = next((other for other in others if _fits(other, there)), conversion)
     grids = {grid.spec.key: grid for grid in conversion.grids}
 
     def stored(array: Array) -> Operand:

@@ -132,7 +132,7 @@ def load(
         opened, chosen = meeting.agree(
             "source",
             lambda: _open(
-                commits.get(str(source), source), asked, options, commits, commits.get(str(release), release)
+                commits.get(str(source), source), asked, options, commits, commits.get(str(release), release), most
             ),
             lambda found: found[0].identity(),
         )
@@ -190,12 +190,13 @@ def _open(
     given: Mapping[str, Any],
     commits: Mapping[str, str],
     release: str | None = None,
+    unit_bytes: int = UNIT_BYTES,
 ) -> tuple[ArraySource, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
     """
     if asked is None:
-        chosen = at_commits(choose(given), commits)
+        chosen = dataclasses.replace(at_commits(choose(given), commits), unit_bytes=unit_bytes)
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
     values = values_asked(given, has_scales(asked.keys))
@@ -207,7 +208,7 @@ def _open(
     best: tuple[int, ArraySource, Options] | None = None
     refused: RefusedError | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
-        chosen = at_commits(choose(told | {"scan_layers": scan}), commits)
+        chosen = dataclasses.replace(at_commits(choose(told | {"scan_layers": scan}), commits), unit_bytes=unit_bytes)
         try:
             opened = find_source(source, chosen, release=release, values=values)
         except RefusedError as e:

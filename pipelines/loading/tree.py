@@ -4,6 +4,8 @@ then only that box.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -183,5 +185,5 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       >>> kernel.shape, kernel[:, 1].shape
       ((64, 2, 128), (64, 128))
     """
-    chosen = choose(options)
+    chosen = dataclasses.replace(choose(options), unit_bytes=sys.maxsize)  # who indexes says how much is read at a time
     return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam import model_mappings
+from weightbeam.transforms.planning.inputs import modules_of
 from weightbeam.transforms.planning.transfer import DECODING_VERSION
 
 ROOT = Path(str(model_mappings.__file__)).parent
@@ -31,7 +32,7 @@ UNSAID = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 @functools.cache
 def tables() -> str:
     """Identifies the tables and the decoding of this version: what made a release's values."""
-    return hash_of({path.relative_to(ROOT).as_posix(): path.read_bytes() for path in ROOT.rglob("*.py")})
+    return hash_of({path.relative_to(ROOT).as_posix(): path.read_bytes() for path in modules_of(ROOT)})
 
 
 def former() -> list[str]:

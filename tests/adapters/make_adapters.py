@@ -77,6 +77,7 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "experts-up": (QWEN3_MOE, dict(r=3, lora_alpha=6, target_modules=[], target_parameters=FUSED[:1], rank_pattern={"gate_up_proj": 2})),
     "experts-square": (SQUARE, dict(r=3, lora_alpha=6, target_modules=[], target_parameters=FUSED)),
     "experts-mixtral": (MIXTRAL, dict(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=FUSED)),
+    "router-mixtral": (MIXTRAL, dict(r=4, lora_alpha=6, target_modules=["q_proj", "gate"])),
     "experts-gpt_oss": (GPT_OSS, dict(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], target_parameters=FUSED)),
 }  # fmt: skip
 PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixtral": (MIXTRAL, ("w1", "w3", "w2"))}

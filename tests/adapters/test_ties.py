@@ -18,6 +18,7 @@ from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.registry import family_of
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.merge_planner import plan_merge
 from weightbeam.transforms.planning.options import MergeOptions, Options
@@ -177,3 +178,12 @@ def test_by_the_names_alone(said: bool | None, names: tuple[str, ...], found: Ti
     assert find_ties(Config({} if said is None else {"tie_word_embeddings": said}), names) == found
     text = {"tie_word_embeddings": said} if said is not None else {}
     assert find_ties(Config(text_config=text), names) == found
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm_moe_dsa", "hy_v3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_copies_in_a_prediction_layer(kind: str, tied: bool) -> None:
+    """They tie nothing: a head beside the embedding is its own unless the configuration says otherwise."""
+    config = Config(model_type=kind, num_hidden_layers=5, num_nextn_predict_layers=1, tie_word_embeddings=tied)
+    names = [EMBEDDING, HEAD, "model.layers.5.embed_tokens.weight", "model.layers.5.shared_head.head.weight"]
+    assert find_ties(config, names, family_of(config)) == (Ties({HEAD: EMBEDDING}) if tied else Ties())

@@ -273,7 +273,8 @@ def test_what_engines_would_read_otherwise() -> None:
     experts = {"model.layers.0.mlp.input_linear.weight": (4, 256, 256)}
     assert [name for name, _ in why_not({"model_type": "jetmoe"}, experts.items())] == list(experts)
     decoder = {"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}
-    for config in ({"model_type": "gpt2"}, decoder):
+    deep = {"model_type": ["gpt2"], "parts": {"text": {"model_type": "clvp_decoder"}}}
+    for config in ({"model_type": "gpt2"}, decoder, deep):
         assert [name for name, _ in why_not(config, ())] == ["config.json"]
     known = {
         "model.layers.0.mlp.experts.up_proj": (4, 256, 256),

@@ -182,6 +182,9 @@ def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> 
     by_host.clear()
     assert_same_bits(load_flat(source, lora=str(adapter), dequantize="device"), merged)
     assert {tensor.partition("self_attn.")[2] for tensor in by_host} == {"o_proj.weight"}
+    with pytest.raises(wb.Refused, match=r"unit_bytes=4096: .* needs at least"):
+        load_flat(source, lora=str(adapter), unit_bytes=4096)
+    assert_same_bits(load_flat(source, lora=str(adapter), unit_bytes="64K"), merged)
 
 
 def test_what_some_devices_take_for_zero_is_decoded_on_the_host(tmp_path: Path, by_host: set[str]) -> None:

@@ -79,8 +79,8 @@ def test_texts_by_layer() -> None:
 
 
 def test_blocks_of_layers() -> None:
-    """Letters that are repeated, and groups with what is left behind the last whole one, stay where they still hold."""
-    config = dict(num_hidden_layers=8, sliding_window_pattern="LLLG", layer_group_size=3)
+    """Letters that are repeated, and groups, stay where they still hold."""
+    config = dict(num_hidden_layers=8, sliding_window_pattern="LLLG", layer_group_size=3, kda_lower_bound=-5.0)
     assert cut(config, [0, 1, 2], 8) == config | dict(num_hidden_layers=3)
     config = dict(num_hidden_layers=8, scale_attn_by_inverse_layer_idx=False, moe_layer_end_index=4)
     assert cut(config, [1, 3, 5], 8) == config | dict(num_hidden_layers=3, moe_layer_end_index=1)
@@ -134,7 +134,22 @@ def test_sections() -> None:
             "what layer 1 computes depends on its number, which would be 0",
         ),
         (dict(model_type="diffllama"), [0, 2], "what layer 2 computes depends on its number"),
-        (dict(layer_group_size=3), [0, 1, 2, 3], "layer 3 would have another kind of attention as layer 3"),
+        (dict(layer_group_size=4), [0, 1, 2, 3], "is 4: what a layer computes depends on how many layers there are"),
+        (
+            dict(layer_group_size=3, kda_safe_gate=True),
+            [0, 1, 3],
+            "layer 3 would be layer 2, at another place of its block",
+        ),
+        (dict(attn_type_list=[0, 1] * 4), [0, 1], "what a layer computes depends on how many layers there are"),
+        (dict(model_type="minimax", layer_types=list("abababab")), [0, 1], "depends on how many layers there are"),
+        (dict(scale_depth=1.4), [0, 1], "depends on how many layers there are"),
+        (dict(model_type="beam"), [0, 2], "what layer 2 computes depends on its number"),
+        (dict(n_layers_per_attn_res_block=2), [0, 2], "layer 2 would be layer 1, at another place of its block"),
+        (
+            dict(model_type="gemma4_text", layer_types=["sliding"] * 7 + ["full_attention"]),
+            [0, 1],
+            "says 'sliding' of layer 1, and",
+        ),
         (dict(num_kv_shared_layers=4, layer_types=list("abababab")), [0, 1, 4], "takes keys and values of layer 2"),
         (dict(indexer_types=["full", "shared"] * 4), [0, 3], "layer 3 takes the tokens that layer 2 chose"),
         (dict(index_topk_pattern="FSSFSSSS"), [0, 1, 5], "layer 5 takes the tokens that layer 3 chose"),

@@ -360,6 +360,7 @@ def test_layers_stacked_where_sizes_are_equal(tmp_path: Path, axis: str, recorde
             record.unlink()
     assert kinds(statuses(scanned, unscanned, status=0, folder=tmp_path)).keys() == {"equal"}
     assert kinds(statuses(unscanned, scanned, status=0, folder=tmp_path)).keys() == {"equal"}
+    assert kinds(statuses(source, scanned, status=0, folder=tmp_path)).keys() == {"equal", "rounded"}
 
 
 def _boxed(tree: Any) -> Any:

@@ -49,9 +49,14 @@ def this_code() -> str:
     identity = Identity()
     identity.add(__version__)  # all there is to tell of modules without their source
     for root in sorted(Path(str(package.__file__)).parent for package in (formats, model_mappings, transforms)):
-        for path in sorted(root.rglob("[!.]*.py")):  # not an editor's lock, .#x.py, which leads nowhere
+        for path in modules_of(root):
             identity.add(root.name, path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
     return identity.hash
+
+
+def modules_of(package: Path) -> list[Path]:
+    """The files of a package's modules; not an editor's lock, `.#x.py`, which leads nowhere."""
+    return sorted(package.rglob("[!.]*.py"))
 
 
 class Identity:
