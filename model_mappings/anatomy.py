@@ -18,12 +18,8 @@ from weightbeam.model_mappings.config import TEXT_SECTIONS, Config, ConfigError,
 from weightbeam.model_mappings.family import Family, Prediction, rename
 from weightbeam.model_mappings.rules import Rule
 
-LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "num_blocks",
-)  # their number in `config.json`: GPT-2's, GPT-Neo's, xLSTM's
+# what `config.json` calls their number; GPT-2's, MPT's, GPT-Neo's, xLSTM's
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 EXPERT, VOCAB, LAYER = "expert", "vocab", "layer"  # the axis words
 NEVER = r"(?!)"
 

@@ -42,6 +42,9 @@ EVERY = {  # every how many
     "sliding_window_pattern", "attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "cross_layer_interval",
     "n_layers_per_attn_res_block",
 }  # fmt: skip
+LISTED = {  # where a list by layer says the same, it counts
+    "no_rope_layer_interval": "no_rope_layers", "sliding_window_pattern": "layer_types", "global_attn_every_n_layers": "layer_types",
+}  # fmt: skip
 REPEATED = {"sliding_window_pattern", "block_types"}  # a value for each layer of a block, which is repeated
 BY_NUMBER = {  # layers compute with their number
     ("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama"), ("model_type", "beam"),
@@ -202,7 +205,8 @@ class _Refused(str):
 
 def _edited(key: str, value: Any, part: Mapping[str, Any], cut: Renumbered) -> Iterator[tuple[str, Any]]:
     """The new value of a field, with the option that asks for it; nothing where it stays."""
-    if cut.cuts_layers or cut.numbered_mtp:
+    listed = part.get(LISTED.get(key, ""))
+    if (cut.cuts_layers or cut.numbered_mtp) and not (isinstance(listed, list) and len(listed) == cut.count):
         for fits, change in _LAYERS:
             if fits(key, value, cut):
                 yield "--layers", change(value, part, cut)

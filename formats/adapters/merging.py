@@ -311,7 +311,7 @@ def _plain(
     else:
         if "magnitude" in target.parts:
             raise _RefusedError(f"is a DoRA of one expert, which is a part of {place.tensor}; that isn't supported")
-        expert, transposed = place.expert or 0, files.is_in_out
+        expert, transposed = place.expert or 0, files.is_in_out(place.tensor)
         if expert >= shape[0]:
             raise _RefusedError(f"is of expert {expert}, {place.tensor} has {shape[0]}")
         offset = (0, place.row) if transposed else (place.row, 0)
@@ -374,7 +374,7 @@ def _fused(
     whole = len(shape) == 3
     if whole:
         experts, sizes = shape[0], shape[1:]  # (rows, columns) in the files
-        turned = files.is_in_out != (files.model_type in IN_OUT)
+        turned = files.is_in_out(places[0].tensor) != (files.model_type in IN_OUT)
     else:
         experts = 1 + max(place.expert or 0 for place in places)
         sizes = (sum(files.encodings[place.tensor].shape[0] for place in places if place.expert == 0), shape[1])

@@ -23,7 +23,7 @@ SPELLINGS = (("", ""), (".mlp.", ".block_sparse_moe."), (".block_sparse_moe.", "
 
 # By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
 IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
-# Those of the files, which transformers turns around where they differ from memory.
+# Those of the hub's files, which transformers turns around where they differ from memory.
 IN_OUT_FILES = IN_OUT | {"qwen3_vl_moe", "qwen3_vl_moe_text"}
 # Those that transformers marks `is_transposed`, which PEFT asks for.
 MARKED = frozenset({"gpt_oss"})
@@ -93,7 +93,7 @@ class ModuleFiles:
         tensor = self.find(f"{match['experts']}.{PARAMETERS[projection == 'down']}")
         if tensor is None or len(self.encodings[tensor].shape) != 3:
             return []
-        outputs = self.encodings[tensor].shape[2 if self.is_in_out else 1]
+        outputs = self.encodings[tensor].shape[2 if self.is_in_out(tensor) else 1]
         if projection != "down":
             outputs //= 2
         return [WeightPart(tensor, int(match["expert"]), -outputs if projection == "up" else 0, outputs)]
@@ -124,7 +124,17 @@ class ModuleFiles:
         """Whether a module that isn't of experts has a weight of (in, out), other than a linear layer."""
         return self.model_type in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
 
-    @property
-    def is_in_out(self) -> bool:
-        """Whether fused experts are (expert, in, out) in the files."""
+    def is_in_out(self, tensor: str) -> bool:
+        """Whether fused experts are (expert, in, out) in the files. Both of a layer tell it by their shapes: Qwen 3 VL's are
+        so on the hub, and (expert, out, in) where transformers 5 has written them.
+
+            (expert, out, in)    gate_up_proj (E, 2 F, D)    down_proj (E, D, F)
+            (expert, in, out)    gate_up_proj (E, D, 2 F)    down_proj (E, F, D)
+        """
+        module = tensor.rpartition(".")[0]
+        both = [self.encodings[name].shape for part in PARAMETERS if (name := f"{module}.{part}") in self.encodings]
+        if [len(shape) for shape in both] == [3, 3]:
+            (_, *gate_up), (_, rows, columns) = both
+            if gate_up in ([2 * columns, rows], [columns, 2 * rows]):
+                return gate_up == [columns, 2 * rows]
         return self.model_type in IN_OUT_FILES

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from weightbeam.formats.encodings import Encoding
@@ -42,6 +43,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
 
 KIND = "cut"  # of its problems
+NORM = re.compile(r"([^\d]*\.)(\d+)(\.(?:.*\.)?(?:\w*norm\w*|(?:\w*_)?ln(?:_\w*)?)\.weight)")
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
 OPTIONS = {EXPERT: EXPERTS, VOCAB: ROWS, LAYER: LAYERS}  # that cut an axis
 NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # a number in a tensor's name, of a layer or an expert
@@ -106,7 +108,7 @@ class _Cutting:
         made = view(
             self.checkpoint, tensors, config=config, edits=edits.made, cut=str(self.cut), notes=tuple(edits.notes)
         )
-        if problems := [*self._compare_blocks(made), *self._check_weights(made)]:
+        if problems := [*self._compare_blocks(made), *self._check_first(), *self._check_weights(made)]:
             raise CutError(*problems)
         return made
 
@@ -296,6 +298,24 @@ class _Cutting:
             if layer in blocks.places and blocks.places[layer] != new.get(number):
                 yield LAYERS, f"{whole_blocks}: layer {layer} would change its place as layer {number}"
                 return
+
+    def _check_first(self) -> Iterator[tuple[str, str]]:
+        """Of a model without a table: a first layer that has a norm which no other has (RWKV), or lacks one that all others
+        have (ModernBERT's decoder). transformers makes the layer that is the first so.
+        """
+        if self.anatomy.family is not None or self.kept.kept[0] == 0:
+            return
+        norms = defaultdict[str, set[int]](set)
+        for name, layer in self.layer_of.items():
+            if layer is not None and layer < self.count and (module := NORM.fullmatch(name)):
+                norms[f"{module[1]}*{module[3]}"].add(layer)
+        for name, layers in norms.items():
+            if layers in ({0}, {*range(1, self.count)}):
+                has = "alone has" if layers == {0} else "has no"
+                yield (
+                    LAYERS,
+                    f"{self.cut.layers}: layer 0 {has} {name}, and the first layer that is kept would be made so; keep it",
+                )
 
     def _blocks(self, family: Family) -> tuple[bool, Blocks] | None:
         """Whether MaxText scans the whole model, and its blocks; None where it has no such model."""

@@ -17,9 +17,10 @@ from support import BF16, decoded, read_config, read_file, save
 from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MergedWeight
+from weightbeam.formats.adapters.modules import ModuleFiles
 from weightbeam.formats.encodings import Plain
 from weightbeam.formats.release.source import open_source
-from weightbeam.formats.safetensors import open_hf, read_header
+from weightbeam.formats.safetensors import Tensor, open_hf, read_header
 from weightbeam.model_mappings.boxes import Box
 
 F32 = np.dtype(np.float32)
@@ -178,3 +179,19 @@ def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
         found = decoded(merging.encodings[name], dtype=BF16)
         assert (found != wanted).mean() < 1e-3  # where the order of the sum decides a rounding
         np.testing.assert_allclose(found.astype(F32), wanted.astype(F32), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_in_out", [True, False])
+@pytest.mark.parametrize("wide", [(64, 24), (64, 32), (24, 64)])
+def test_which_way_fused_experts_lie(wide: tuple[int, int], is_in_out: bool) -> None:
+    """Both of a layer tell it, whatever their sizes: Qwen 3 VL's lie one way on the hub, another where transformers wrote."""
+    width, hidden = wide
+    shapes = {"gate_up_proj": (4, 2 * hidden, width), "down_proj": (4, width, hidden)}
+    if is_in_out:
+        shapes = {name: (experts, columns, rows) for name, (experts, rows, columns) in shapes.items()}
+    tensors = {
+        f"layers.0.mlp.experts.{name}": Tensor(f"layers.0.mlp.experts.{name}", F32, shape, "f", 0)
+        for name, shape in shapes.items()
+    }
+    files = ModuleFiles({name: Plain(tensor) for name, tensor in tensors.items()}, {}, "qwen3_vl_moe")
+    assert [files.is_in_out(name) for name in tensors] == [is_in_out] * 2

@@ -266,3 +266,14 @@ def test_prediction_layers_behind_the_last(tmp_path: Path) -> None:
     assert (gone.config["num_hidden_layers"], gone.config["num_nextn_predict_layers"]) == (2, 0)
     alone = cut_release(headers_only(config, known=names), Cut("3"))
     assert "names no layer of the model itself" in str(alone.problems[0])
+
+
+@pytest.mark.parametrize(("only", "has"), [((0,), "alone has"), ((1, 2, 3), "has no")])
+def test_a_first_layer_unlike_the_others(tmp_path: Path, only: tuple[int, ...], has: str) -> None:
+    """RWKV's has a norm more, that of ModernBERT's decoder one less: no other layer can be the first."""
+    tensors = {f"blocks.{layer}.ln1.weight": np.ones(4, F32) for layer in range(4)}
+    tensors |= {f"blocks.{layer}.pre_ln.weight": np.ones(4, F32) for layer in only}
+    release = open_hf(save(tmp_path / "hf", dict(model_type="rwkv", n_layers=4), tensors))
+    (problem,) = cut_release(release, Cut("1:3")).problems
+    assert f"layer 0 {has} blocks.*.pre_ln.weight" in str(problem)
+    assert not cut_release(release, Cut("0:2")).problems

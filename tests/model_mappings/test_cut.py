@@ -82,6 +82,8 @@ def test_blocks_of_layers() -> None:
     """Letters that are repeated, and groups, stay where they still hold."""
     config = dict(num_hidden_layers=8, sliding_window_pattern="LLLG", layer_group_size=3, kda_lower_bound=-5.0)
     assert cut(config, [0, 1, 2], 8) == config | dict(num_hidden_layers=3)
+    config = dict(num_hidden_layers=4, sliding_window_pattern="LLLG", layer_types=list("aaab"))
+    assert cut(config, [2, 3], 4) == config | dict(num_hidden_layers=2, layer_types=["a", "b"])
     config = dict(num_hidden_layers=8, scale_attn_by_inverse_layer_idx=False, moe_layer_end_index=4)
     assert cut(config, [1, 3, 5], 8) == config | dict(num_hidden_layers=3, moe_layer_end_index=1)
 

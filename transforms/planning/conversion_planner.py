@@ -388,7 +388,7 @@ def _grids(
 ) -> list[Grid]:
     rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
-    grids = []
+    grids, refused = [], list[UnitBytesError]()
     for number, array in enumerate(arrays):
         stored = _source_cost(array, encodings, save)
         try:
@@ -398,7 +398,9 @@ def _grids(
                 )
             )
         except UnitBytesError as e:
-            raise UnitBytesError(e.key, e.needed * twins[number]) from e
+            refused.append(UnitBytesError(e.key, e.needed * twins[number]))
+    if refused:  # what the largest needs is enough for all
+        raise max(refused, key=lambda error: error.needed)
     return grids
 
 
