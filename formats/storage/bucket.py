@@ -201,7 +201,9 @@ def _fail(url: str, error: Exception) -> NoReturn:
         message, hint = f"{host} can't be reached: {why}", "; is this machine online?"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
-    if re.search(r"retention polic|object retention|\bhold\b", message):  # 403, whatever the account may do
+    if re.search(
+        r"retention polic|object retention|under active [\w -]*hold", message
+    ):  # 403, whatever the account may do
         hint = "; what is written grows, and is moved: choose a bucket, or a folder, in which objects may be deleted"
     raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error
 

@@ -166,12 +166,13 @@ def size_lines(planned: ToRelease, threads: int, output: str | None = None) -> l
     """What a release takes, for a person: its files, the units, the memory."""
     if (files := planned.files) is None:
         return []
-    most, parts = memory_parts(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
-    return [
-        f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
-        f"units       {units_text(planned)}",
-        f"memory      at most {most}: {parts}",
+    lines = [
+        f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
     ]
+    if planned.units:  # else something stands against it
+        most, parts = memory_parts(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
+        lines += [f"units       {units_text(planned)}", f"memory      at most {most}: {parts}"]
+    return lines
 
 
 def slots_for(

@@ -372,7 +372,7 @@ class RunFeed(Feed):
         if other := self._other_run(owner, self._naming(self.output.url)):
             raise StorageError(
                 f"run {self.run.name}: {self._records} holds the records of another run of this name, {other}; give one of "
-                f"them another name, or an output of its own; if that run was moved here, delete {self._records.path(RECORDS_OWNER)}"
+                "them another name, or an output of its own"
             )
 
     def _owner_by_records(self) -> str | None:

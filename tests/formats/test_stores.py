@@ -449,15 +449,21 @@ def test_what_is_forbidden(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
     assert len(gcs.log) == len(asks)
 
 
-def test_what_is_held(bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "why",
+    [
+        "subject to bucket's retention policy and cannot be deleted",
+        "under active Event-Based hold and cannot be deleted",
+    ],
+)
+def test_what_is_held(bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """A retention policy refuses whoever asks: no role is advised (cloud.google.com/storage/docs/bucket-lock)."""
-    why = "DELETE x: Object 'bucket/x' is subject to bucket's retention policy and cannot be deleted until 2027-01-01"
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise exceptions.Forbidden(why)
+        raise exceptions.Forbidden(f"DELETE x: Object 'bucket/x' is {why} until 2027-01-01")
 
     monkeypatch.setattr(storage.Blob, "delete", refuse)
-    with pytest.raises(StorageError, match=r"retention policy .*choose a bucket, or a folder") as error:
+    with pytest.raises(StorageError, match=r"cannot be deleted .*choose a bucket, or a folder") as error:
         bucket.check_writable()
     assert "roles/" not in str(error.value)
 
