@@ -206,10 +206,46 @@ def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
 
 
 def _both_layer_by_layer(sides: Sequence[Side], sources: Sequence[HfCheckpoint | OrbaxCheckpoint]) -> tuple[Side, Side]:
-    """Two sides of which both have an array for each layer where one has."""
+    """Two sides of which both have an array for each layer where one has, and stack the others on one axis."""
     said = [scan_axis_of(source) if isinstance(source, OrbaxCheckpoint) else None for source in sources]
     (first, second), (axis, other_axis) = sides, said
-    return _layer_by_layer(first, second, axis), _layer_by_layer(second, first, other_axis)
+    first, second = _layer_by_layer(first, second, axis), _layer_by_layer(second, first, other_axis)
+    return first, _stacked_alike(second, first, other_axis, axis)
+
+
+def _stacked_alike(side: Side, other: Side, said: int | None, other_said: int | None) -> Side:
+    """A side whose stacked arrays have their layers on the axis on which the other side has them; both axes are as the
+    records say, else the first two of MaxText's places that all shapes allow.
+    """
+    keys = [key for key in side.keys() & other.keys() if STACKED.fullmatch(key)]
+
+    def moved(axis: int, to: int) -> dict[str, Operand]:
+        return {
+            key: _moved(side[key], *(_stacked_at(key, each, len(side[key].shape) - 1) for each in (axis, to)))
+            for key in keys
+        }
+
+    axes = (SCAN_AXES if each is None else (each,) for each in (said, other_said))
+    tried = (moved(*pair) for pair in itertools.product(*axes))
+    fitting = (each for each in tried if all(stored.shape == other[key].shape for key, stored in each.items()))
+    return {**side, **next(fitting, {})}
+
+
+def _moved(stored: Operand, axis: int, to: int) -> Operand:
+    """An array with one of its axes at another place: (embed, layers, mlp), axis 1 to 0, is (layers, embed, mlp)."""
+    if axis == to:
+        return stored
+    axes = [other for other in range(len(stored.shape)) if other != axis]
+    axes.insert(to, axis)
+
+    def there(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[each] for each in axes)
+
+    def fetch(box: Box) -> np.ndarray:
+        return stored.read(tuple(box[axes.index(each)] for each in range(len(axes)))).transpose(axes)
+
+    order = tuple(axes.index(each) for each in stored.order)
+    return Operand(there(stored.shape), stored.dtype, order, there(stored.grain), fetch, stored.lossy)
 
 
 def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:

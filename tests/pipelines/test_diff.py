@@ -363,6 +363,28 @@ def test_layers_stacked_where_sizes_are_equal(tmp_path: Path, axis: str, recorde
     assert kinds(statuses(source, scanned, status=0, folder=tmp_path)).keys() == {"equal", "rounded"}
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("axes", [(1, 0), (0, 2), (2, 1)])
+def test_layers_stacked_on_two_axes(tmp_path: Path, axes: tuple[int, int], recorded: bool) -> None:
+    """What a reshard to another axis advises to look at: the same weights, element by element."""
+    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    first = convert(source, tmp_path / "first", "--param_scan_axis", str(axes[0]))
+    assert call("reshard", first, tmp_path / "second", "--param_scan_axis", axes[1]) == 0
+    other = convert(
+        save(tmp_path / "b", LLAMA, random_tensors(LLAMA, seed=1)), tmp_path / "c", "--param_scan_axis", str(axes[1])
+    )
+    if not recorded:
+        for record in [*tmp_path.rglob("conversion.json"), *tmp_path.rglob("_CHECKPOINT_METADATA")]:
+            record.unlink()
+    assert kinds(statuses(first, tmp_path / "second" / "0", status=0, folder=tmp_path)).keys() == {"equal"}
+    found = statuses(first, other, status=1, folder=tmp_path)
+    assert kinds(found).keys() == {"changed"}
+    wanted = statuses(source, tmp_path / "b", status=1, folder=tmp_path)
+    layers = (wanted[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in range(LLAMA["num_hidden_layers"]))
+    largest = max(layer["max"] for layer in layers)
+    assert next(each["max"] for key, each in found.items() if key.endswith("mlp.wi_1.kernel")) == largest
+
+
 def _boxed(tree: Any) -> Any:
     return {key: _boxed(value) for key, value in tree.items()} if isinstance(tree, dict) else {"value": tree}
 
