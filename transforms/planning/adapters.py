@@ -93,14 +93,21 @@ class AdapterExport:
             raise DamagedError(damage(self.source.root, damaged, compared.arrays))
 
     def _in_memory(self, module: str) -> str:
-        """The path of a module in transformers' model, where a text model with towers around it has another one than in
-        the files.
+        """The path of a module in transformers' model: of a text model with towers around it `model.language_model.layers…`,
+        of one alone `model.layers…`, whatever the table or the files say.
         """
         assert self.family is not None
         prefix = self.family.aliases.get("model.language_model")
-        if prefix and "text_config" in self.like.config and module.startswith(f"{prefix}."):
+        if not self._has_towers:
+            return re.sub(r"^model\.language_model\.", "model.", module)
+        if prefix and module.startswith(f"{prefix}."):
             return f"model.language_model{module.removeprefix(prefix)}"
         return module
+
+    @property
+    def _has_towers(self) -> bool:
+        """Whether the base is a text model and what is around it."""
+        return "text_config" in self.like.config
 
     def peft_config(self, names: Sequence[str], base: str) -> bytes:
         """`adapter_config.json` for tensors of these names, of a base that is called so."""
@@ -115,7 +122,7 @@ class AdapterExport:
             "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
-            "target_modules": leaves if everywhere else paths,
+            "target_modules": leaves if everywhere and not self._has_towers else paths,  # towers have such leaves, too
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
