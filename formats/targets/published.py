@@ -9,16 +9,21 @@ from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from weightbeam.formats.adapters.adapter import WEIGHTS as ADAPTER
 from weightbeam.formats.release.files import CARD, role_of
-from weightbeam.formats.safetensors import INDEX, SINGLE
+from weightbeam.formats.safetensors import INDEX, SINGLE, Shard
+from weightbeam.formats.safetensors.folder import open_shard
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
-from weightbeam.formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
+from weightbeam.formats.storage.store import in_base64
 from weightbeam.formats.storage.strict_json import read_json
 
 RECORD = "weightbeam.json"
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
+MOST_READ = 64 << 20  # of a file, to tell what it holds
 DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
 # what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config
 WEIGHTS = re.compile(
@@ -79,6 +84,38 @@ def changed_in(release: Store) -> list[str]:
             if hashlib.sha256(release.read(name)).hexdigest() != digest:
                 found.append(name)
     return found
+
+
+def contents_of(release: Store, beside: Collection[str] = ()) -> dict[str, str]:
+    """What tells what the files of weights hold that lie in a release, and some files beside them, by name; the same after a
+    copy: the crc32c of all bytes, where a bucket says it or a file is small, else a hash of the header and of bytes of
+    64 tensors.
+    """
+    return {
+        file.name: _content(release, file)
+        for file in release.list(recursive=False)
+        if file.name.endswith(".safetensors") or file.name in beside
+    }
+
+
+def _content(release: Store, file: File) -> str:
+    if file.crc32c is None and file.size > MOST_READ and file.name.endswith(".safetensors"):
+        shard = open_shard(release, file.name)
+        return f"blocks {shard.content if isinstance(shard, Shard) else shard}"
+    return f"crc32c {file.crc32c or in_base64(google_crc32c.Checksum(release.read(file.name)))}"
+
+
+def replaced_in(release: Store, contents: Any) -> list[str]:
+    """The files that hold something else than `contents_of` said; none that can't be compared, as a bucket's in a folder."""
+    if not isinstance(contents, dict):
+        return []
+    return [
+        name
+        for name, told in contents_of(release, contents).items()
+        if name in contents
+        and told != contents[name]
+        and told.partition(" ")[0] == str(contents[name]).partition(" ")[0]
+    ]
 
 
 def missing_in(release: Store) -> list[str]:

@@ -13,7 +13,7 @@ from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readd
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.local import is_temporary
-from weightbeam.formats.targets.published import RECORD, record_of
+from weightbeam.formats.targets.published import RECORD, contents_of, record_of
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import ComparedPair, open_pair
@@ -21,7 +21,7 @@ from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
-from weightbeam.pipelines.watching.places import REPORT
+from weightbeam.pipelines.watching.places import BESIDE, REPORT
 from weightbeam.transforms.comparing import baselines, differences
 
 SECTION = "## The training run"
@@ -109,6 +109,7 @@ def describe(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str
     report = _naming(about).told({**said, "warnings": warnings, "changes": sentences})
     _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn is not None)
     release.delete(baselines.FILE)
+    report["files"] = contents_of(release, {*BESIDE} - {REPORT})
     release.write(REPORT, json.dumps(report, indent=1).encode())
     return {"warnings": warnings, "said": sentences, "not_finite": len(found["not_finite"])}
 

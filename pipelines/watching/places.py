@@ -52,7 +52,14 @@ from weightbeam.formats.targets.hub import (
     publish,
     told,
 )
-from weightbeam.formats.targets.published import changed_in, missing_in, others_in, record_of, whole_files
+from weightbeam.formats.targets.published import (
+    changed_in,
+    missing_in,
+    others_in,
+    record_of,
+    replaced_in,
+    whole_files,
+)
 from weightbeam.formats.targets.target import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
@@ -271,18 +278,11 @@ class StorePlace(Place):
         return _report(open_store(url))
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
-        step = open_store(url)
-        if self.report(url).get("key") != key:
+        step, report = open_store(url), self.report(url)
+        if report.get("key") != key:
             return step.names()
-        files = {file.name: file for file in step.list(recursive=False)}
-        written = files[REPORT].updated  # after all weights: no digest of theirs is of a whole file
-        late = (name for name, file in files.items() if name.endswith(".safetensors") and file.updated > written)
         others = [name for name in _others_in(step) if name not in BESIDE]
-        return [
-            *others,
-            *changed_in(step),
-            *(f"{name} (written after its {REPORT})" for name in late if name not in others),
-        ]
+        return [*dict.fromkeys([*others, *changed_in(step), *replaced_in(step, report.get("files"))])]
 
     def is_taken(self, url: str, key: str) -> bool:
         return self.report(url).get("key") != key and bool(open_store(url).names())

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import BF16, LLAMA, random_tensors, restore, save
 
 import weightbeam as wb
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.staging import Staging, staging_at
-from weightbeam.formats.storage import StorageError, Store
-from weightbeam.formats.targets import TARGETS
+from weightbeam.formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.targets import TARGETS, published
 from weightbeam.formats.targets.target import Conclude, Target, nothing
 
 RECORD = "arrays.json"
@@ -140,3 +142,26 @@ def test_a_stopped_one_goes_on(into_npy: wb.Plan, tmp_path: Path, monkeypatch: p
     with pytest.raises(wb.Refused, match="exists"):
         wb.convert(into_npy, output)
     assert wb.convert(into_npy, output, overwrite=True).state == "done"
+
+
+@pytest.mark.parametrize("most", [0, published.MOST_READ], ids=["a part of it", "all of it"])
+def test_what_tells_whether_weights_were_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Of a large file some bytes of each tensor, of a small one all; no time, so that a copy is the same."""
+    monkeypatch.setattr(published, "MOST_READ", most)
+    release, copy = LocalFolder(str(tmp_path / "a")), LocalFolder(str(tmp_path / "b"))
+    tensors = {name: np.arange(4096, dtype=np.float32) for name in "ab"}
+    (tmp_path / "a").mkdir()
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "card").write_text("x")
+    told = published.contents_of(release, ["card"])
+    assert [told[name].partition(" ")[0] for name in ("model.safetensors", "card")] == [
+        "crc32c" if most else "blocks",
+        "crc32c",
+    ]
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    assert published.replaced_in(copy, told) == []
+    save_file({**tensors, "b": tensors["b"] + 1}, tmp_path / "b" / "model.safetensors")
+    assert published.replaced_in(copy, told) == ["model.safetensors"]
+    (tmp_path / "b" / "card").write_text("y")
+    assert published.replaced_in(copy, told) == ["card", "model.safetensors"]
+    assert published.replaced_in(copy, {"model.safetensors": "md5 1"}) == []

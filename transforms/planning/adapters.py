@@ -94,15 +94,15 @@ class AdapterExport:
 
     def _in_memory(self, module: str) -> str:
         """The path of a module in transformers' model: of a text model with towers around it `model.language_model.layers…`,
-        of one alone `model.layers…`, whatever the table or the files say.
+        Llama 4's `language_model.model.layers…`; of one alone `model.layers…`, whatever the table or the files say.
         """
         assert self.family is not None
-        prefix = self.family.aliases.get("model.language_model")
+        aliases = self.family.aliases
         if not self._has_towers:
             return re.sub(r"^model\.language_model\.", "model.", module)
-        if prefix and module.startswith(f"{prefix}."):
+        if (prefix := aliases.get("model.language_model")) and module.startswith(f"{prefix}."):
             return f"model.language_model{module.removeprefix(prefix)}"
-        return module
+        return f"language_model.{module}" if not prefix and aliases.get("language_model") == "" else module
 
     @property
     def _has_towers(self) -> bool:
