@@ -13,6 +13,11 @@ from weightbeam.model_mappings.maxtext_models import base, keys_of, run_as
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
+# Fields whose default in transformers' class is a number (v5.23.0): that a model has none has to be said.
+NULLS = {
+    "deepseek_v2": ("q_lora_rank",), "deepseek_v3": ("q_lora_rank",), "deepseek_v32": ("q_lora_rank",), "kimi_k2": ("q_lora_rank",),
+    "mistral": ("sliding_window",),
+}  # fmt: skip
 PRECEDENCE = ("deepseek_v3", "kimi_k2")  # of kinds that MaxText has one configuration for, the one that is written
 
 
@@ -91,7 +96,9 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
     unknown = sorted(
         key for key in given if key in base() and key not in read_keys and _clean(given[key]) != base()[key]
     )
-    return HfConfig(family, _without_none(config), {"_from_model_config": True}, tuple(unknown))
+    config = _without_none(config)
+    config |= {field: None for field in NULLS.get(str(config.get("model_type")), ()) if field not in config}
+    return HfConfig(family, config, {"_from_model_config": True}, tuple(unknown))
 
 
 def _without_none(config: Any) -> Any:

@@ -13,7 +13,7 @@ models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 
 from weightbeam.model_mappings.blocks import common_drops, gated_mlp, tied_head, top
 from weightbeam.model_mappings.config import ConfigError, Layout
-from weightbeam.model_mappings.configuration import count, fixed, size, truth
+from weightbeam.model_mappings.configuration import copied, count, fixed, size, truth
 from weightbeam.model_mappings.families.gemma4 import (
     ALIASES,
     AROUND,
@@ -29,6 +29,7 @@ from weightbeam.model_mappings.families.gemma4 import (
     text_dims,
 )
 from weightbeam.model_mappings.family import Family, Tower
+from weightbeam.model_mappings.maxtext_models import run_as
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack
 
@@ -93,8 +94,15 @@ def drops(c, layout):
     return common_drops(t, layout, HF) | {f"model.{name}.*": reason for name, reason in towers.items()} | unused
 
 
+def layer_types(keys):
+    """Those that MaxText repeats for its model of this name; of what `config.json` doesn't say, every sixth is global."""
+    period = 5 if run_as(str(keys["model_name"])) == "gemma4-e2b" else 6
+    return [GLOBAL if layer % period == period - 1 else LOCAL for layer in range(keys["base_num_decoder_layers"])]
+
+
 LINES = (
     *SHARED,
+    copied("layer_types", layer_types),
     size("hidden_size_per_layer_input", "hidden_size_per_layer_input", default=256),
     size("vocab_size_per_layer_input", "vocab_size_per_layer_input", default=262_144),
     count("num_kv_shared_layers", "num_kv_shared_layers"),

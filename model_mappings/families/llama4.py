@@ -68,7 +68,8 @@ def stacks(c, layout):
     t = text_part(c)
     check_whole(t, layout, CYCLE)
     step, width = moe_step(t), t.size("intermediate_size")
-    fused = is_fused(layout, f"model.layers.{step - 1}.feed_forward.experts")
+    # transformers has them so, and reads no others; what nobody has written yet is for it
+    fused = not layout.names or is_fused(layout, f"model.layers.{step - 1}.feed_forward.experts")
     routed = experts_in_out(ROUTED, "feed_forward.experts", width) if fused else experts(ROUTED, "feed_forward.experts", width, fused=False)
     dense = [*NORMS, *attention(), *gated_mlp(source="feed_forward")]
     moe = [

@@ -307,7 +307,9 @@ class History:
 
     def mark_again(self, before: datetime.datetime) -> None:
         """Notes that the version has come back, now, which is later than `before`, whatever this machine's clock says."""
-        moment = max(now(), before + datetime.timedelta(microseconds=1))
+        with contextlib.suppress(OverflowError):  # somebody's record of the year 9999
+            before += datetime.timedelta(microseconds=1)
+        moment = max(now(), before)
         self.store.write(AGAIN, json.dumps({"time": moment.isoformat()}).encode())
         self._files.add(AGAIN)
 

@@ -13,7 +13,7 @@ from weightbeam.formats.orbax.source import OrbaxArray
 from weightbeam.formats.release.source import ReleaseTensors
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, Layout
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.keeping import keep_arrays
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import Array, Problem, TensorSpec
@@ -21,6 +21,7 @@ from weightbeam.transforms.cutting.quantizing import (
     Entry,
 )
 from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.text_model import ALONE
 
 
 class Released(NamedTuple):
@@ -52,8 +53,12 @@ class ExportTable:
     parts: ReleaseTensors | None
 
     def spelled(self, name: str) -> str:
-        """The release's own name for a tensor."""
-        return self.released[name].name if name in self.released else name
+        """The release's own name for a tensor; without a release that of transformers, which has a class for a text model
+        alone.
+        """
+        if name in self.released or self.form.tensors or "text_config" in self.config:
+            return self.released[name].name if name in self.released else name
+        return rename(name, ALONE)
 
     def can_take(self, name: str) -> bool:
         """Whether a tensor can be taken from a release."""

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Tower, rename
 from weightbeam.transforms.planning.exporting import Like
 
-NAMES = {
+ALONE = {
     "model.language_model": "model",
     "language_model.model": "model",
     "language_model.model.blocks": "model.layers",  # transformers 5.23 saves Kimi K2.5 so
@@ -59,7 +59,7 @@ def text_model(like: Like, family: Family) -> Like:
     outer = {field: config[field] for field in OUTER if config.get(field) is not None}
     drops = family.drops(config, Layout())
     tensors = {
-        rename(name, NAMES): about
+        rename(name, ALONE): about
         for name, about in like.tensors.items()
         if not isinstance(drop_reason(rename(name, family.aliases), drops), Tower)
     }
