@@ -166,10 +166,19 @@ class StreamedModel:
         """
         import torch
 
-        hooks, seen = [], dict[str, np.ndarray]()
+        hooks, seen, ids = [], dict[str, np.ndarray](), torch.tensor([list(tokens)])
+
+        def fill(group: Group, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if (
+                args and self._is_embedding(group) and args[0].is_meta
+            ):  # Llama 4 sends them to where the embedding isn't yet
+                args = (ids, *args[1:])
+            self._fill(group, args)
+            return args
+
         for name, group in self._groups.items():
             module = self.model.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(lambda module, args, group=group: self._fill(group, args)))
+            hooks.append(module.register_forward_pre_hook(lambda module, args, group=group: fill(group, args)))
             hooks.append(module.register_forward_hook(lambda module, args, made, group=group: self._free(group)))
         for number, layer in enumerate(self.layers if trace else ()):
             module = self.model.get_submodule(layer.name)
@@ -178,7 +187,7 @@ class StreamedModel:
                 hooks.append(part.register_forward_hook(lambda module, args, made, key=key: _note(seen, key, made)))
         try:
             with torch.inference_mode():
-                made = self._speaking(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+                made = self._speaking(input_ids=ids, use_cache=False)
         except (StorageError, ContentError) as e:
             raise Failed(f"  {e}") from e
         except (RuntimeError, NotImplementedError) as e:
@@ -243,7 +252,7 @@ class StreamedModel:
         """The groups that text runs through: the language model's, and the head."""
         decoder, head = self._speaking.get_decoder(), self._speaking.get_output_embeddings()
         named = {id(module): name for name, module in self.model.named_modules()}
-        stem = f"{named[id(decoder)]}."
+        stem = f"{name}." if (name := named[id(decoder)]) else ""  # Llama 4's text model is its own decoder
         return [
             group for group in self._groups.values() if group.name.startswith(stem) or group.name == named.get(id(head))
         ]

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -371,6 +372,69 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert call("export", items, tmp_path / "x", *wrong) == 2
         assert message in capsys.readouterr().err
+
+
+SMALL = dict(
+    hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128,
+    vocab_size=128, max_position_embeddings=256,
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1,
+)  # fmt: skip
+SCALED = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)  # fmt: skip
+ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # configuration class, its fields, what config.json has to say
+    "gemma4": (
+        "Gemma4Text", dict(num_hidden_layers=6, sliding_window=16, global_head_dim=32, hidden_size_per_layer_input=0, attention_k_eq_v=True),
+        dict(architectures=["Gemma4ForCausalLM"]),
+    ),
+    "gemma4 of five": (
+        "Gemma4Text", dict(
+            num_hidden_layers=10, sliding_window=16, global_head_dim=32, hidden_size_per_layer_input=16, vocab_size_per_layer_input=128,
+            num_kv_shared_layers=5, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2,
+        ),
+        dict(layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2),
+    ),
+    "llama4": (
+        "Llama4Text", dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=128, interleave_moe_layer_step=1, rope_parameters=SCALED),
+        dict(architectures=["Llama4ForCausalLM"]),
+    ),
+    "deepseek_v2": ("DeepseekV2", LATENT | dict(head_dim=8, q_lora_rank=None, topk_method="greedy"), dict(q_lora_rank=None)),
+    "deepseek_v3": ("DeepseekV3", LATENT | dict(head_dim=8, q_lora_rank=32, n_group=2, topk_group=1), dict(q_lora_rank=32)),
+    "mistral": ("Mistral", dict(sliding_window=None), dict(sliding_window=None)),
+    "qwen3_5": (
+        "Qwen3_5MoeText", dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        ),
+        dict(architectures=["Qwen3_5MoeForCausalLM"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_what_has_no_release_is_what_transformers_loads(tmp_path: Path, case: str) -> None:
+    """No tensor is missing, none is left over, and the class computes the same; what its default isn't is said, null too."""
+    kind, fields, said = ALONE[case]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**SMALL | fields))
+    model.save_pretrained(tmp_path / "hf")
+    options = ("--save_dtype", "float32", "--scan_layers", "false")
+    step = convert(tmp_path / "hf", tmp_path / "ours", *options)
+    items = shutil.copytree(step / "items", tmp_path / "trained")
+    export(items, tmp_path / "out", "--maxtext_config", step / "maxtext.yml", "--save_dtype", "float32")
+    config = read_config(tmp_path / "out")
+    assert {field: config[field] for field in said} == said
+    made, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(found[which] for which in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(made.eval()(tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert call("verify", tmp_path / "out") == 0
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", DENSE | dict(num_hidden_layers=4)),
     "gemma3": ("Gemma3TextConfig", DENSE | dict(num_hidden_layers=6)),
     "gpt_oss": ("GptOssConfig", DENSE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "llama4": ("Llama4TextConfig", DENSE | dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=96)),
 }
 
 
