@@ -138,7 +138,12 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
     cells, most = 0, MIN_CELLS + CELLS_PER_TENSOR * len(layout.names)
     for stack in family.table(config, layout):
         for rule in stack.rules:
-            part = Part(stack, rule, dims, layout.scan_axis)
+            try:
+                part = Part(stack, rule, dims, layout.scan_axis)
+            except KeyError as e:
+                raise ConfigError(
+                    f"the table of {family.name}: {rule.source} has an axis {e}, of which dims says no size"
+                ) from e
             if (size := max(part.factors, default=0)) > MAX_SIZE:
                 raise ConfigError(
                     f"config.json: its sizes make {part.path} {size:,} long; more than {MAX_SIZE:,} can't be meant"

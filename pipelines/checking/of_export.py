@@ -25,6 +25,7 @@ from weightbeam.transforms.comparing.counterparts import Counterpart, copied, ta
 from weightbeam.transforms.comparing.release_faults import find_release_faults
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import COPY, prepare
+from weightbeam.transforms.planning.layouts import TOWERS
 
 COPIED = "those that they are copies of"
 
@@ -43,6 +44,8 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     accept = given.get("accept") or ()
     asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
+    if asked.get("multimodal") is False:  # what it has of towers isn't the export's
+        keys = {name: key for name, key in keys.items() if not name.startswith(TOWERS)}
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}
     exported = open_source(release.url)

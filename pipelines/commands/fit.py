@@ -14,7 +14,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, effect_of, maxtext_config
 from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_model
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
-from weightbeam.pipelines.running.prepare import open_source
+from weightbeam.pipelines.running.prepare import describe, open_source
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
@@ -106,9 +106,17 @@ def fit(source: str, maxtext_model: str) -> Fit:
       >>> compared.ok  # the sizes are others
       False
     """
+    if not maxtext_model:
+        raise Refused("--maxtext_model is missing: one of MaxText's models, or a file of its keys")
     theirs = _read(maxtext_model)
     named = str(theirs.get("model_name") or "default")
-    config = Config(open_source(source).config)
+    release = open_source(source)
+    if not release.config:
+        raise Refused(
+            f"{source}: {tables.count(len(release.problems), 'problem')}\n{describe(release.problems)}",
+            release.problems,
+        )
+    config = Config(release.config)
     try:
         family = family_by_config(config)
         try:
@@ -121,7 +129,11 @@ def fit(source: str, maxtext_model: str) -> Fit:
             named
         ):
             naming = ModelNaming(named)  # the table would be that name's
-        needed = maxtext_config(family, config, Layout(scan="scanned" in family.layouts), naming)
+        is_scanned = (
+            theirs.get("scan_layers") is not False
+        )  # which is up to whoever converts, where the family has both
+        layout = Layout(scan=is_scanned if len(family.layouts) > 1 else "scanned" in family.layouts)
+        needed = maxtext_config(family, config, layout, naming)
     except (ConfigError, UnknownFamilyError) as e:
         raise Refused(str(e)) from e
     return Fit(source, maxtext_model, needed, compare(needed, theirs))

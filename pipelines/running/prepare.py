@@ -164,7 +164,7 @@ def options_of_export(release: str | Store) -> dict[str, Any]:
     for name, value in said.items():
         if type(value) is not (int if name == "param_scan_axis" else str):
             raise Refused(f"{release}/{RECORD}: says {value!r} for --{name}, which can't be meant")
-    return said
+    return said | ({"multimodal": False} if made.get("multimodal") is False else {})  # the language model alone
 
 
 def options_of(

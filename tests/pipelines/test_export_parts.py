@@ -76,6 +76,19 @@ def test_a_text_model_becomes_whole_or_a_model_of_its_own(generated: Path, tmp_p
         assert call("verify", "--source", ckpt, "--checkpoint", tmp_path / made) == 0
 
 
+@pytest.mark.parametrize("model", ["models/gemma3-vision", "models/gemma4-vision"])
+def test_the_text_model_of_a_checkpoint_with_towers(generated: Path, tmp_path: Path, model: str) -> None:
+    """It is compared with what the checkpoint has of it."""
+    convert(generated / model, tmp_path / "ckpt", "--multimodal", "true", "--scan_layers", "false")
+    assert call("export", tmp_path / "ckpt", tmp_path / "text", "--multimodal", "false") == 0
+    assert call("verify", tmp_path / "text") == 0
+    (file,) = (tmp_path / "text").glob("*.safetensors")
+    tensors = read_tensors(tmp_path / "text")
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
+    save_file({**tensors, name: -tensors[name]}, file, {"format": "pt"})
+    assert call("verify", tmp_path / "text") == 1
+
+
 def test_what_no_release_has_is_said_at_the_start(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,9 @@ def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFi
     # the tensors are missing, and the file is written all the same
     assert call("plan", qwen, "--maxtext_config", tmp_path / "mine.yml") == 2
     assert call("fit", qwen, "--maxtext_model", tmp_path / "mine.yml") == 0
+    unscanned = (tmp_path / "mine.yml").read_text().replace("scan_layers: true", "scan_layers: false")
+    (tmp_path / "unscanned.yml").write_text(unscanned)  # which convert does, too
+    assert call("fit", qwen, "--maxtext_model", tmp_path / "unscanned.yml") == 0
     (tmp_path / "mine.yml").write_text(
         (tmp_path / "mine.yml").read_text().replace("rope_max_timescale: 1000000", "rope_max_timescale: 10000")
     )
@@ -93,9 +96,13 @@ def test_what_fit_refuses(
     assert "Traceback" not in message
 
 
-def test_fit_needs_both(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_needs_both(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("fit", qwen) == 2
     assert "--maxtext_model" in capsys.readouterr().err
+    with pytest.raises(wb.Refused, match="--maxtext_model is missing|maxtext_model is missing"):
+        wb.fit(str(qwen), "")
+    assert call("fit", tmp_path, "--maxtext_model", "llama2-7b") == 2
+    assert "config.json: no such file" in capsys.readouterr().err
 
 
 def test_the_configuration_on_standard_output(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

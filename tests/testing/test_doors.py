@@ -282,6 +282,9 @@ def test_a_draft_at_the_terminal(release: Path, tmp_path: Path) -> None:
     tested = with_site(here, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_new.py", cwd=here)
     assert tested.returncode == 1
     assert re.search(r"\d+ lines are marked TODO", tested.stdout)
+    planned = with_site(here, "-m", "weightbeam", "plan", str(release), "--family", "new.py", cwd=here)
+    assert planned.returncode == 2
+    assert "TODO" in planned.stderr
     again = with_site(here, *call, cwd=here)
     assert again.returncode == 2
     assert "is there already" in again.stderr
