@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import call, convert, read_config, read_file, read_tensors
+from lazily import lazily
+from support import assert_same_bits, call, convert, peft_adapter, read_config, read_file, read_tensors
 
+from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.staging import PLAN
+
+peft = lazily("peft")
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 MODELS = {"llama": ("--maxtext_model", "llama2-7b"), "mixtral": ("--maxtext_model", "mixtral-8x7b")}
 
@@ -69,3 +76,34 @@ def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsy
     for name, values in read_tensors(tmp_path / "merged").items():
         # the query's factor, there and back
         np.testing.assert_allclose(made[name], values, rtol=0, atol=5e-7 if "q_proj" in name else 0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "module"),
+    [
+        ("cases/gemma4-dense", r"model\.language_model\.layers\.\d+\.self_attn\.[qo]_proj"),
+        ("models/gemma4-text", r"model\.layers\.\d+\.self_attn\.[qo]_proj"),
+        ("models/llama4", r"language_model\.model\.layers\.\d+\.self_attn\.[qo]_proj"),
+        ("models/deepseek_v4", r"model\.layers\.\d+\.self_attn\.(q_a|kv)_proj"),
+    ],
+)
+def test_the_names_are_those_of_the_model_that_is_loaded(
+    generated: Path, tmp_path: Path, model: str, module: str
+) -> None:
+    """Whatever the table and the files say; with a tower, whose modules have the same last words, none but the text
+    model's is a target.
+    """
+    source = generated / model
+    base = getattr(transformers, model_class(read_config(source))).from_pretrained(source, dtype=torch.float32)
+    shapes = {name: tuple(each.weight.shape) for name, each in base.named_modules() if re.fullmatch(module, name)}
+    assert shapes
+    adapter, factors = peft_adapter(tmp_path / "adapter", shapes)
+    options = ("--lora", adapter, "--adapter_only", "true", "--save_dtype", "float32", "--scan_layers", "false")
+    made = convert(source, tmp_path / "ckpt", *map(str, options))
+    assert call("export", made, tmp_path / "back", "--like", source) == 0
+    assert_same_bits(read_file(tmp_path / "back" / "adapter_model.safetensors"), factors)
+    tokens = torch.arange(4, 14)[None]
+    with torch.no_grad():
+        before = base.eval()(tokens).logits
+        after = peft.PeftModel.from_pretrained(base, tmp_path / "back")(tokens).logits
+    assert not torch.allclose(before, after)

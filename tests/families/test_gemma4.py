@@ -12,18 +12,7 @@ import numpy as np
 import pytest
 from facts import load_headers, load_trees
 from families.gemma4_reference import EMBEDDER, TOWER, embedded_squares, image_tokens, text_logits
-from support import (
-    assert_same_bits,
-    call,
-    convert,
-    converted,
-    peft_adapter,
-    read_config,
-    read_file,
-    read_model,
-    read_tensors,
-    save,
-)
+from support import assert_same_bits, converted, read_config, read_model, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
@@ -188,38 +177,6 @@ def test_text_only_release(generated: Path, tmp_path: Path, case: str) -> None:
     renamed = {name.replace(HF, "model."): values for name, values in tensors.items() if name.startswith(HF)}
     folder = save(tmp_path / "source", read_config(source)["text_config"], renamed)
     assert_same_bits(converted(folder, tmp_path / "out"), converted(source, tmp_path / "both"))
-
-
-@pytest.mark.parametrize("name", ["cases/gemma4-dense", "models/gemma4-text"], ids=["with a tower", "text alone"])
-def test_an_adapter_has_the_names_of_the_model_that_is_loaded(generated: Path, tmp_path: Path, name: str) -> None:
-    """`model.layers…` of a text model, whose own class has it so; with a tower, whose modules have the same last words,
-    none but the text model's is a target.
-    """
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    source = generated / name
-    config = read_config(source)
-    prefix = f"{HF if 'text_config' in config else 'model.'}layers"
-    text = config.get("text_config", config)
-    shapes = {each.removesuffix(".weight"): values.shape for each, values in read_tensors(source).items()}
-    modules = {
-        module: shapes[module]
-        for layer in range(text["num_hidden_layers"])
-        for module in (f"{prefix}.{layer}.self_attn.{kind}" for kind in ("q_proj", "o_proj"))
-    }
-    adapter, factors = peft_adapter(tmp_path / "adapter", modules)
-    options = ("--lora", str(adapter), "--adapter_only", "true", "--save_dtype", "float32")
-    made = convert(source, tmp_path / "ckpt", *options)
-    assert call("export", made, tmp_path / "back", "--like", source) == 0
-    assert_same_bits(read_file(tmp_path / "back" / "adapter_model.safetensors"), factors)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tokens = torch.arange(4, 14)[None]
-    with torch.no_grad():
-        before = base(tokens).logits
-        after = PeftModel.from_pretrained(base, tmp_path / "back")(tokens).logits
-    assert not torch.allclose(before, after)
 
 
 @pytest.mark.parametrize("rows", [200, 300])

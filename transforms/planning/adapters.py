@@ -24,7 +24,7 @@ from weightbeam.model_mappings.adapters import RANK, adapter_table
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
@@ -98,6 +98,8 @@ class AdapterExport:
         """
         assert self.family is not None
         aliases = self.family.aliases
+        if module.startswith("layers."):  # DeepSeek's own names for V4
+            return rename(module, {ours: theirs for theirs, ours in aliases.items()})
         if not self._has_towers:
             return re.sub(r"^model\.language_model\.", "model.", module)
         if (prefix := aliases.get("model.language_model")) and module.startswith(f"{prefix}."):
