@@ -363,11 +363,14 @@ class RunFeed(Feed):
             self._check_records()
 
     def _check_records(self) -> None:
-        """Makes sure that the records aren't another run's, which a file of its own may give the same name.
+        """Makes sure that the records aren't another run's, which a file of its own may give the same name. Where the output
+        is the run's alone, its place says whose it is.
 
         Raises:
           StorageError: they are.
         """
+        if self._flat:
+            return
         owner = owner_of(self._records, RECORDS_OWNER) or self._owner_by_records()
         if other := self._other_run(owner, self._naming(self.output.url)):
             raise StorageError(
