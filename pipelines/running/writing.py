@@ -13,6 +13,7 @@ from typing import Any
 from weightbeam.formats.staging import ITEMS, FolderStaging, Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.targets.published import changed_in
 from weightbeam.formats.targets.target import listed
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.output import check_output
@@ -128,12 +129,14 @@ def write(
 
 def _replaced(planned: Transfer, place: Staging) -> str:
     """What lies in the place until the result does."""
-    source = None
+    source, edited = None, list[str]()
     with contextlib.suppress(StorageError):  # a record that can't be read
         source = planned.target.record_of(place.final).get("source")
+        edited = changed_in(place.final)
     made = f", which was made of {printable(source)}" if isinstance(source, str) else ""
     beside = [printable(name) for name in place.final.folders() if name != ITEMS]
-    return f"replaces {place.final}{made}" + (f", with {listed(beside)} in it" if beside else "")
+    told = f"replaces {place.final}{made}" + (f", with {listed(beside)} in it" if beside else "")
+    return told + (f"; changed in it since: {listed([*map(printable, edited)])}" if edited else "")
 
 
 def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:

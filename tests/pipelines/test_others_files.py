@@ -66,9 +66,12 @@ def test_what_others_put_into_a_release_is_named(
     for name in others:
         assert store.read(name) == b"mine"
         store.delete(name)
+    store.write("README.md", b"mine")
     capfd.readouterr()
     assert call("export", checkpoint, place, "--overwrite") == 0
-    assert f"replaces {place}, which was made of " in " ".join(capfd.readouterr().err.split())
+    told = " ".join(capfd.readouterr().err.split())
+    assert f"replaces {place}, which was made of " in told
+    assert "; changed in it since: README.md" in told
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
