@@ -13,11 +13,13 @@ from weightbeam.model_mappings.maxtext_models import base, keys_of, run_as
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
-# Fields whose default in transformers' class is a number (v5.23.0): that a model has none has to be said.
-NULLS = {
-    "deepseek_v2": ("q_lora_rank",), "deepseek_v3": ("q_lora_rank",), "deepseek_v32": ("q_lora_rank",), "kimi_k2": ("q_lora_rank",),
-    "mistral": ("sliding_window",),
-}  # fmt: skip
+# Fields whose default in transformers' class is another (v5.23.0): that a model has none has to be said.
+LATENT = {"q_lora_rank": None, "first_k_dense_replace": 0}
+NONES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"), LATENT),
+    "gemma2": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "mistral": {"sliding_window": None},
+}
 PRECEDENCE = ("deepseek_v3", "kimi_k2")  # of kinds that MaxText has one configuration for, the one that is written
 
 
@@ -97,7 +99,8 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
         key for key in given if key in base() and key not in read_keys and _clean(given[key]) != base()[key]
     )
     config = _without_none(config)
-    config |= {field: None for field in NULLS.get(str(config.get("model_type")), ()) if field not in config}
+    for part in (config, config.get("text_config", {})):
+        part |= {field: none for field, none in NONES.get(str(part.get("model_type")), {}).items() if field not in part}
     return HfConfig(family, config, {"_from_model_config": True}, tuple(unknown))
 
 

@@ -241,6 +241,20 @@ def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
             yield f"{why}; keep a multiple of {expert_groups(part)[0]}"
 
 
+def tells_first_apart(config: Mapping[str, Any], count: int) -> bool:
+    """Whether a list says that the first layer is of another kind than all others: what it alone has isn't for being the
+    first.
+    """
+    alone: list[set[Any]] = [{0}, {*range(1, count)}]
+    parts = (part for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping))
+    lists = [(key, value) for part in parts for key, value in part.items() if isinstance(value, list)]
+    return any(
+        (key in VALUES and len(value) == count and value[0] not in value[1:])
+        or (key in NUMBERS and all(type(each) is int for each in value) and {*value} in alone)
+        for key, value in lists
+    )
+
+
 def _has_value_per_layer(key: str, value: Any, cut: Renumbered) -> bool:
     return key in VALUES and isinstance(value, list | str) and len(value) >= cut.count
 

@@ -303,7 +303,8 @@ class _Cutting:
         """Of a model without a table: a first layer that has a norm which no other has (RWKV), or lacks one that all others
         have (ModernBERT's decoder). transformers makes the layer that is the first so.
         """
-        if self.anatomy.family is not None or self.kept.kept[0] == 0:
+        is_known = self.anatomy.family is not None or cut_config.tells_first_apart(self.config, self.count)
+        if is_known or self.kept.kept[0] == 0:
             return
         norms = defaultdict[str, set[int]](set)
         for name, layer in self.layer_of.items():

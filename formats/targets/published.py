@@ -88,8 +88,8 @@ def changed_in(release: Store) -> list[str]:
 
 def contents_of(release: Store, beside: Collection[str] = ()) -> dict[str, str]:
     """What tells what the files of weights hold that lie in a release, and some files beside them, by name; the same after a
-    copy: the crc32c of all bytes, where a bucket says it or a file is small, else a hash of the header and of bytes of
-    64 tensors.
+    copy. `82944 crc32c sV2…`: the size, and a checksum of all bytes, where a bucket says it or a file is small; else
+    `9663676416 blocks 3f…`, a hash of the header and of bytes of 64 tensors.
     """
     return {
         file.name: _content(release, file)
@@ -101,21 +101,22 @@ def contents_of(release: Store, beside: Collection[str] = ()) -> dict[str, str]:
 def _content(release: Store, file: File) -> str:
     if file.crc32c is None and file.size > MOST_READ and file.name.endswith(".safetensors"):
         shard = open_shard(release, file.name)
-        return f"blocks {shard.content if isinstance(shard, Shard) else shard}"
-    return f"crc32c {file.crc32c or in_base64(google_crc32c.Checksum(release.read(file.name)))}"
+        return f"{file.size} blocks {shard.content if isinstance(shard, Shard) else shard}"
+    return f"{file.size} crc32c {file.crc32c or in_base64(google_crc32c.Checksum(release.read(file.name)))}"
 
 
 def replaced_in(release: Store, contents: Any) -> list[str]:
-    """The files that hold something else than `contents_of` said; none that can't be compared, as a bucket's in a folder."""
+    """The files that hold something else than `contents_of` said; of a large one that was copied from a bucket into a
+    folder, or back, the size alone tells.
+    """
     if not isinstance(contents, dict):
         return []
-    return [
-        name
-        for name, told in contents_of(release, contents).items()
-        if name in contents
-        and told != contents[name]
-        and told.partition(" ")[0] == str(contents[name]).partition(" ")[0]
-    ]
+    found = []
+    for name, now in contents_of(release, contents).items():
+        (size, kind, what), said = now.split(" ", 2), str(contents.get(name, now)).split(" ", 2)
+        if said[0] != size or (said[1:2] == [kind] and said[2:] != [what]):
+            found.append(name)
+    return found
 
 
 def missing_in(release: Store) -> list[str]:

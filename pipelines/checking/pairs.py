@@ -215,7 +215,7 @@ def _both_layer_by_layer(sides: Sequence[Side], sources: Sequence[HfCheckpoint |
 
 def _stacked_alike(side: Side, other: Side, said: int | None, other_said: int | None) -> Side:
     """A side whose stacked arrays have their layers on the axis on which the other side has them; both axes are as the
-    records say, else the first two of MaxText's places that all shapes allow.
+    records say, else those of MaxText's places that fit the most arrays.
     """
     keys = [key for key in side.keys() & other.keys() if STACKED.fullmatch(key)]
 
@@ -227,8 +227,8 @@ def _stacked_alike(side: Side, other: Side, said: int | None, other_said: int | 
 
     axes = (SCAN_AXES if each is None else (each,) for each in (said, other_said))
     tried = (moved(*pair) for pair in itertools.product(*axes))
-    fitting = (each for each in tried if all(stored.shape == other[key].shape for key, stored in each.items()))
-    return {**side, **next(fitting, {})}
+    best = max(tried, key=lambda each: sum(stored.shape == other[key].shape for key, stored in each.items()))
+    return {**side, **best}
 
 
 def _moved(stored: Operand, axis: int, to: int) -> Operand:

@@ -196,7 +196,7 @@ def _open(
     vocabulary, its parts.
     """
     if asked is None:
-        chosen = dataclasses.replace(at_commits(choose(given), commits), unit_bytes=unit_bytes)
+        chosen = dataclasses.replace(at_commits(choose(given), commits), unit_bytes=max(unit_bytes, UNIT_BYTES))
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
     values = values_asked(given, has_scales(asked.keys))
@@ -208,7 +208,9 @@ def _open(
     best: tuple[int, ArraySource, Options] | None = None
     refused: RefusedError | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
-        chosen = dataclasses.replace(at_commits(choose(told | {"scan_layers": scan}), commits), unit_bytes=unit_bytes)
+        chosen = dataclasses.replace(
+            at_commits(choose(told | {"scan_layers": scan}), commits), unit_bytes=max(unit_bytes, UNIT_BYTES)
+        )
         try:
             opened = find_source(source, chosen, release=release, values=values)
         except RefusedError as e:

@@ -95,7 +95,7 @@ def check_written(args: argparse.Namespace) -> None:
         if not file or file == STDOUT:
             continue
         path = Path(os.path.realpath(file))
-        if (other := taken.setdefault(path, option)) != option:
+        if (other := taken.setdefault(path, option)) != option and (path.is_file() or not path.exists()):
             problems.append(f"--{option}={file}: is the file of --{other}; name another")
         elif option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
             problems.append(f"--{option}={file}: {why}")

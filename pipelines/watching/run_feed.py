@@ -44,6 +44,7 @@ from weightbeam.pipelines.watching.records import (
     REMOVED,
     RUNS,
     VERIFIED,
+    DamagedRecordError,
     History,
     LostError,
     Record,
@@ -245,7 +246,8 @@ class RunFeed(Feed):
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         if every:
-            self._check_records()
+            if self.is_wanted(name):
+                self._check_records()
             return histories(self.output, name, RUNS)
         self._read_marks()
         return [history for key in sorted(self._open) if (history := find_history(self.output, name, key, RUNS))]
@@ -371,7 +373,14 @@ class RunFeed(Feed):
         """
         if self._flat:
             return
-        owner = owner_of(self._records, RECORDS_OWNER) or self._owner_by_records()
+        owner = None
+        try:
+            owner = owner_of(self._records, RECORDS_OWNER)
+        except DamagedRecordError:
+            raise
+        except StorageError:  # what stands in the way of the records is told where they are read
+            pass
+        owner = owner or self._owner_by_records()
         if other := self._other_run(owner, self._naming(self.output.url)):
             raise StorageError(
                 f"run {self.run.name}: {self._records} holds the records of another run of this name, {other}; give one of "

@@ -277,3 +277,8 @@ def test_a_first_layer_unlike_the_others(tmp_path: Path, only: tuple[int, ...], 
     (problem,) = cut_release(release, Cut("1:3")).problems
     assert f"layer 0 {has} blocks.*.pre_ln.weight" in str(problem)
     assert not cut_release(release, Cut("0:2")).problems
+    kinds = ["a" if layer in only else "b" for layer in range(4)]  # of another kind, not the first
+    release = open_hf(
+        save(tmp_path / "kinds", dict(model_type="lfm2", num_hidden_layers=4, layer_types=kinds), tensors)
+    )
+    assert not cut_release(release, Cut("1:3")).problems

@@ -154,7 +154,7 @@ def test_what_tells_whether_weights_were_replaced(tmp_path: Path, monkeypatch: p
     save_file(tensors, tmp_path / "a" / "model.safetensors")
     (tmp_path / "a" / "card").write_text("x")
     told = published.contents_of(release, ["card"])
-    assert [told[name].partition(" ")[0] for name in ("model.safetensors", "card")] == [
+    assert [told[name].split(" ")[1] for name in ("model.safetensors", "card")] == [
         "crc32c" if most else "blocks",
         "crc32c",
     ]
@@ -164,4 +164,6 @@ def test_what_tells_whether_weights_were_replaced(tmp_path: Path, monkeypatch: p
     assert published.replaced_in(copy, told) == ["model.safetensors"]
     (tmp_path / "b" / "card").write_text("y")
     assert published.replaced_in(copy, told) == ["card", "model.safetensors"]
-    assert published.replaced_in(copy, {"model.safetensors": "md5 1"}) == []
+    size = (tmp_path / "b" / "model.safetensors").stat().st_size
+    assert published.replaced_in(copy, {"model.safetensors": f"{size} md5 1"}) == []
+    assert published.replaced_in(copy, {"model.safetensors": f"{size + 1} md5 1"}) == ["model.safetensors"]

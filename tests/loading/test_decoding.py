@@ -33,7 +33,7 @@ from support import (
 
 import weightbeam as wb
 from weightbeam.formats.encodings import Scaled
-from weightbeam.pipelines.loading import decoding
+from weightbeam.pipelines.loading import decoding, load
 from weightbeam.pipelines.loading.coded import SMALLEST, Coded, CodedRelease
 from weightbeam.pipelines.loading.load import _open
 from weightbeam.pipelines.loading.source import Wanted
@@ -166,7 +166,7 @@ def test_any_box(folder: Path, data: st.DataObject) -> None:
     assert nbytes == release.make([Wanted(key, box, BF16)])[1]
 
 
-def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> None:
+def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = write_encoded(tmp_path, "MoE")
     name = "model.layers.1.self_attn.o_proj"
     rng = np.random.default_rng(5)
@@ -182,6 +182,7 @@ def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> 
     by_host.clear()
     assert_same_bits(load_flat(source, lora=str(adapter), dequantize="device"), merged)
     assert {tensor.partition("self_attn.")[2] for tensor in by_host} == {"o_proj.weight"}
+    monkeypatch.setattr(load, "UNIT_BYTES", 4096)
     with pytest.raises(wb.Refused, match=r"unit_bytes=4096: .* needs at least"):
         load_flat(source, lora=str(adapter), unit_bytes=4096)
     assert_same_bits(load_flat(source, lora=str(adapter), unit_bytes="64K"), merged)

@@ -385,6 +385,17 @@ def test_layers_stacked_on_two_axes(tmp_path: Path, axes: tuple[int, int], recor
     assert next(each["max"] for key, each in found.items() if key.endswith("mlp.wi_1.kernel")) == largest
 
 
+@pytest.mark.parametrize("axis", [-5, 7, True, 10**30, "1"])
+def test_a_record_of_an_axis_that_is_none(tmp_path: Path, axis: Any) -> None:
+    """The shapes decide."""
+    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    first, second = (convert(source, tmp_path / name, "--param_scan_axis", "0") for name in ("first", "second"))
+    record = json.loads((second / "conversion.json").read_text())
+    record["options"]["param_scan_axis"] = axis
+    (second / "conversion.json").write_text(json.dumps(record))
+    assert kinds(statuses(first, second, status=0, folder=tmp_path)).keys() == {"equal"}
+
+
 def _boxed(tree: Any) -> Any:
     return {key: _boxed(value) for key, value in tree.items()} if isinstance(tree, dict) else {"value": tree}
 

@@ -109,7 +109,7 @@ class AdapterExport:
     @property
     def _has_towers(self) -> bool:
         """Whether the base is a text model and what is around it."""
-        return "text_config" in self.like.config
+        return any(section in self.like.config for section in ("text_config", "thinker_config"))
 
     def peft_config(self, names: Sequence[str], base: str) -> bytes:
         """`adapter_config.json` for tensors of these names, of a base that is called so."""

@@ -39,7 +39,7 @@ def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
     """Where layers are stacked, by our record; None where there is none."""
     made = source.record.get("options")
     axis = made.get("param_scan_axis") if isinstance(made, dict) else None
-    return axis if isinstance(axis, int) else None
+    return axis if type(axis) is int and axis in SCAN_AXES else None
 
 
 def version_said(source: OrbaxCheckpoint) -> str:
