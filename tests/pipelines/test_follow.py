@@ -1767,6 +1767,18 @@ def test_two_runs_of_one_name_in_two_files(
     assert call("watch", "--config", tmp_path / "a.yaml", "--once") == 0
 
 
+def test_a_retry_asks_only_the_run_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the records of another one are."""
+    runs = [dict(checkpoints=str(tmp_path / name), name=name, targets=[dict(name="t")]) for name in ("good", "bad")]
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=runs)))
+    owner = tmp_path / "out" / ".weightbeam" / "runs" / "bad" / "run.json"
+    owner.parent.mkdir(parents=True)
+    owner.write_text('{"run": "/another/run"}')
+    assert call("watch", "--config", tmp_path / "w.yaml", "--retry", "good") == 0
+    assert call("watch", "--config", tmp_path / "w.yaml", "--retry", "bad") == 1
+    assert "holds the records of another run of this name, /another/run" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_pull_request_isnt_a_branch_of_somebodys(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -378,6 +378,9 @@ def test_quiet_verbose_and_a_log(source: Path, tmp_path: Path, capfd: pytest.Cap
     assert said.out == ""
     assert said.err.startswith("warning: what doesn't divide over fsdp=7")
     assert all(line.startswith("warning: ") for line in said.err.splitlines())
+    assert call("inspect", tmp_path / "out", "-q", "--json", os.devnull, "--log_file", os.devnull) == 0
+    assert call("inspect", tmp_path / "out", "-q", "--json", tmp_path / "x", "--log_file", tmp_path / "x") == 2
+    assert "is the file of --json; name another" in capfd.readouterr().err
     assert call("reshard", tmp_path / "out", tmp_path / "other", "-q", "--mesh", "fsdp=7") == 0
     assert capfd.readouterr().err.count("doesn't divide over fsdp=7") == 1  # of nine arrays
     unknown = save(tmp_path / "unknown", LLAMA | {"model_type": "gpt_neox"}, random_tensors(LLAMA))
