@@ -53,12 +53,8 @@ BY_NUMBER = {  # layers compute with their number
 BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
 LIGHTNING = {"minimax", "bailing_moe_linear"}
 DELTA = {"kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size"}  # of linear layers that know no decay by number
-LAST_FULL = {
-    "gemma4_text",
-    "gemma4_unified_text",
-    "embedding_gemma2_text",
-    "diffusion_gemma_text",
-}  # whatever they are told
+# transformers gives their last layer full attention, whatever it is told
+LAST_FULL = {"gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"}
 KNOWN = VALUES | NUMBERS | FROM_ONE | SHARED
 NESTED = ("linear_attn_config", "attn_config")  # objects that have such members, too
 NOT_LAYERS = re.compile(

@@ -38,7 +38,7 @@ def describe_other(store: Store, entries: Sequence[str]) -> str:
     if "modules.json" in names and "config.json" not in names:
         return "a sentence-transformers model; the transformer in it has a folder of its own, such as 0_Transformer/"
     if "adapter_config.json" in names and "config.json" not in names:
-        return "a LoRA adapter, not a model: merge, convert and export take its base model as --source, and this folder with --lora"
+        return "a LoRA adapter, not a model: merge and convert take its base model as --source, and this folder with --lora"
     if (
         names & {"_METADATA", "_CHECKPOINT_METADATA"}
         or ("items" in names and "commit_success.txt" in names)

@@ -58,6 +58,9 @@ CONTEXT = {
     "gcs_request_concurrency": {"limit": 32},
     "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"},
 }
+HELD = re.compile(
+    r"retention polic|object retention|under active [\w -]*hold"
+)  # what Google's storage says of it, with 403
 # below that a request is repeated
 STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}
 ADDRESS, ITS_ADDRESS = "STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"  # which other store Google's client asks
@@ -201,9 +204,7 @@ def _fail(url: str, error: Exception) -> NoReturn:
         message, hint = f"{host} can't be reached: {why}", "; is this machine online?"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
-    if re.search(
-        r"retention polic|object retention|under active [\w -]*hold", message
-    ):  # 403, whatever the account may do
+    if HELD.search(message):  # whatever the account may do
         hint = "; what is written grows, and is moved: choose a bucket, or a folder, in which objects may be deleted"
     raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error
 

@@ -129,9 +129,8 @@ def fit(source: str, maxtext_model: str) -> Fit:
             named
         ):
             naming = ModelNaming(named)  # the table would be that name's
-        is_scanned = (
-            theirs.get("scan_layers") is not False
-        )  # which is up to whoever converts, where the family has both
+        # which is up to whoever converts, where the family has both
+        is_scanned = theirs.get("scan_layers") is not False
         layout = Layout(scan=is_scanned if len(family.layouts) > 1 else "scanned" in family.layouts)
         needed = maxtext_config(family, config, layout, naming)
     except (ConfigError, UnknownFamilyError) as e:

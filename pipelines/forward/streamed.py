@@ -169,9 +169,8 @@ class StreamedModel:
         hooks, seen, ids = [], dict[str, np.ndarray](), torch.tensor([list(tokens)])
 
         def fill(group: Group, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            if (
-                args and self._is_embedding(group) and args[0].is_meta
-            ):  # Llama 4 sends them to where the embedding isn't yet
+            # Llama 4 sends them to where the embedding isn't yet
+            if args and self._is_embedding(group) and args[0].is_meta:
                 args = (ids, *args[1:])
             self._fill(group, args)
             return args

@@ -195,8 +195,12 @@ def _open(
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
     """
+
+    def options(said: Mapping[str, Any]) -> Options:
+        return dataclasses.replace(at_commits(choose(said), commits), unit_bytes=max(unit_bytes, UNIT_BYTES))
+
     if asked is None:
-        chosen = dataclasses.replace(at_commits(choose(given), commits), unit_bytes=max(unit_bytes, UNIT_BYTES))
+        chosen = options(given)
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
     values = values_asked(given, has_scales(asked.keys))
@@ -208,9 +212,7 @@ def _open(
     best: tuple[int, ArraySource, Options] | None = None
     refused: RefusedError | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
-        chosen = dataclasses.replace(
-            at_commits(choose(told | {"scan_layers": scan}), commits), unit_bytes=max(unit_bytes, UNIT_BYTES)
-        )
+        chosen = options(told | {"scan_layers": scan})
         try:
             opened = find_source(source, chosen, release=release, values=values)
         except RefusedError as e:
