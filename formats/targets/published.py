@@ -99,8 +99,8 @@ def contents_of(release: Store, beside: Collection[str] = ()) -> dict[str, str]:
 
 
 def _content(release: Store, file: File) -> str:
-    if file.crc32c is None and file.size > MOST_READ:
-        shard = open_shard(release, file.name)  # a problem of what is no safetensors file
+    if file.crc32c is None and file.size > MOST_READ and file.name.endswith(".safetensors"):
+        shard = open_shard(release, file.name)
         return f"{file.size} blocks {shard.content if isinstance(shard, Shard) else shard}"
     return f"{file.size} crc32c {file.crc32c or in_base64(google_crc32c.Checksum(release.read(file.name)))}"
 
