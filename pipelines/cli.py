@@ -21,7 +21,7 @@ from weightbeam.formats.storage.uninterrupted import DONE, IMPATIENCE
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
-from weightbeam.pipelines.terminal.arguments.parser import parse
+from weightbeam.pipelines.terminal.arguments.parser import parse, refuse_unknown
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.shell import check_written, messages
@@ -140,6 +140,8 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
             if args.quiet and hasattr(args, "progress"):
                 args.progress = "none"
             check_written(args)
+            if not COMMANDS[command].beam:
+                refuse_unknown(args, rest)
             with messages(args):
                 interrupts.at_once = True
                 # only now: commands import numpy, TensorStore and Beam

@@ -296,7 +296,8 @@ class _Cutting:
             return
         for layer, number in self.kept.layers.items():
             if layer in blocks.places and blocks.places[layer] != new.get(number):
-                yield LAYERS, f"{whole_blocks}: layer {layer} would change its place as layer {number}"
+                renumbered = f" as layer {number}" if number != layer else ""
+                yield LAYERS, f"{whole_blocks}: layer {layer} would change its place{renumbered}"
                 return
 
     def _check_first(self) -> Iterator[tuple[str, str]]:

@@ -168,6 +168,8 @@ def sync_folder(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, unless they are there: durably, where the folders above may be read."""
     if not path.is_dir():
+        if path.is_symlink():
+            raise FileNotFoundError(errno.ENOENT, f"{path} is a link to nothing")
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):

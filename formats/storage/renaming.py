@@ -1,5 +1,5 @@
 """Renames that Python doesn't offer: one that replaces nothing, and one that swaps. Both happen in one step or not at
-all.
+all. And whether a user may rename something.
 
 Linux has them on most of its own file systems (renameat2, since 3.15); NFS, FUSE and other systems don't.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -79,3 +80,9 @@ def link_new(old: Path, new: Path) -> None:
         if e.errno not in NO_LINKS:
             raise
         rename_new(old, new)
+
+
+def is_anothers(path: Path) -> bool:
+    """Whether a sticky folder, such as `/tmp`, keeps this user from renaming and removing what lies at a path."""
+    folder, user = path.parent.stat(), os.geteuid()
+    return bool(folder.st_mode & stat.S_ISVTX) and user not in (0, folder.st_uid, path.lstat().st_uid)

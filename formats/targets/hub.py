@@ -472,6 +472,8 @@ def told(target: HubAddress) -> Iterator[None]:
             message = "HF_TOKEN isn't set; publishing needs a token that may write there"
         elif status == 403 or isinstance(e, RepositoryNotFoundError):
             message = f"the token that is set may not write there; it needs the role `write`, and its owner access to {target.repo.split('/')[0]}"
+            if isinstance(e, RepositoryNotFoundError):  # the hub's answer to both
+                message += "; or somebody has just deleted or renamed the repository"
         else:
             message = "the hub gave no answer" if e.response is None else answered(e.response)
         raise StorageError(f"{target}: {message}") from None

@@ -140,8 +140,8 @@ class OrbaxTarget(Target[Staging]):
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
         if isinstance(place, FolderStaging):
-            if place.output.folder.exists() and not place.output.folder.is_dir():
-                return str(place.output), "is a file"
+            if os.path.lexists(folder := place.output.folder) and not folder.is_dir():
+                return str(place.output), "is a file" if folder.exists() else "is a link to nothing"
             if not place.output.name:
                 return str(place.output), "is the root of the file system; name a folder"
             place.final.kvstore()  # raises where TensorStore can't write

@@ -16,7 +16,6 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import open_pair
 from weightbeam.pipelines.checking.pairwise import compare_pairs
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.pipelines.terminal.shell import say
@@ -52,7 +51,6 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether they are the same within the tolerance."""
-    refuse_unknown(args, rest)
     found = diff(**keywords_of(args, diff))
     say(args, found)
     return 0 if found.ok else 1

@@ -16,7 +16,6 @@ from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_m
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines.running.prepare import describe, open_source
 from weightbeam.pipelines.terminal import tables
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, read_maxtext_yaml, takes
 from weightbeam.pipelines.terminal.shell import say
@@ -155,7 +154,6 @@ def _read(maxtext_model: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the differences; 1 if there are any."""
-    refuse_unknown(args, rest)
     if not args.source or not args.maxtext_model:
         raise Refused("--source and --maxtext_model are both needed")
     found = fit(**keywords_of(args, fit))

@@ -30,7 +30,6 @@ from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
@@ -401,7 +400,6 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints what a checkpoint holds; with meshes what loading it costs."""
-    refuse_unknown(args, rest)
     found = inspect(**keywords_of(args, inspect))
     with reading(args.checkpoint):
         say(args, found)

@@ -29,7 +29,6 @@ from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
@@ -82,7 +81,6 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Runs, reports, and says whether both are the same within the tolerance."""
-    refuse_unknown(args, rest)
     if not args.source:
         raise Refused("--source is missing: the release whose logits are wanted")
     found = logits(**keywords_of(args, logits))

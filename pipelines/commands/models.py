@@ -9,7 +9,6 @@ from typing import Any
 
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.registry import FAMILIES, shown
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count
@@ -50,6 +49,5 @@ def models() -> Models:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints them."""
-    refuse_unknown(args, rest)
     say(args, models())
     return 0

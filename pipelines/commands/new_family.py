@@ -16,7 +16,6 @@ from weightbeam.model_mappings.drafting import TODO, Draft, draft
 from weightbeam.model_mappings.plan import TensorSpec
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines.running.prepare import open_source
-from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
@@ -101,7 +100,6 @@ def _headers(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Writes the files into the current folder, none of them over another one."""
-    refuse_unknown(args, rest)
     if not args.name or not args.like:
         raise Refused("NAME and --like are both needed: weightbeam new-family my_model --like RELEASE")
     made = new_family(args.name, args.like)

@@ -10,6 +10,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import CARD
@@ -18,6 +19,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.formats.storage.identity import describe_changes
+from weightbeam.formats.storage.renaming import is_anothers
 from weightbeam.formats.targets.target import listed
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
@@ -171,6 +173,9 @@ def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool
     if why := planned.target.why_not_replace(place):
         return problem_at(place.final, why)
     if how.overwrite:
+        if isinstance(place, FolderStaging) and is_anothers(Path(place.final)):
+            why = f"is another user's, and its folder is sticky: only its owner replaces it; {planned.target.another}"
+            return problem_at(place.final, why)
         return []
     if not how.resume:
         why = f"exists; --overwrite replaces it{planned.target.beside}"

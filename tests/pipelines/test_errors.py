@@ -493,7 +493,7 @@ def test_fp8_scales_are_checked_across_files(tmp_path: Path, refused: Refused) -
     assert "unscaled" in message
 
 
-@pytest.mark.parametrize("kind", ["a checkpoint", "a folder", "a stopped conversion", "a file"])
+@pytest.mark.parametrize("kind", ["a checkpoint", "a folder", "a stopped conversion", "a file", "a link to nothing"])
 def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
     """It is left as it is, to the byte and the time, and the message says how to go on."""
     output = tmp_path / "out"
@@ -505,14 +505,16 @@ def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.Captu
         staged = output / f"0.{new_id()}.orbax-checkpoint-tmp"
         (staged / "items").mkdir(parents=True)
         (staged / "plan.json.gz").touch()
-    else:
+    elif kind == "a file":
         output.write_text("")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    else:
+        output.symlink_to("nowhere")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     capfd.readouterr()
     assert call("convert", "--source", source, "--output", output) == 2
     message = capfd.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    assert ("is a file" if kind == "a file" else "--overwrite") in message
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert (f"is {kind}" if kind in ("a file", "a link to nothing") else "--overwrite") in message
     assert "Traceback" not in message
     if kind == "a stopped conversion":
         assert "--resume" in message

@@ -605,12 +605,17 @@ staging.discard()
 """
 
 
+def open_up(folder: Path) -> None:
+    """Lets all users look into a test's folder."""
+    for each in (folder, *folder.parents[:3]):
+        os.chmod(each, each.stat().st_mode | 0o055)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_what_another_user_has_begun(tmp_path: Path) -> None:
     """He can't go on with it, and is told so before it is taken; what can't be removed is named."""
+    open_up(tmp_path)
     os.chmod(tmp_path, 0o777)
-    for folder in tmp_path.parents[:3]:
-        os.chmod(folder, folder.stat().st_mode | 0o055)
     ran = subprocess.run(
         [sys.executable, "-c", OTHERS_WORK, str(tmp_path)],
         capture_output=True,
@@ -620,6 +625,48 @@ def test_what_another_user_has_begun(tmp_path: Path) -> None:
     assert ran.stdout.startswith("can't be written by this user; go on as the one who began it"), ran.stderr
     (left,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert f"{left}, where a command was at work before, can't be removed" in ran.stderr
+
+
+# who may still read all files: Python's own may lie in root's home
+AS_NOBODY = [
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="becomes another user")
+@pytest.mark.parametrize(("folder", "status"), [("sticky", 2), ("shared", 0), ("its own", 0)])
+def test_what_another_user_has_published(source: Path, tmp_path: Path, folder: str, status: int) -> None:
+    """In a sticky folder only its owner may replace it: that is said before any work, not after it."""
+    open_up(tmp_path)
+    place = tmp_path / "place"
+    place.mkdir()
+    os.chmod(place, 0o1777 if folder == "sticky" else 0o777)
+    assert call("cut", source, place / "out", "--layers", "0:1") == 0
+    if folder == "its own":
+        os.chown(place, 65534, 65534)
+    ran = subprocess.run(
+        [
+            *AS_NOBODY,
+            sys.executable,
+            "-m",
+            "weightbeam",
+            "cut",
+            source,
+            place / "out",
+            "--layers",
+            "0:2",
+            "--overwrite",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"HOME": str(place), "TMPDIR": str(place)},
+    )
+    assert ran.returncode == status, ran.stderr
+    assert ("another user's, and its folder is sticky" in ran.stderr) == (status == 2)
+    made = json.loads((place / "out" / "config.json").read_text())["num_hidden_layers"]
+    assert made == (1 if status else 2)
 
 
 @pytest.mark.parametrize(("name", "plan"), FOREIGN, ids=["empty", "text", "list", "foreign", "cut"])

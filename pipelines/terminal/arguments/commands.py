@@ -149,6 +149,7 @@ class Command:
       shell: the classes of what is said at the shell only.
       module: that has its `run`; by default the one of its name in `pipelines/commands/`.
       json, progress, verbose: whether it has a result to write, and a way to it to show, and more to say of it.
+      beam: whether it takes Beam's options beside its own.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Command:
     json: bool = True
     progress: bool = False
     verbose: bool = True
+    beam: bool = True
 
     @property
     def home(self) -> str:
@@ -220,7 +222,7 @@ COMMANDS = {
             "fit", "compare a release with a MaxText configuration, field by field", texts.FIT, "SOURCE MODEL [options]",
             _place("source", "where config.json is: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
             | {"maxtext_model": named("maxtext_model", "the name of a MaxText model, or a .yml that says its keys", metavar="NAME|FILE")},
-            verbose=False,
+            verbose=False, beam=False,
         ),
         Command(
             "verify", "compare a checkpoint with its source, element by element", texts.VERIFY, "[SOURCE] CHECKPOINT [options]",
@@ -260,16 +262,16 @@ COMMANDS = {
         Command(
             "diff", "compare any two checkpoints, tensor by tensor", texts.DIFF, "A B [options]",
             {"a": Option("a", "a release or an Orbax checkpoint: a folder, gs:// or (releases) hf://", metavar="A"), "b": Option("b", "another", metavar="B")},
-            (DiffOptions,), words=True, progress=True,
+            (DiffOptions,), words=True, progress=True, beam=False,
         ),
         Command(
             "logits", "run a model on the CPU, a layer at a time, and compare its logits with another's or MaxText's", texts.LOGITS, "RELEASE [OTHER] [options]",
             _place("source", _ANY) | _place("other", "what is compared with it: a release, an Orbax checkpoint of the model, or a PEFT adapter for it"),
-            (LogitsOptions,), progress=True,
+            (LogitsOptions,), progress=True, beam=False,
         ),
         Command(
             "inspect", "show what a checkpoint holds", texts.INSPECT, "CHECKPOINT [options]",
-            _place("checkpoint", "an Orbax checkpoint or safetensors files, in a folder, gs:// or (safetensors) hf://"), (InspectOptions,),
+            _place("checkpoint", "an Orbax checkpoint or safetensors files, in a folder, gs:// or (safetensors) hf://"), (InspectOptions,), beam=False,
         ),
         Command(
             "watch", "convert the hub's releases, or export a run's steps, as they come", texts.WATCH,
@@ -278,16 +280,16 @@ COMMANDS = {
         Command(
             "new-family", "draft the table of a family, and the test beside it", texts.NEW_FAMILY, "NAME --like RELEASE",
             _place("name", "of the family, and of the files that are written into this folder"), shell=(DraftShell,),
-            module="weightbeam.pipelines.commands.new_family", verbose=False,
+            module="weightbeam.pipelines.commands.new_family", verbose=False, beam=False,
         ),
-        Command("models", "list the families that can be converted", texts.MODELS, verbose=False),
+        Command("models", "list the families that can be converted", texts.MODELS, verbose=False, beam=False),
         Command(
             "help", "print a page of the manual, or what a command takes", texts.HELP, "[TOPIC]",
-            {"topic": Option("topic", "a page or a command; without one, the list of pages", metavar="TOPIC")}, json=False, verbose=False,
+            {"topic": Option("topic", "a page or a command; without one, the list of pages", metavar="TOPIC")}, json=False, verbose=False, beam=False,
         ),
         Command(
-            "completion", "print a script that completes commands and options", texts.COMPLETION, "bash|zsh|fish",
-            {"shell": Option("shell", "bash, zsh, fish or tcsh", metavar="SHELL")}, json=False, verbose=False,
+            "completion", "print a script that completes commands and options", texts.COMPLETION, "bash|zsh|fish|tcsh|powershell",
+            {"shell": Option("shell", "bash, zsh, fish, tcsh or powershell", metavar="SHELL")}, json=False, verbose=False, beam=False,
         ),
     )
 }  # fmt: skip

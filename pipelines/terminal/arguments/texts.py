@@ -168,7 +168,8 @@ are cut alike. From the hub only what is kept is read.
   weightbeam cut hf://deepseek-ai/DeepSeek-V3 mini --layers 0:4 --experts 0:16
   weightbeam cut ~/models/Qwen3-8B tiny --layers 0:4 --vocab_rows 1000
 
-plan, inspect, convert, quantize, dequantize and merge take --layers, --experts and --vocab_rows themselves.
+plan, inspect, convert, quantize, dequantize, merge and logits take --layers, --experts and --vocab_rows themselves, and
+reshard --layers.
 `weightbeam help cutting` says what is kept, and what is refused.
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
