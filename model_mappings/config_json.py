@@ -1,15 +1,22 @@
-"""The way back: `config.json` of a MaxText configuration, for a model that has no release."""
+"""The way back: `config.json` of a MaxText configuration, for a model that has no release.
+
+What is made is read again (`configuration.read`): a key that it doesn't say as it was given is refused, whatever of the
+lines lost it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weightbeam.model_mappings.configuration import MaxTextConfigError, contradictions, number, write
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.configuration import MaxTextConfigError, contradictions, number, read, write
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.maxtext_models import base, keys_of, run_as
+from weightbeam.model_mappings.maxtext_config import is_idle
+from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
@@ -21,6 +28,13 @@ NONES: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": None},
 }
 PRECEDENCE = ("deepseek_v3", "kimi_k2")  # of kinds that MaxText has one configuration for, the one that is written
+# keys that no model's file of MaxText's sets and that change what a model computes, with `base.yml`'s values (e591f30)
+FURTHER = {
+    "rope_min_timescale": 1, "rope_pairwise": False, "use_untrainable_positional_embedding": False, "trainable_position_size": -1,
+}  # fmt: skip
+# how MaxText trains, and nothing of the model; and what the arrays say, of which Gemma has more rows than tokens
+ELSEWHERE = {"indexer_sparse_training", "vocab_size"}
+TOWERS = ("*_for_vit", "*_for_audio", "vision_*", "*mrope*", "position_id_per_seconds")  # keys of what `--like` brings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +43,25 @@ class HfConfig:
 
     Attributes:
       family: the family whose table reads and writes the model.
+      model: the name under which MaxText computes as the configuration says; None for none in particular.
       config: `config.json`.
       generation: `generation_config.json`, at the least that transformers wants.
-      unknown: keys of the architecture that the file sets and that no field says.
+      unknown: keys of towers that the file sets and that no field says.
+      limits: what MaxText computes otherwise than transformers will.
     """
 
     family: Family
+    model: str | None
     config: dict[str, Any]
     generation: dict[str, Any]
     unknown: tuple[str, ...]
+    limits: tuple[str, ...]
 
 
 def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of the architecture: MaxText's base, the model that `model_name` names, and what the file says, merged
-    as MaxText does.
+    as MaxText does. It has Llama 3.1's rotary embedding under the names that begin so, whatever `rope_type` says
+    (AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, `init_rotary_embedding`, e591f30).
 
     Raises:
       MaxTextConfigError: MaxText has no such model.
@@ -51,7 +70,9 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     said = base() if name == "default" else keys_of(str(name))
     if said is None:
         raise MaxTextConfigError(f"model_name is {name!r}, which MaxText (e591f30) hasn't got")
-    return {**said, **{key: _clean(value) for key, value in given.items()}, "model_name": name}
+    keys = {**said, **{key: _clean(value) for key, value in given.items()}, "model_name": name}
+    rope = "llama3.1" if str(run_as(str(name))).startswith("llama3.1") else str(keys["rope_type"]).lower()
+    return keys | {"rope_type": rope}
 
 
 def _clean(value: Any) -> Any:
@@ -71,37 +92,82 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
       MaxTextConfigError: no family's model is like that; the message says which is nearest, and where it differs.
     """
     keys = full_keys(given)
-    found = []
-    for family in FAMILIES:
-        for kind, lines in family.configuration.items():
-            found.append((contradictions(lines, keys), family, kind, lines))
-    fitting = [entry for entry in found if not entry[0]]
+    kinds = [
+        (contradictions(lines, keys), family, kind)
+        for family in FAMILIES
+        for kind, lines in family.configuration.items()
+    ]
+    fitting = [each for each in kinds if not each[0]] or [
+        each for each in kinds if all(is_idle(key, keys) for key in each[0])
+    ]
     if not fitting:
-        wrong, family, kind, _ = min(found, key=lambda entry: ("decoder_block" in entry[0], len(entry[0])))
-        said = ", ".join(f"{key} is {here!r}, not {there!r}" for key, (here, there) in wrong.items())
-        raise MaxTextConfigError(
-            f"no model of Hugging Face's is like that; nearest is {kind} ({family.name}), but {said}"
-        )
-    multimodal = bool(keys.get("use_multimodal"))
-    name = str(keys["model_name"])
+        wrong, family, kind = min(kinds, key=lambda each: ("decoder_block" in each[0], len(each[0])))
+        raise _unlike(family, kind, wrong)
+    name, multimodal = str(keys["model_name"]), bool(keys.get("use_multimodal"))
 
-    def rank(entry: tuple[Any, Family, str, Any]) -> tuple[bool, bool, bool]:
-        _, family, kind, lines = entry
+    def rank(entry: tuple[Any, Family, str]) -> tuple[bool, bool, bool]:
+        _, family, kind = entry
         named = any(run_as(name) == name and kind in kinds for kinds in [family.types_of(name)])
-        composite = any(line.part for line in lines)
+        composite = any(line.part for line in family.configuration[kind])
         return composite != multimodal, not named and name != "default", kind not in PRECEDENCE
 
-    _, family, _, lines = min(fitting, key=rank)
-    config = write(lines, keys)
-    config["dtype"] = DTYPE
-    read_keys = {line.key for line in lines if line.key}
-    unknown = sorted(
-        key for key in given if key in base() and key not in read_keys and _clean(given[key]) != base()[key]
-    )
-    config = _without_none(config)
+    errors = []
+    for _, family, kind in sorted(fitting, key=rank):
+        for model in _names(family, kind, name, keys):
+            try:
+                return _made(family, kind, model, keys, given)
+            except MaxTextConfigError as e:
+                errors.append(e)
+    raise errors[0]
+
+
+def _names(family: Family, kind: str, name: str, keys: Mapping[str, Any]) -> Iterator[str | None]:
+    """The names under which MaxText may run a model: the one that is given, then of each other variant of its family's the
+    one that is most like it.
+    """
+    given = None if name == "default" else name
+    yield given
+    others: dict[object, list[str]] = {}
+    for other in models():
+        if kind in family.types_of(other) and family.variant(other) != family.variant(given or ""):
+            others.setdefault(family.variant(other), []).append(other)
+    yield from (nearest(keys, names) for names in others.values())
+
+
+def _made(family: Family, kind: str, model: str | None, keys: Mapping[str, Any], given: Mapping[str, Any]) -> HfConfig:
+    """The `config.json` of one kind, for a model that MaxText runs under a name.
+
+    Raises:
+      MaxTextConfigError: it doesn't say what the configuration does.
+    """
+    lines = family.configuration[kind]
+    config = _without_none(write(lines, keys) | {"dtype": DTYPE})
     for part in (config, config.get("text_config", {})):
         part |= {field: none for field, none in NONES.get(str(part.get("model_type")), {}).items() if field not in part}
-    return HfConfig(family, config, {"_from_model_config": True}, tuple(unknown))
+    if "model_type" not in config:  # no towers, and all of its lines are about the object beside theirs
+        raise _unlike(family, kind, {"use_multimodal": (keys.get("use_multimodal"), False)})
+    try:
+        found = read(lines, Config(config), model)
+    except ConfigError as e:
+        raise MaxTextConfigError(str(e)) from e
+    said = found.keys
+    wrong = {key: (keys[key], said[key]) for key in said if key in keys and keys[key] != said[key]}
+    if wrong := {key: both for key, both in wrong.items() if key not in ELSEWHERE and not is_idle(key, keys)}:
+        raise _unlike(family, kind, wrong)
+    usual = {**FURTHER, **full_keys({"model_name": keys["model_name"]})}
+    unsaid = {key for key in given if key in usual and key not in said and keys[key] != usual[key]}
+    of_towers = {key for key in unsaid if any(fnmatch.fnmatchcase(key, pattern) for pattern in TOWERS)}
+    if lost := sorted(key for key in unsaid - of_towers if not is_idle(key, keys)):
+        listed = ", ".join(f"{key}: {keys[key]!r}" for key in lost)
+        raise MaxTextConfigError(
+            f"nothing in the config.json of {kind} says {listed}; if MaxText's layers of this kind don't look at that, take it out of the file"
+        )
+    return HfConfig(family, model, config, {"_from_model_config": True}, tuple(sorted(of_towers)), found.limits)
+
+
+def _unlike(family: Family, kind: str, wrong: Mapping[str, tuple[Any, Any]]) -> MaxTextConfigError:
+    said = ", ".join(f"{key} is {here!r}, not {there!r}" for key, (here, there) in wrong.items())
+    return MaxTextConfigError(f"no model of Hugging Face's is like that; nearest is {kind} ({family.name}), but {said}")
 
 
 def _without_none(config: Any) -> Any:

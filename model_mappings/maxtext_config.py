@@ -149,6 +149,8 @@ def is_idle(key: str, keys: Mapping[str, Any]) -> bool:
     """
     if key == "max_position_embeddings":
         return keys.get("rope_type") != "yarn"
+    if key == "normalize_embedding_logits":
+        return keys.get("logits_via_embedding") is False
     return key.endswith(("_for_vit", "_for_audio")) and not keys.get("use_multimodal")
 
 

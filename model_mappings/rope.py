@@ -8,7 +8,7 @@ AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py (`init_rotary_embeddi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
@@ -164,7 +164,8 @@ def plain_rope(default: float = THETA, kind: str = "", interleave: bool = False)
         return PLAIN.get(rope_of(c, kind)["rope_type"], "default")
 
     path = f"{ROPE}.{kind}.rope_type".replace("..", ".")
-    return (*scaled_rope(default, kind, interleave), derived("rope_type", find, path), only_kinds(*PLAIN, kind=kind))
+    rope = derived("rope_type", find, path)
+    return (*scaled_rope(default, kind, interleave), rope, *linear_lines(kind), only_kinds(*PLAIN, kind=kind))
 
 
 def scaled_rope(default: float = THETA, kind: str = "", interleave: bool = False) -> tuple[Line, ...]:
@@ -185,16 +186,37 @@ def linear_factor(rope: Config) -> Any:
     return number(rope.get("factor", 1)) if rope["rope_type"] == "linear" else 1
 
 
+def linear_lines(kind: str = "") -> tuple[Line, ...]:
+    """What `config.json` says of the default embedding, whose positions a key of MaxText's alone scales: behind the line of
+    `rope_type`, in whose place another is written.
+    """
+
+    def scaled(value: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], Any]:
+        def of(keys: Mapping[str, Any]) -> Any:
+            factor = keys.get("rope_linear_scaling_factor", 1)
+            return value(factor) if keys.get("rope_type") == "default" and factor != 1 else None
+
+        return of
+
+    prefix = f"{ROPE}.{kind}.".replace("..", ".")
+    return copied(f"{prefix}rope_type", scaled(lambda _: "linear")), copied(f"{prefix}factor", scaled(float))
+
+
 def llama3_lines() -> tuple[Line, ...]:
-    """The parameters of Llama 3.1's scaling, which MaxText has no keys for."""
+    """The parameters of Llama 3.1's scaling, which MaxText has no keys for, or that there is none: behind the line of
+    `rope_type`.
+    """
 
-    def line(name: str, value: int) -> Line:
-        return copied(
-            f"{ROPE}.{name}",
-            lambda keys: value if keys.get("rope_type") == "llama3.1" and keys.get("rope_use_scale", True) else None,
-        )
+    def told(name: str, value: Any, scaled: bool) -> Line:
+        def of(keys: Mapping[str, Any]) -> Any:
+            is_its = keys.get("rope_type") == "llama3.1" and keys.get("rope_use_scale", True) is scaled
+            return value if is_its else None
 
-    return tuple(line(name, value) for name, value in LLAMA3.items())
+        return copied(f"{ROPE}.{name}", of)
+
+    return told("rope_type", "default", scaled=False), *(
+        told(name, value, scaled=True) for name, value in LLAMA3.items()
+    )
 
 
 def llama3_limit(rope: Config) -> str | None:

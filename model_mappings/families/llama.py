@@ -30,7 +30,16 @@ from weightbeam.model_mappings.lines import (
     no_window,
 )
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import PLAIN, is_yarn, llama3_limit, llama3_lines, only_kinds, rope_of, scaled_rope
+from weightbeam.model_mappings.rope import (
+    PLAIN,
+    is_yarn,
+    linear_lines,
+    llama3_limit,
+    llama3_lines,
+    only_kinds,
+    rope_of,
+    scaled_rope,
+)
 
 PAIRED = ("llama3.1-", "llama3.2-")
 SCALED = (*PAIRED, "llama3.3-")  # whose releases scale the rotary embedding as Llama 3.1's do
@@ -80,7 +89,7 @@ BLOCK = (
     *scaled_rope(), only_kinds(*PLAIN, "llama3"),
     derived("rope_type", rope, "rope_parameters.rope_type", to_field=lambda kind: "llama3" if kind == "llama3.1" else kind),
     derived("rope_use_scale", lambda c, model: is_scaled(c) if is_paired(model) else True),
-    *llama3_lines(), unless(limit),
+    *llama3_lines(), *linear_lines(), unless(limit),
 )  # fmt: skip
 LLAMA = (*BLOCK, *architecture("llama2", "LlamaForCausalLM", "llama"), *TIED)
 MISTRAL = (*BLOCK, *architecture("mistral", "MistralForCausalLM", "mistral"), *TIED, no_window(default=4096))

@@ -339,9 +339,10 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
         raise Refused(f"--maxtext_config={file}: {e}") from e
     if made.unknown:
         LOG.warning("%s: nothing in config.json says %s", file, ", ".join(made.unknown))
-    named = given.get("model_name")
+    for limit in made.limits:
+        LOG.warning("%s: transformers computes what MaxText doesn't: %s", file, limit)
     small = {GENERATION: json.dumps(made.generation, indent=2).encode() + b"\n"}
-    return Like("", made.config), small, str(named) if named not in (None, "default") else None
+    return Like("", made.config), small, made.model
 
 
 def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where: str) -> dict[str, bytes]:

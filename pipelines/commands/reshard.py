@@ -323,7 +323,8 @@ def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None,
     elif not maxtext_model:
         return Model(name=name, files=files)
     try:
-        return Model(config_json(keys).config, {}, name or keys.get("model_name"), files=files, of=of)
+        made = config_json(keys)
+        return Model(made.config, {}, name or made.model, files=files, of=of)
     except MaxTextConfigError as e:
         if FILE in files:  # somebody's own file
             return Model(name=name, files=files)

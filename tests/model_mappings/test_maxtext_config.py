@@ -19,6 +19,7 @@ from weightbeam.model_mappings.maxtext_models import differences, keys_of, model
 from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_by_config
+from weightbeam.model_mappings.rope import LLAMA3
 
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
 # a config.json of sizes alone
@@ -91,7 +92,8 @@ def test_there_and_back(name):
         assert again.settings[key] == made.settings[key], key
     assert all(
         key.endswith(("_for_vit", "_for_audio"))
-        or key in ("vision_encoder_block", "vision_output_length", "use_mrope", "mrope_section")
+        or key
+        in ("vision_encoder_block", "vision_output_length", "use_mrope", "mrope_section", "position_id_per_seconds")
         for key in back.unknown
     )
 
@@ -516,7 +518,51 @@ def test_a_field_that_no_key_can_say(change):
 def test_unknown_fields_are_named():
     """A field that nothing is about may matter: it is told."""
     assert made_for(TREES["qwen3-8b"] | {"logit_scale": 0.5, "bos_token_id": 1}).unknown == ("logit_scale",)
-    assert config_json(dict(made_for(TREES["qwen3-8b"])) | {"attention_sink": True}).unknown == ("attention_sink",)
+
+
+LLAMA = {"decoder_block": "llama2", "head_dim": 64}
+TIED = LLAMA | {"logits_via_embedding": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model_name": "qwen3-8b", "attention_sink": True}, "says attention_sink: True"),
+        (LLAMA | {"final_logits_soft_cap": 30.0}, "says final_logits_soft_cap: 30"),
+        (LLAMA | {"rope_min_timescale": 10}, "says rope_min_timescale: 10"),
+        (TIED, "normalize_embedding_logits is True, not False"),
+        ({"model_name": "qwen3-8b", "rope_type": "yarn"}, "rope_interleave is True, not False"),
+        ({"model_name": "qwen3-8b", "rope_type": "llama3.1"}, "rope_type is 'llama3.1', not 'default'"),
+        ({"model_name": "qwen3-8b", "rope_linear_scaling_factor": 4, "rope_type": "yarn", "rope_interleave": False},
+         "says rope_linear_scaling_factor: 4"),
+    ],
+)  # fmt: skip
+def test_a_key_that_no_field_says_is_refused(given: dict[str, Any], words: str) -> None:
+    """The release would be another model's than the one that MaxText trained."""
+    with pytest.raises(MaxTextConfigError, match=words):
+        config_json(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "rope"),
+    [
+        (LLAMA | {"rope_linear_scaling_factor": 4}, None, {"rope_type": "linear", "factor": 4.0}),
+        ({"model_name": "qwen3-8b", "rope_linear_scaling_factor": 2}, "qwen3-8b", {"rope_type": "linear", "factor": 2.0}),
+        ({"model_name": "llama3.1-8b", "rope_type": "default"}, "llama3.1-8b", {"rope_type": "llama3", **LLAMA3}),
+        ({"model_name": "llama3.1-8b", "rope_use_scale": False}, "llama3.1-8b", {"rope_type": "default"}),
+        ({"model_name": "llama3.3-70b", "rope_type": "LLAMA3.1"}, "llama3.1-70b", {"rope_type": "llama3", **LLAMA3}),
+        (LLAMA | {"rope_type": "llama3.1"}, "llama3.2-1b", {"rope_type": "llama3", **LLAMA3}),
+        (TIED | {"normalize_embedding_logits": False}, None, {"rope_type": "default"}),
+        ({"model_name": "qwen3-8b", "normalize_embedding_logits": True}, "qwen3-8b", {"rope_type": "default"}),
+    ],
+)  # fmt: skip
+def test_what_maxtext_turns_by(given: dict[str, Any], model: str | None, rope: dict[str, Any]) -> None:
+    """The rotary embedding that MaxText's layers take of name and keys, and the name under which the table reads them:
+    Llama 3.1's pairs halves. A scale of tied logits is idle where they aren't.
+    """
+    made = config_json(given)
+    assert made.model == model
+    assert {key: value for key, value in made.config["rope_parameters"].items() if key != "rope_theta"} == rope
 
 
 @pytest.mark.parametrize(

@@ -385,6 +385,8 @@ LATENT = dict(
 SCALED = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000, "original_max_position_embeddings": 8}
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # configuration class, its fields, what config.json has to say
     "gemma4": (
         "Gemma4Text", dict(num_hidden_layers=6, sliding_window=16, global_head_dim=32, hidden_size_per_layer_input=0, attention_k_eq_v=True),
@@ -411,6 +413,8 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # configuratio
         dict(final_logit_softcapping=None, attn_logit_softcapping=None),
     ),
     "mistral": ("Mistral", dict(sliding_window=None), dict(sliding_window=None)),
+    "linear": ("Llama", dict(rope_parameters=LINEAR), dict(rope_parameters=LINEAR)),
+    "yarn": ("Qwen3", dict(rope_parameters=YARN, head_dim=16), {}),
     "qwen3_5": (
         "Qwen3_5MoeText", dict(
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
