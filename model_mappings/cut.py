@@ -81,6 +81,12 @@ class Cut:
             **texts, vocab_rows=rows if type(rows) is int else None, family=family if isinstance(family, str) else None
         )
 
+    @property
+    def renumbers(self) -> bool:
+        """Whether something of what is kept gets another number: it isn't the first layers, or the first experts, alone."""
+        kept = [spans(ranges) for ranges in (self.layers, self.experts) if ranges]
+        return any(len(found) > 1 or found[0][0] > 0 for found in kept)
+
     def __bool__(self) -> bool:
         return (self.layers, self.experts, self.vocab_rows) != (None, None, None)
 

@@ -251,6 +251,8 @@ class FolderStaging(Staging):
             (sealed / name).unlink(missing_ok=True)
         for name in (UNITS, UNPACKED):
             shutil.rmtree(sealed / name, ignore_errors=True)
+            if os.path.lexists(sealed / name):
+                log.warning("%s can't be removed, and is published with the rest: delete it", final / name)
         for place in (sealed / ITEMS, sealed):
             if place.exists():
                 sync_folder(place)

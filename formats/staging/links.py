@@ -187,7 +187,17 @@ def _copy(file: Path, target: Path, planned: Shard) -> None:
 
 def _is_copy(target: Path, file: Path) -> bool:
     here, there = target.stat(), file.stat()
-    return here.st_ino != there.st_ino and (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns)
+    is_other = (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
+    return is_other and here.st_size == there.st_size and _is_kept(there.st_mtime_ns, here.st_mtime_ns)
+
+
+# nanoseconds: Linux's own file systems, NTFS, microseconds, milliseconds, exFAT, ext4 with small inodes and HFS+, FAT
+TIMES = (1, 100, 1_000, 1_000_000, 10_000_000, 1_000_000_000, 2_000_000_000)
+
+
+def _is_kept(time: int, found: int) -> bool:
+    """Whether a file system may tell `found` of a file that was given a time, by what it keeps of nanoseconds."""
+    return any(time // unit * unit == found for unit in TIMES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -315,8 +325,10 @@ def _is_same(found: File, shard: Shard, link: str) -> bool:
         return False
     if found.crc32c and shard.crc32c:
         return found.crc32c == shard.crc32c
+    if shard.inode == 0 or link == OBJECT:
+        return True
     # a link and a local copy have their file's time
-    return shard.inode == 0 or link == OBJECT or found.version == shard.version
+    return _is_kept(int(shard.version), int(found.version)) if link == COPY else found.version == shard.version
 
 
 def sha256(folder: Store, name: str) -> str:

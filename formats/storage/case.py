@@ -7,14 +7,29 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
+from weightbeam.formats.storage.store import PROBE
+
 
 def folds_case(folder: Path) -> bool:
-    """Whether a folder, there or not yet, takes no notice of case; told by the names of those above, nothing is written."""
-    for here in (folder, *folder.parents):
-        other = here.parent / here.name.swapcase()
-        if other.name != here.name and here.exists():
-            return other.exists() and os.path.samefile(here, other)
-    return False
+    """Whether a folder, there or not yet, takes no notice of case: told by a file that is made in the nearest one that is
+    there; where none can be, by the names of those above, which another file system may hold.
+    """
+    here = next(each for each in (folder, *folder.parents) if each.is_dir())
+    probe = here / f"{PROBE}.{os.urandom(8).hex()}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return any(_is_one(above) for above in (here, *here.parents))
+    try:
+        return _is_one(probe)
+    finally:
+        probe.rmdir()
+
+
+def _is_one(path: Path) -> bool:
+    """Whether a path in the other case leads to the same."""
+    other = path.parent / path.name.swapcase()
+    return other.name != path.name and other.exists() and os.path.samefile(path, other)
 
 
 def twins(names: Iterable[str]) -> tuple[str, str] | None:

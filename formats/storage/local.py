@@ -397,8 +397,19 @@ class LocalFolder(Store):
         return sorted(os.listdir(self.folder))
 
     def names(self) -> Sequence[str]:
-        paths = [path for path in self.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-        return sorted(str(path.relative_to(self.folder)) for path in paths)
+        """A folder that can't be looked into is one of them, as `name/`."""
+        found: list[str] = []
+
+        def note(e: OSError) -> None:
+            if isinstance(e, PermissionError):
+                found.append(f"{e.filename}/")
+            elif not isinstance(e, FileNotFoundError | NotADirectoryError):
+                raise e
+
+        for folder, folders, files in os.walk(self.folder, onerror=note):
+            linked = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            found += (os.path.join(folder, name) for name in (*files, *linked))
+        return sorted(name.removeprefix(self.url).lstrip("/") for name in found)
 
     def folders(self) -> Sequence[str]:
         return sorted(path.name for path in self.folder.glob("*") if path.is_dir())

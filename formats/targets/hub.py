@@ -240,6 +240,9 @@ def publish(
         send = functools.partial(retried(hub.preupload_lfs_files), target.repo, additions, revision=target.branch)
         with StoppablePool(1) as pool:
             pool.submit(send, create_pr=create_pr, gitignore_content=IGNORED).result()
+        if create_pr and ((now := _find(hub, target)) is None or now.sha != head.commit):
+            # of what the branch got meanwhile nothing is sent, and a pull request, which begins at the parent, hasn't got it
+            raise _overtaken(target)
         if not is_wanted():
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
@@ -402,7 +405,11 @@ def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, 
     for each in itertools.takewhile(lambda each: each.commit_id != parent, history):
         if each.title == title:
             return f"hf://{target.repo}@{each.commit_id}", _page(hub, target, each.commit_id)
-    raise StorageError(
+    raise _overtaken(target)
+
+
+def _overtaken(target: HubAddress) -> StorageError:
+    return StorageError(
         f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
     )
 

@@ -191,8 +191,9 @@ def _why_not_replace(place: Staging, another: str) -> str:
         return foreign
     if others := _deletes(others_in(place.final), another):
         return others
-    for folder, _, _ in os.walk(final):
-        if not os.access(folder, os.W_OK | os.X_OK):
+    below = (os.path.join(folder, name) for folder, names, _ in os.walk(final) for name in names)
+    for folder in itertools.chain([str(final)], below):
+        if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {another}"
     return ""
 

@@ -85,8 +85,11 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         )
     if not released:
         return export.plan(source, asked=taken(ExportOptions, asked, quantize=asked.format), output=output, slots=slots)
-    of_checkpoints = {each.name for each in options_of(QuantizeOptions) if each.help.startswith(OF_CHECKPOINTS)}
-    if vain := [f"--{name}" for name in sorted(of_checkpoints) if getattr(asked, name) not in (None, False)]:
+    of_checkpoints = {each.name: each for each in options_of(QuantizeOptions) if each.help.startswith(OF_CHECKPOINTS)}
+    # by identity: 0 and False say something where None is the default
+    if vain := [
+        f"--{name}" for name, each in sorted(of_checkpoints.items()) if getattr(asked, name) is not each.default
+    ]:
         raise Refused(f"{', '.join(vain)}: {OF_CHECKPOINTS}, and {source} is a release")
     given = export.open_given(asked.like) if asked.like else None
     if asked.like and given is None:

@@ -94,8 +94,13 @@ def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapt
     """The adapters that `--lora` names.
 
     Raises:
-      Refused: there is no such folder, or it can't be looked at.
+      Refused: there is no such folder, or it can't be looked at; or what is taken of the release is numbered otherwise.
     """
+    if options.lora and not isinstance(options, ExportOptions) and options.cut.renumbers:
+        raise Refused(
+            f"--lora beside {options.cut}: an adapter has the numbers of the whole release, and what is taken of it is numbered "
+            "anew; merge it first (weightbeam merge), and take these of what is made. Adapters of a cut are merged into the cut"
+        )
     adapters = []
     for url, weight in options.lora:
         try:

@@ -4,7 +4,8 @@ huggingface_hub reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +166,42 @@ def test_faults_that_pass(hub: FakeHub, folder: Path) -> None:
     assert len(commits(hub)) == 2
 
 
-def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their commit stays the newest, and it is said."""
-    hub.add(REPO).writers.add(TOKEN)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "notes.txt").write_text("theirs")
-    receive = hub._receive
+def commit_before(hub: FakeHub, request: Callable[..., Any], folder: Path) -> None:
+    """Has somebody commit a folder's files right before the hub's first answer to such a request."""
     done = []
 
     def late(*arguments):
         if not done:
-            done.append(hub.commit(REPO, tmp_path / "theirs", title="theirs"))
-        return receive(*arguments)
+            done.append(hub.commit(REPO, folder, title="theirs"))
+        return request(*arguments)
 
     hub._routes = [
-        (methods, pattern, late if function == receive else function) for methods, pattern, function in hub._routes
+        (methods, pattern, late if function == request else function) for methods, pattern, function in hub._routes
     ]
+
+
+def test_a_part_that_someone_else_committed(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """What the branch has by then isn't sent, and a pull request, which begins before that, lacked it: none is opened."""
+    hub.add(REPO).writers.add(TOKEN)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        shutil.copy(folder / name, theirs / name)
+    commit_before(hub, hub._preupload, theirs)
+    with pytest.raises(StorageError, match="someone else committed there"):
+        publish_folder(folder, URL, "export 1234", create_pr=True)
+    assert hub.repositories[REPO].pulls == []
+    publish_folder(folder, URL, "export 1234", create_pr=True)
+    (made,) = hub.repositories[REPO].pulls
+    assert bytes_in(folder).items() <= {name: bytes(blob.data) for name, blob in made.files.items()}.items()
+
+
+def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """Their commit stays the newest, and it is said."""
+    hub.add(REPO).writers.add(TOKEN)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("theirs")
+    commit_before(hub, hub._receive, tmp_path / "theirs")
     with pytest.raises(StorageError, match="someone else committed there"):
         publish_folder(folder, URL, "export 1234")
     assert hub.held(REPO) == {"notes.txt": b"theirs"}

@@ -26,6 +26,7 @@ from support import (
     call,
     converted,
     make_release,
+    peft_adapter,
     random_tensors,
     read_config,
     read_tensors,
@@ -380,16 +381,29 @@ def test_small_files_that_are_not_carried_over_are_said(
         (["inspect", "CKPT", "--layers", "0:1"], "is an Orbax checkpoint"),
         (["quantize", "CKPT", "OUT", "--layers", "0:1"], "takes --layers and --experts of an Orbax checkpoint"),
         (["merge", "SOURCE", "OUT"], "names no adapter to merge"),
+        (["merge", "SOURCE", "OUT", "--layers", "1:2", "--lora", "ADAPTER"], "--lora beside layers 1:2: an adapter has the numbers of the whole"),
+        (["convert", "SOURCE", "OUT", "--layers", "1", "--lora", "ADAPTER"], "merge it first"),
+        (["quantize", "SOURCE", "OUT", "--layers", "0,1", "--experts", "1:2", "--lora", "ADAPTER"], "--lora beside layers 0:2, experts 1:2"),
     ],
 )  # fmt: skip
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     source = make_release(tmp_path / "hf")
     if "CKPT" in arguments:
         assert call("convert", source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
-    places = {"SOURCE": source, "CKPT": tmp_path / "ckpt", "OUT": tmp_path / "out"}
+    places = {"SOURCE": source, "CKPT": tmp_path / "ckpt", "OUT": tmp_path / "out", "ADAPTER": tmp_path / "adapter"}
     assert call(*(places.get(each, each) for each in arguments)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_the_layers_that_are_kept(tmp_path: Path) -> None:
+    """The first layers keep their numbers: merged on the way, or before, is the same."""
+    source = make_release(tmp_path / "hf")
+    lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)}, layers_to_transform=[0])
+    assert call("merge", source, tmp_path / "merged", "--lora", lora) == 0
+    assert call("cut", tmp_path / "merged", tmp_path / "then", "--layers", "0:1") == 0
+    assert call("merge", source, tmp_path / "at_once", "--lora", lora, "--layers", "0:1") == 0
+    assert_same_bits(read_tensors(tmp_path / "at_once"), read_tensors(tmp_path / "then"))
 
 
 @pytest.mark.parametrize("number", ["00", "\u0660"])  # the digit 0 of Arabic

@@ -595,9 +595,7 @@ class FakeHub(Server):
                 files[value["path"]] = None
         reply = {"success": True}
         if call.get("create_pr"):
-            made = repository.prepare(
-                files, revision, header["summary"], self._now()
-            )  # of the parent, which is the head
+            made = repository.prepare(files, revision, header["summary"], self._now(), head)
             repository.pulls.append(made)
             reply |= {"pullRequestUrl": f"{self.url}/{name}/discussions/{len(repository.pulls)}"}
         else:
