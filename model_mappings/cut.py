@@ -84,8 +84,8 @@ class Cut:
     @property
     def renumbers(self) -> bool:
         """Whether something of what is kept gets another number: it isn't the first layers, or the first experts, alone."""
-        kept = [spans(ranges) for ranges in (self.layers, self.experts) if ranges]
-        return any(len(found) > 1 or found[0][0] > 0 for found in kept)
+        kept = (spans(ranges) for ranges in (self.layers, self.experts) if ranges)
+        return any(start > 0 for found in kept for start, _ in found)  # neighbours are one range
 
     def __bool__(self) -> bool:
         return (self.layers, self.experts, self.vocab_rows) != (None, None, None)

@@ -40,6 +40,8 @@ def plan_against_checkpoint(release: str, checkpoint: str, given: Mapping[str, A
 
 def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     """The same of an export that is held: what is said of its small files is of those beside its tensors."""
+    if given.get("lora"):
+        raise Refused(f"--lora: is of a conversion; {release} is an export, which knows its own adapters; leave it out")
     opened = open_orbax(checkpoint)
     accept = given.get("accept") or ()
     asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}

@@ -12,7 +12,7 @@ from typing import Any
 from weightbeam.formats.record.extremes import NOT_FINITE
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.staging.links import HARD
-from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage import ChangedError, Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
@@ -171,10 +171,19 @@ def convert(
     if not output:
         missing = "--output is missing: the folder that the checkpoint should lie in"
         raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
+    is_virtual = source.conversion.options.virtual if isinstance(source, Plan) else asked.virtual
+    vain = (
+        []
+        if is_virtual
+        else [f"--{name}" for name in ("link", "sha256") if getattr(how, name) != getattr(DELIVERY, name)]
+    )
+    if vain:
+        raise Refused(f"{', '.join(vain)}: only a virtual checkpoint (--virtual) refers to the source's files")
     if isinstance(source, Plan):
         if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
             raise TypeError(f"a plan has its options already: {', '.join(given)}")
         conversion = source.conversion
+        _check_planned(conversion)
     else:
         slots = slots_of(beam, asked.unit_bytes, None, source, output)
         conversion = prepare_conversion(
@@ -198,6 +207,19 @@ def carry_out(
     odd = {field: made.record[field] for field in (NOT_FINITE, odd_values.ZERO) if field in made.record}
     stated = [shard["name"] for shard in made.record.get("shards", ()) if shard.get("hash") == "stated"]
     return Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
+
+
+def _check_planned(conversion: Conversion) -> None:
+    """Makes sure that a source is what a plan was made of, which may be long ago.
+
+    Raises:
+      Refused: it isn't, and only another plan helps.
+    """
+    try:
+        conversion.check()
+    except OSError as e:
+        what = e.what if isinstance(e, ChangedError) else str(e)
+        raise Refused(f"  {what}; plan it anew") from e
 
 
 def _warnings(conversion: Conversion) -> Iterator[str]:

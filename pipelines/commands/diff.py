@@ -16,9 +16,10 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import open_pair
 from weightbeam.pipelines.checking.pairwise import compare_pairs
-from weightbeam.pipelines.terminal.keywords import keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.options import DiffOptions
 
 
@@ -50,7 +51,14 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Compares, reports, and says whether they are the same within the tolerance."""
+    """Compares, reports, and says whether they are the same within the tolerance; with `--dry_run` what it would compare."""
+    if args.dry_run:
+        asked = asked_of(args, DiffOptions)
+        name_secret(asked.hf_token_secret)
+        pair = open_pair(args.a, args.b, asked.maxtext_model, asked.family, asked.state)
+        shared, alone = [*filter(pair.shared, pair.first)], len(pair.first.keys() ^ pair.second.keys())
+        print(f"would compare {count(len(shared), 'tensor')} of {args.a} and {args.b}; {alone:,} are on one side alone")
+        return 0
     found = diff(**keywords_of(args, diff))
     say(args, found)
     return 0 if found.ok else 1

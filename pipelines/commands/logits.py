@@ -30,7 +30,7 @@ from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.terminal.shell import say, why_unwritable, write_bytes
 from weightbeam.pipelines.terminal.tables import count, human
@@ -80,9 +80,15 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Runs, reports, and says whether both are the same within the tolerance."""
+    """Runs, reports, and says whether both are the same within the tolerance; with `--dry_run` what it would run."""
     if not args.source:
         raise Refused("--source is missing: the release whose logits are wanted")
+    if args.dry_run:
+        asked = asked_of(args, LogitsOptions)
+        name_secret(asked.hf_token_secret)
+        ready = _prepare(args.source, args.other, asked)
+        print(f"would run {_memory(ready.models, len(ready.tokens))}")
+        return 0
     found = logits(**keywords_of(args, logits))
     say(args, found)
     return 0 if found.ok else 1

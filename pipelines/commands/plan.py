@@ -261,7 +261,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:
             made.check()
-        write_text("--maxtext_config", args.maxtext_config, made.maxtext_config().to_yaml())
+        text = made.maxtext_config().to_yaml()
+        if args.maxtext_config == STDOUT or not args.dry_run:
+            write_text("--maxtext_config", args.maxtext_config, text)
         if args.maxtext_config == STDOUT:
             made.check()
             return 0

@@ -191,6 +191,8 @@ def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> Res
     Raises:
       Refused: there is nothing to plan.
     """
+    if asked.lora_alpha is not None and not asked.lora:
+        raise Refused("--lora_alpha: says how an adapter is scaled; name it with --lora, or leave this out")
     checkpoint = _open(source, asked.step, asked.state)
     step = asked.step if asked.step is not None else _step_of(checkpoint)
     options = dataclasses.replace(asked, step=step)

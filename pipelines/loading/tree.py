@@ -18,7 +18,7 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source, values_asked
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
-from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, shape_text
 from weightbeam.transforms.cutting.mesh import Rules
@@ -185,5 +185,7 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       >>> kernel.shape, kernel[:, 1].shape
       ((64, 2, 128), (64, 128))
     """
+    if not isinstance(as_is, bool):
+        raise RefusedError(f"as_is={as_is!r} should be True or False")
     chosen = dataclasses.replace(choose(options), unit_bytes=sys.maxsize)  # who indexes says how much is read at a time
     return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import shlex
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,12 +42,17 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         signature = inspect.signature(function)
         own = [parameter for name, parameter in signature.parameters.items() if name not in kinds]
+        by_name = {parameter.name: parameter for parameter in own}
         options = {each.name: each for kind in kinds.values() for each in options_of(kind)}
 
         @functools.wraps(function)
         def call(*places: Any, **given: Any) -> Result:
-            args = [_as_text(place) for place in places]
-            mine = {name: _as_text(value) for name, value in given.items() if name in signature.parameters}
+            args = [_read_own(*each) for each in zip(own, places, strict=False)] + [*places[len(own) :]]
+            mine = {
+                name: _read_own(by_name[name], value) if name in by_name else value
+                for name, value in given.items()
+                if name in signature.parameters
+            }
             said = {name: value for name, value in given.items() if name not in mine}
             check_known(said, [*options, *(each.name for each in own)])
             return function(*args, **mine, **_values(kinds, mine, said))
@@ -58,15 +64,41 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
     return decorate
 
 
+def _read_own(parameter: inspect.Parameter, value: Any) -> Any:
+    """The value of a parameter that is no option.
+
+    Raises:
+      Refused: a place that is empty, or no path; Beam's options that are no texts.
+    """
+    value, kinds = _as_text(value), str(parameter.annotation).split(" | ")
+    if kinds == ["Sequence[str]"] and not (_is_texts(value) and not isinstance(value, str)):
+        raise Refused(f"{parameter.name}={value!r} should be a list of texts")
+    is_place = "str" in kinds and "bool" not in kinds
+    if not is_place or value is None or any(each.__name__ in kinds for each in type(value).__mro__):
+        if is_place and value == "" and parameter.default is None:
+            raise Refused(f"{parameter.name}={value!r} names nothing; leave it out")
+        return value
+    raise Refused(f"{parameter.name}={value!r} should be a text: a path, a URL or a name")
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, Iterable) and all(isinstance(each, str) for each in value)
+
+
 def _as_text(value: Any) -> Any:
     """A path as the command line would have it; anything else as it is.
 
     Raises:
-      Refused: a NUL, which no path and no argument of a command line can have.
+      Refused: a NUL, which no path and no argument of a command line can have; or what no file system can write.
     """
-    text = str(value) if isinstance(value, Path) else value
-    if isinstance(text, str) and "\0" in text:
-        raise Refused(f"{text!r} holds a NUL, which no path has")
+    text = os.fsdecode(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, str):
+        if "\0" in text:
+            raise Refused(f"{text!r} holds a NUL, which no path has")
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as e:
+            raise Refused(f"{text!r} holds half a character: {e.reason}") from e
     return text
 
 
@@ -168,6 +200,8 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     value = _as_text(value)
     if option.raw or isinstance(value, Unsaid):
         return value
+    if value == "":
+        raise Refused(f"{option.name}={value!r} says nothing; leave it out")
     if option.name == "sharding_rules":
         return sharding_rules(value, model)
     if option.name == "lora":
@@ -175,7 +209,10 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.several:
         if not isinstance(value, Iterable):
             raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
-        return (value,) if isinstance(value, str) else tuple(value)
+        texts = (value,) if isinstance(value, str) else tuple(map(_as_text, value))
+        if not _is_texts(texts):
+            raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
+        return texts
     if isinstance(value, bool):
         value = str(value).lower()
     try:
@@ -227,11 +264,12 @@ def arguments_of(options: Options) -> list[str]:
 
 def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:
     """The adapters of a keyword `lora`, one or several; None where there is none."""
-    if not isinstance(given, str | Path | Iterable | None):
+    if given is None:
+        return None
+    texts = [given] if isinstance(given, str) else [*map(_as_text, given)] if isinstance(given, Iterable) else [given]
+    if not _is_texts(texts):
         raise Refused(f"lora={given!r} should be a path, or a list of paths")
-    return (
-        tuple(read_lora(str(each)) for each in ([given] if isinstance(given, str | Path) else given)) if given else None
-    )
+    return tuple(map(read_lora, texts))
 
 
 def read_lora(text: str) -> tuple[str, float]:
@@ -240,6 +278,8 @@ def read_lora(text: str) -> tuple[str, float]:
     Raises:
       Refused: there is no such store, or nobody can mean that weight.
     """
+    if not text:
+        raise Refused("--lora= names no adapter; leave it out")
     path, _, last = text.rpartition(",")
     try:
         url, weight = (path, float(last)) if path else (text, 1.0)

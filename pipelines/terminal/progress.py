@@ -261,7 +261,24 @@ def reporter(progress: bool | str | Report) -> Report | None:
         return kinds[progress](sys.stderr)
     if not callable(progress):
         raise Refused(f"progress={progress!r} should be True, False, {', '.join(kinds)}, auto, none, or a function")
-    return progress
+    return _Careful(progress)
+
+
+class _Careful:
+    """A callback, until it fails: that is said once, and the work goes on."""
+
+    def __init__(self, report: Report):
+        self._report: Report | None = report
+
+    def __call__(self, now: Any) -> None:
+        if self._report is not None:
+            try:
+                self._report(now)
+            except Exception as e:
+                self._report = None
+                logging.getLogger("weightbeam").warning(
+                    "progress isn't told any more: the callback failed with %s: %s", type(e).__name__, e
+                )
 
 
 def at_most_every(ask: Callable[[], int], seconds: float) -> Callable[[], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,7 +268,8 @@ def terminal_width() -> int:
 def show(blocks: Iterable[Block]) -> None:
     """Prints blocks: fitted to the terminal, or plain."""
     is_terminal = sys.stdout.isatty()
-    print("\n".join(_lines(blocks, terminal_width() if is_terminal else None, bold=is_terminal)))
+    bold = is_terminal and os.environ.get("TERM") != "dumb"
+    print("\n".join(_lines(blocks, terminal_width() if is_terminal else None, bold)))
 
 
 def _lines(blocks: Iterable[Block], width: int | None, bold: bool = False) -> Iterator[str]:

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ class RunFeed(Feed):
             fresh = [
                 seen
                 for seen in self.run.steps.wanted(there)
-                if (seen.number, seen.mark) not in tried and not self._is_settled(seen)
+                if (seen.number, seen.mark) not in tried and not self._is_settled(seen) and not self._is_outdated(seen)
             ]
             if not fresh:
                 return
@@ -235,6 +236,14 @@ class RunFeed(Feed):
             if (mark.step, mark.seen) == (seen.number, seen.mark) and mark.state != GONE
         }
         return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
+
+    def _is_outdated(self, seen: SeenStep) -> bool:
+        """Whether `keep` would remove a step as soon as it is published: as many newer ones are kept already."""
+        if (keep := self.run.keep) is None or (keep.every and seen.number % keep.every == 0):
+            return False
+        there = {step for step in self._listed() if step[0] > seen.number}
+        newer = (there & {(mark.step, mark.seen) for mark in self._published(target.name)} for target in self.targets)
+        return not any(target.create_pr for target in self.targets) and all(len(kept) >= keep.last for kept in newer)
 
     # --- what was done
 
@@ -638,7 +647,21 @@ class RunFeed(Feed):
         return None
 
     def _published(self, target: str, state: str = PUBLISHED) -> list[Mark]:
-        return sorted(mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target)
+        """The steps of a target that were published, the oldest first: by when they were committed, but none that is there
+        behind one of a higher number that is, too. A clock may have been wrong.
+        """
+        found = [mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target]
+        latest, when, there = math.inf, dict[Mark, float](), self._listed()
+        for mark in sorted(found, key=lambda mark: mark.step, reverse=True):
+            is_there = (mark.step, mark.seen) in there
+            if is_there:
+                latest = min(latest, mark.updated)
+            when[mark] = latest if is_there else mark.updated
+        return sorted(found, key=lambda mark: (when[mark], mark.step, mark))
+
+    def _listed(self) -> set[tuple[int, str]]:
+        """The numbers and marks of the steps that the run had when it was last listed."""
+        return {(each.number, each.mark) for each in self._there}
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
         return (
@@ -688,19 +711,17 @@ class RunFeed(Feed):
         return f"Step {history.facts['step']} of {self.run.name} ({history.key})"
 
     def _is_newest(self, history: History) -> bool:
-        """Whether no step that was published is newer: by its number among those that are there, or by when it was
-        committed. Those that are passed over don't count.
+        """Whether no step that was published is newer: of one that is there by its number among those that are, else by when
+        it was committed. Those that are passed over don't count.
         """
         if self._is_passed_over(history):
             return False
-        first = history.first
+        first, there = history.first, self._listed()
         others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
-        there = {(seen.number, seen.mark) for seen in self._there}
+        if (first["step"], first["seen"]) in there:
+            return all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
         updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
-        return all(mark.updated <= updated for mark in others) or (
-            (first["step"], first["seen"]) in there
-            and all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
-        )
+        return all(mark.updated <= updated for mark in others)
 
     def _is_newest_by_now(self, history: History) -> bool:
         """The same, whatever the run and other watchers did while this step was made."""

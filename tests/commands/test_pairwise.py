@@ -245,6 +245,8 @@ def possible(row: Row) -> bool:
         return False
     if kept == "rows" and direction == "reshard":
         return False  # rows are cut of a release
+    if direction == "merge" and (kept == "experts" or (kept == "layers" and KEPT_LAYERS[kind] != [0])):
+        return False  # an adapter has the numbers of the whole release
     if direction in ("merge", "dequantize", "load") and row["mesh"]:
         return False  # without a mesh
     if direction == "dequantize":

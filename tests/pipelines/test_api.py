@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pickle
 import re
 import shutil
@@ -227,6 +228,13 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(mesh="fdsp=2"), wb.Refused, "fdsp"),
         (dict(sharding_rules="nowhere.yml"), wb.Refused, "nowhere.yml"),
         (dict(scan_layer=True), TypeError, "did you mean 'scan_layers'"),
+        (dict(family=""), wb.Refused, "family='' says nothing; leave it out"),
+        (dict(lora=""), wb.Refused, "lora='' says nothing"),
+        (dict(lora=["adapter", None]), wb.Refused, "should be a path, or a list of paths"),
+        (dict(mesh=[None]), wb.Refused, "should be a text, or a list of texts"),
+        (dict(mesh=b"fsdp=2"), wb.Refused, "should be a text, or a list of texts"),
+        (dict(beam="--runner=DirectRunner"), wb.Refused, "beam='--runner=DirectRunner' should be a list of texts"),
+        (dict(maxtext_model="\ud800"), wb.Refused, "half a character"),
     ],
     ids=str,
 )
@@ -379,6 +387,52 @@ def test_progress_is_told(source: Path, tmp_path: Path, capfd: pytest.CaptureFix
     wb.verify(str(tmp_path / "out"), str(source), progress=told.append)
     assert told[-1].done == told[-1].total > 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_callback_that_fails(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once, and the work goes on."""
+
+    def fail(now: wb.Progress) -> None:
+        raise ValueError("mine")
+
+    assert wb.convert(source, tmp_path / "out", progress=fail).state == "done"
+    assert [record.getMessage() for record in caplog.records if "callback" in record.getMessage()] == [
+        "progress isn't told any more: the callback failed with ValueError: mine"
+    ]
+
+
+def test_a_plan_that_is_older_than_its_source(source: Path, tmp_path: Path) -> None:
+    """Only another plan helps; nothing was begun."""
+    copy = shutil.copytree(source, tmp_path / "hf")
+    plan = wb.plan(copy)
+    os.utime(next(copy.glob("*.safetensors")))
+    with pytest.raises(wb.Refused, match="plan it anew"):
+        wb.convert(plan, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    assert wb.convert(wb.plan(copy), tmp_path / "out", progress=False).state == "done"
+
+
+class Place:
+    """A path of another package's."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def test_places_of_other_kinds(source: Path, tmp_path: Path) -> None:
+    """What says where it is, is a path; what doesn't is refused, and no folder gets its name."""
+    wb.cut(Place(source), Place(tmp_path / "cut"), layers="0:1", progress=False)
+    assert (tmp_path / "cut" / "model.safetensors").exists()
+    for output in (True, ["out"], 5, object()):
+        with pytest.raises(wb.Refused, match=r"output=.* should be a text: a path, a URL or a name"):
+            wb.convert(source, output, progress=False)
+    with pytest.raises(wb.Refused, match="other='' names nothing"):
+        wb.logits(source, "", token_ids=[1])
+    with pytest.raises(wb.Refused, match="as_is='false' should be True or False"):
+        wb.open(source, as_is="false")
 
 
 def test_warnings_are_logged(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -637,6 +637,27 @@ def test_a_clock_that_is_wrong(
     assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-1"]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_clock_that_was_ahead(model: tuple[Path, dict[str, Any]], tmp_path: Path, at_once: bool) -> None:
+    """The first steps bear times of next year: the newest is the last all the same, and `keep` keeps the last. What it
+    wouldn't keep of the steps that are there isn't made at all.
+    """
+    publish, run = publishing(model, tmp_path, tmp_path / "pub"), tmp_path / "run"
+    for step in (1, 2, 3):
+        write(run, step, model=model)
+        about = run / str(step) / "_CHECKPOINT_METADATA"
+        said = json.loads(about.read_text())
+        ahead = 0 if step == 3 else 365 * 86_400 * 10**9
+        about.write_text(json.dumps(said | {"commit_timestamp_nsecs": said["commit_timestamp_nsecs"] + ahead}))
+        if not at_once:
+            assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
+    assert publish(4) == 0
+    assert [path.name for path in (tmp_path / "pub").glob("step-*")] == ["step-4"]
+    assert json.loads((tmp_path / "out" / "run" / "t.json").read_text())["step"] == 4
+    made = [step for step, found in states(tmp_path / "out", "run").items() if "published" in found]
+    assert len(made) == (1 if at_once else 4)
+
+
 @pytest.mark.slow("several attempts of a step, each an export")
 def test_a_retry_throws_away_what_a_refused_attempt_staged(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]

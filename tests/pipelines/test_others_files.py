@@ -669,6 +669,36 @@ def test_what_another_user_has_published(source: Path, tmp_path: Path, folder: s
     assert made == (1 if status else 2)
 
 
+# root, but without the right to look into everything
+AS_ANYONE = [
+    "setpriv",
+    *(f"--{which}=-dac_override,-dac_read_search,-fowner,-chown" for which in ("bounding-set", "inh-caps")),
+]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="gives up rights of root")
+@pytest.mark.parametrize("command", ["convert", "cut"])
+def test_a_folder_that_cant_be_looked_into(source: Path, tmp_path: Path, command: str) -> None:
+    """Another user's, in an output of ours: what is in there isn't ours, so that it isn't replaced."""
+    words = [command, source, tmp_path / "out", *(["--layers", "0:1"] if command == "cut" else MODEL)]
+    place = tmp_path / "out" / ("0" if command == "convert" else "")
+    assert call(*words) == 0
+    notes = place / "notes"
+    notes.mkdir()
+    (notes / "thesis.txt").write_text("mine")
+    os.chown(notes, 65534, 65534)
+    notes.chmod(0o700)
+    ran = subprocess.run(
+        [*AS_ANYONE, sys.executable, "-m", "weightbeam", *map(str, words), "--overwrite"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert "notes/" in ran.stderr
+    assert (notes / "thesis.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(("name", "plan"), FOREIGN, ids=["empty", "text", "list", "foreign", "cut"])
 def test_a_plan_of_somebody_else(
     source: Path, tmp_path: Path, name: str, plan: bytes, capfd: pytest.CaptureFixture[str]
@@ -954,6 +984,20 @@ def test_a_source_that_is_mounted_where_the_output_is(source: Path, checkpoint: 
         ):
             assert call(*command, "--overwrite") == 2
     assert sorted((tmp_path / "here").rglob("*")) == before
+
+
+@pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="makes a file system")
+def test_copies_where_times_are_coarse(source: Path, tmp_path: Path) -> None:
+    """The file system keeps seconds alone: a copy of the source's file has the time that it can have."""
+    (tmp_path / "image").touch()
+    os.truncate(tmp_path / "image", 32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-I", "128", tmp_path / "image"], check=True, capture_output=True)
+    with mounted(tmp_path / "there", "-o", "loop", str(tmp_path / "image")) as there:
+        command = ("convert", source, there / "ckpt", *MODEL, "--virtual", "--scan_layers", "false", "--link", "copy")
+        assert call(*command) == 0
+        copy = next((there / "ckpt" / "0" / "items" / "source").glob("*.safetensors"))
+        assert copy.stat().st_mtime_ns % 10**9 == 0
+        assert call("verify", there / "ckpt") == 0
 
 
 def test_what_an_image_holds_is_not_replaced(

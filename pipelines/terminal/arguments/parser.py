@@ -124,6 +124,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args.command = name
     if has_places:
         _place(read.parser, args, read.places, read.bare)
+    if empty := [
+        name for name, value in vars(args).items() if value == "" or (isinstance(value, list) and "" in value)
+    ]:
+        read.parser.error(f"{', '.join(f'--{name}' for name in empty)}: names nothing; leave it out, or say what it is")
     return args, read.rest
 
 
