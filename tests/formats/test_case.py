@@ -1,5 +1,6 @@
-"""Folders that take no notice of case: told without writing, and refused where two files would be one. No such file system can be
-mounted everywhere, so one is stood in for where a test needs it; on macOS the first test meets a real one.
+"""Folders that take no notice of case: told by a file that is made in there, and refused where two files would be one. No
+such file system can be mounted everywhere, so one is stood in for where a test needs it; on macOS the first test meets a
+real one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def test_this_machine(tmp_path: Path) -> None:
     (tmp_path / "Probe").touch()
     real = (tmp_path / "probe").exists()
     assert case.folds_case(tmp_path / "Probe") == case.folds_case(tmp_path / "not" / "yet") == real
-    assert not case.folds_case(Path("/"))
+    assert [path.name for path in tmp_path.iterdir()] == ["Probe"]
+    assert not case.folds_case(Path("/proc"))  # in which nothing can be made
     assert real or not sys.platform.startswith("darwin") or "CASE" in os.environ
 
 
