@@ -34,6 +34,11 @@ FURTHER = {
 }  # fmt: skip
 # how MaxText trains, and nothing of the model; and what the arrays say, of which Gemma has more rows than tokens
 ELSEWHERE = {"indexer_sparse_training", "vocab_size"}
+# what only YaRN's embedding is given (src/maxtext/layers/attentions.py, `init_rotary_embedding`, e591f30)
+OF_YARN = {
+    "rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "rope_truncate", "rope_interleave",
+    "rope_attention_scaling", "rope_pairwise",
+}  # fmt: skip
 TOWERS = ("*_for_vit", "*_for_audio", "vision_*", "*mrope*", "position_id_per_seconds")  # keys of what `--like` brings
 
 
@@ -70,7 +75,9 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     said = base() if name == "default" else keys_of(str(name))
     if said is None:
         raise MaxTextConfigError(f"model_name is {name!r}, which MaxText (e591f30) hasn't got")
-    keys = {**said, **{key: _clean(value) for key, value in given.items()}, "model_name": name}
+    # a run's own config.yml has null where base.yml says 0
+    set_by_file = {key: base().get(key) if value is None else _clean(value) for key, value in given.items()}
+    keys = {**said, **set_by_file, "model_name": name}
     rope = "llama3.1" if str(run_as(str(name))).startswith("llama3.1") else str(keys["rope_type"]).lower()
     return keys | {"rope_type": rope}
 
@@ -147,22 +154,34 @@ def _made(family: Family, kind: str, model: str | None, keys: Mapping[str, Any],
     if "model_type" not in config:  # no towers, and all of its lines are about the object beside theirs
         raise _unlike(family, kind, {"use_multimodal": (keys.get("use_multimodal"), False)})
     try:
-        found = read(lines, Config(config), model)
+        # what one version of MaxText's has to be told isn't of the model, and towers come with `--like`
+        found = read((line for line in lines if line.version is None and not line.tower), Config(config), model)
     except ConfigError as e:
         raise MaxTextConfigError(str(e)) from e
     said = found.keys
     wrong = {key: (keys[key], said[key]) for key in said if key in keys and keys[key] != said[key]}
-    if wrong := {key: both for key, both in wrong.items() if key not in ELSEWHERE and not is_idle(key, keys)}:
+    if wrong := {key: both for key, both in wrong.items() if not _is_idle(key, keys)}:
         raise _unlike(family, kind, wrong)
     usual = {**FURTHER, **full_keys({"model_name": keys["model_name"]})}
     unsaid = {key for key in given if key in usual and key not in said and keys[key] != usual[key]}
+    unsaid -= {line.key for line in lines if line.version is not None}
     of_towers = {key for key in unsaid if any(fnmatch.fnmatchcase(key, pattern) for pattern in TOWERS)}
-    if lost := sorted(key for key in unsaid - of_towers if not is_idle(key, keys)):
+    if lost := sorted(key for key in unsaid - of_towers if not _is_idle(key, keys)):
         listed = ", ".join(f"{key}: {keys[key]!r}" for key in lost)
         raise MaxTextConfigError(
             f"nothing in the config.json of {kind} says {listed}; if MaxText's layers of this kind don't look at that, take it out of the file"
         )
-    return HfConfig(family, model, config, {"_from_model_config": True}, tuple(sorted(of_towers)), found.limits)
+    unknown = tuple(sorted(of_towers)) if keys.get("use_multimodal") else ()
+    return HfConfig(family, model, config, {"_from_model_config": True}, unknown, found.limits)
+
+
+def _is_idle(key: str, keys: Mapping[str, Any]) -> bool:
+    """Whether a key says nothing of the model; see `maxtext_config.is_idle`."""
+    if key in OF_YARN:
+        return keys["rope_type"] != "yarn"
+    if key == "head_dim":  # of latent attention other keys are the sizes
+        return keys["attention_type"] == "mla"
+    return key in ELSEWHERE or is_idle(key, keys)
 
 
 def _unlike(family: Family, kind: str, wrong: Mapping[str, tuple[Any, Any]]) -> MaxTextConfigError:

@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,10 +36,10 @@ from weightbeam.pipelines.watching.config import (
 )
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.isolation import Action, Workers
+from weightbeam.pipelines.watching.marks import ASIDE, Mark, Marks
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, owner_of, told_other_run
 from weightbeam.pipelines.watching.records import (
-    GONE,
     PUBLISHED,
     REMOVED,
     RUNS,
@@ -70,43 +69,9 @@ from weightbeam.transforms.planning.options import (
 )
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
-MARKS, OPEN = "marks", "open"
 RECORDS_OWNER = "run.json"  # beside the records: whose they are
-ASIDE = "aside"  # in a mark: published, but never the newest
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Mark:
-    """The name of an empty file that says what is settled, so that one listing tells it of thousands of steps.
-
-    Attributes:
-      updated: when the step was committed, in milliseconds since 1970.
-      step, seen: which, as a listing of the run shows it.
-      state: of the history; or that it is published aside.
-      asked: identifies the target's options.
-      key: of the history.
-    """
-
-    updated: int
-    step: int
-    seen: str
-    state: str
-    asked: str
-    key: str
-
-    @classmethod
-    def parse(cls, name: str) -> Mark | None:
-        """Reads a name; None where it is another file's."""
-        try:
-            state, updated, step, seen, asked, key = name.split("~")
-            return cls(int(updated), int(step), seen, state, asked, key)
-        except ValueError:
-            return None
-
-    def __str__(self) -> str:
-        return "~".join([self.state, str(self.updated), str(self.step), self.seen, self.asked, self.key])
 
 
 class RunFeed(Feed):
@@ -123,7 +88,6 @@ class RunFeed(Feed):
         self._config, self.run, self.output, self._flat = config, run, config.output, flat
         self.store: Store = open_store(run.checkpoints)
         self._records = config.output / RUNS / run.name
-        self._marks_folder = self._records / MARKS
         scratch = scratch_of(config.output)
         self.places: dict[str, Place] = {}
         for target in run.targets:
@@ -132,8 +96,7 @@ class RunFeed(Feed):
         self._targets: Sequence[RunTarget] | None = None
         self._there: list[SeenStep] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
-        self._marks: set[Mark] = set()
-        self._open: set[str] = set()
+        self._marks = Marks(self._records)
         self._seen: dict[str, SeenStep] = {}  # by history's key
         self._workers = workers
         self._untidy: Sequence[RunTarget] = run.targets
@@ -157,8 +120,8 @@ class RunFeed(Feed):
             return target.output
         if known:
             return known
-        self._read_marks()  # of a version that didn't say it there: the newest step does, if it is there
-        newest = max(self._published(target.name), default=None)
+        self._marks.read()  # of a version that didn't say it there: the newest step does, if it is there
+        newest = max(self._marks.of(target.name), default=None)
         history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
         if history is None or place.report(url := self._checkpoint(history)).get("key") != history.key:
             return target.output
@@ -174,7 +137,7 @@ class RunFeed(Feed):
 
     def is_known(self) -> bool:
         """Whether something of this run was settled before."""
-        self._read_marks()
+        self._marks.read()
         return bool(self._marks)
 
     def look(self) -> list[SeenStep]:
@@ -210,10 +173,14 @@ class RunFeed(Feed):
         tried: set[tuple[int, str]] = set()
         while True:
             there, self._is_fresh = self._there if self._is_fresh else self.look(), False
+            oldest = self._oldest_kept()
+            begun = {_listed_as(history) for history in self.histories(self.run.name)} if oldest else set()
             fresh = [
                 seen
                 for seen in self.run.steps.wanted(there)
-                if (seen.number, seen.mark) not in tried and not self._is_settled(seen) and not self._is_outdated(seen)
+                if (listed := (seen.number, seen.mark)) not in tried
+                and (listed in begun or self._is_kept(seen, oldest))
+                and not self._is_settled(seen)
             ]
             if not fresh:
                 return
@@ -230,20 +197,24 @@ class RunFeed(Feed):
 
     def _is_settled(self, seen: SeenStep) -> bool:
         """Whether nothing is left to be done for a step, whatever the target; one that was gone is there again."""
-        marks = {
-            mark.asked
-            for mark in self._marks
-            if (mark.step, mark.seen) == (seen.number, seen.mark) and mark.state != GONE
-        }
+        marks = self._marks.settled_for(seen.number, seen.mark)
         return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
 
-    def _is_outdated(self, seen: SeenStep) -> bool:
-        """Whether `keep` would remove a step as soon as it is published: as many newer ones are kept already."""
-        if (keep := self.run.keep) is None or (keep.every and seen.number % keep.every == 0):
-            return False
-        there = {step for step in self._listed() if step[0] > seen.number}
-        newer = (there & {(mark.step, mark.seen) for mark in self._published(target.name)} for target in self.targets)
-        return not any(target.create_pr for target in self.targets) and all(len(kept) >= keep.last for kept in newer)
+    def _oldest_kept(self) -> int:
+        """The lowest number of a step that `keep` keeps for being among the last: one below it would be removed as soon as
+        it is published. 0 where as many aren't published yet.
+        """
+        keep, targets = self.run.keep, self.targets
+        if keep is None or any(target.create_pr for target in targets):
+            return 0
+        there = self._listed()
+        steps = [{mark.step for mark in self._marks.of(target.name) if mark.listed in there} for target in targets]
+        return min(sorted(found)[-keep.last] if len(found) >= keep.last else 0 for found in steps)
+
+    def _is_kept(self, seen: SeenStep, oldest: int) -> bool:
+        """Whether `keep` keeps a step once it is published; see `_oldest_kept`."""
+        every = self.run.keep.every if self.run.keep else 0
+        return seen.number >= oldest or bool(every and seen.number % every == 0)
 
     # --- what was done
 
@@ -258,20 +229,12 @@ class RunFeed(Feed):
             if self.is_wanted(name):
                 self._check_records()
             return histories(self.output, name, RUNS)
-        self._read_marks()
-        return [history for key in sorted(self._open) if (history := find_history(self.output, name, key, RUNS))]
-
-    def _read_marks(self) -> None:
-        names = [file.name for file in self._marks_folder.list(recursive=False)]
-        self._marks = {mark for name in names if (mark := Mark.parse(name))}
-        self._open = {key for name in names if (key := name.removeprefix(f"{OPEN}~")) != name}
+        self._marks.read()
+        return [history for key in sorted(self._marks.open) if (history := find_history(self.output, name, key, RUNS))]
 
     def goes_on(self, history: History) -> bool:
         """What is there is a version of its own; what isn't is gone, or was verified before it went."""
-        first = history.first
-        return history.state == VERIFIED or not any(
-            (seen.number, seen.mark) == (first["step"], first["seen"]) for seen in self._there
-        )
+        return history.state == VERIFIED or _listed_as(history) not in self._listed()
 
     def why_begun(self, version: Version) -> str | None:
         """That a step was written anew, or that the run went back."""
@@ -289,40 +252,30 @@ class RunFeed(Feed):
         place = self._place(history)
         self._claim_records()
         place.own(self.naming(place).name(self.run.checkpoints), known.get(history.first["target"]))
-        self._marks_folder.make()
-        self._marks_folder.create(f"{OPEN}~{history.key}", b"")
+        self._marks.begin(history.key)
 
     def settled(self, history: History) -> None:
         self._mark(history)
-        with contextlib.suppress(OSError):
-            self._marks_folder.delete(f"{OPEN}~{history.key}")
+        self._marks.end(history.key)
 
-    def _mark(self, history: History) -> Mark:
-        """Makes the mark of a settled history, and takes an earlier one away."""
-        first = history.first
-        target = self.target(history)
+    def _mark(self, history: History) -> None:
+        first, target = history.first, self.target(history)
         seen = self._seen.get(history.key)
+        is_aside = history.state == PUBLISHED and self._is_passed_over(history)
         mark = Mark(
             _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
             seen.mark if seen else first["seen"],
-            ASIDE if history.state == PUBLISHED and self._is_passed_over(history) else str(history.state),
+            ASIDE if is_aside else str(history.state),
             _asked(target)[0] if target else "",
             history.key,
         )
-        self._marks_folder.make()
-        self._marks_folder.create(str(mark), b"")
-        for other in [other for other in self._marks if other.key == mark.key and other != mark]:
-            self._marks_folder.delete(str(other))
-            self._marks.discard(other)
         self._marks.add(mark)
-        return mark
 
     def reopened(self, history: History) -> None:
-        self._read_marks()
+        self._marks.read()
         self.begun(history)
-        for mark in [mark for mark in self._marks if mark.key == history.key]:
-            self._marks_folder.delete(str(mark))
+        self._marks.forget(history.key)
 
     # --- what is done
 
@@ -400,7 +353,7 @@ class RunFeed(Feed):
         """The run that records of a version are of which didn't say it beside them, by where its newest step was; None
         where they don't tell.
         """
-        self._read_marks()
+        self._marks.read()
         newest = max(self._marks, default=None)
         history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
         run = history.first["source"].rpartition("/")[0] if history else ""
@@ -461,7 +414,7 @@ class RunFeed(Feed):
         others = {
             mark.key
             for state in (PUBLISHED, ASIDE)
-            for mark in self._published(history.first["target"], state)
+            for mark in self._marks.of(history.first["target"], state)
             if mark.step == history.first["step"]
         } - {history.key}
         found = (find_history(self.output, self.run.name, key, RUNS) for key in sorted(others))
@@ -486,10 +439,10 @@ class RunFeed(Feed):
 
     def published_before(self, history: History) -> str | None:
         first, plan = history.first, history.facts["plan"]
-        self._read_marks()
+        self._marks.read()
         states = (PUBLISHED, ASIDE, REMOVED)
-        for mark in (mark for state in states for mark in self._published(first["target"], state)):
-            if (mark.step, mark.seen) == (first["step"], first["seen"]) and mark.key != history.key:
+        for mark in (mark for state in states for mark in sorted(self._marks.of(first["target"], state))):
+            if mark.listed == _listed_as(history) and mark.key != history.key:
                 other = find_history(self.output, self.run.name, mark.key, RUNS)
                 is_same = other is not None and other.facts.get("plan") == plan
                 if other and is_same and (other.state == REMOVED or self._is_published(other)):
@@ -636,7 +589,7 @@ class RunFeed(Feed):
         Raises:
           FailedError: it can't be told.
         """
-        found = [mark for mark in self._published(history.first["target"]) if mark.step < history.first["step"]]
+        found = [mark for mark in self._marks.of(history.first["target"]) if mark.step < history.first["step"]]
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
             other = find_history(self.output, self.run.name, mark.key, RUNS)
             try:
@@ -645,19 +598,6 @@ class RunFeed(Feed):
             except StorageError as e:
                 raise FailedError(str(e)) from e
         return None
-
-    def _published(self, target: str, state: str = PUBLISHED) -> list[Mark]:
-        """The steps of a target that were published, the oldest first: by when they were committed, but none that is there
-        behind one of a higher number that is, too. A clock may have been wrong.
-        """
-        found = [mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target]
-        latest, when, there = math.inf, dict[Mark, float](), self._listed()
-        for mark in sorted(found, key=lambda mark: mark.step, reverse=True):
-            is_there = (mark.step, mark.seen) in there
-            if is_there:
-                latest = min(latest, mark.updated)
-            when[mark] = latest if is_there else mark.updated
-        return sorted(found, key=lambda mark: (when[mark], mark.step, mark))
 
     def _listed(self) -> set[tuple[int, str]]:
         """The numbers and marks of the steps that the run had when it was last listed."""
@@ -717,15 +657,15 @@ class RunFeed(Feed):
         if self._is_passed_over(history):
             return False
         first, there = history.first, self._listed()
-        others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
-        if (first["step"], first["seen"]) in there:
-            return all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
+        others = [mark for mark in self._marks.of(first["target"]) if mark.key != history.key]
+        if _listed_as(history) in there:
+            return all(mark.step <= first["step"] for mark in others if mark.listed in there)
         updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
         return all(mark.updated <= updated for mark in others)
 
     def _is_newest_by_now(self, history: History) -> bool:
         """The same, whatever the run and other watchers did while this step was made."""
-        self._read_marks()
+        self._marks.read()
         with contextlib.suppress(OSError):
             self._there = list_steps(self.store)
         return self._is_newest(history)
@@ -774,7 +714,8 @@ class RunFeed(Feed):
         if (keep := self.run.keep) is None or target.create_pr:
             return removed
         # those that are passed over have no claim to the places of the others
-        published = [_old(self._published(target.name, state), keep.last) for state in (PUBLISHED, ASIDE)]
+        there = self._listed()
+        published = [self._marks.all_but_last(keep.last, target.name, there, state) for state in (PUBLISHED, ASIDE)]
         for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
@@ -839,10 +780,9 @@ class RunFeed(Feed):
         self._clear(history)
 
 
-def _old(marks: Sequence[Mark], last: int) -> list[Mark]:
-    """Those of all but the last steps; a step that was published twice, as with other options, is one."""
-    steps = {*list(dict.fromkeys((mark.updated, mark.step, mark.seen) for mark in marks))[:-last]}
-    return [mark for mark in marks if (mark.updated, mark.step, mark.seen) in steps]
+def _listed_as(history: History) -> tuple[int, str]:
+    """A history's step, as a listing of the run has it."""
+    return history.first["step"], history.first["seen"]
 
 
 def _not_finite(history: History) -> bool:

@@ -553,6 +553,7 @@ def test_a_key_that_no_field_says_is_refused(given: dict[str, Any], words: str) 
         ({"model_name": "llama3.3-70b", "rope_type": "LLAMA3.1"}, "llama3.1-70b", {"rope_type": "llama3", **LLAMA3}),
         (LLAMA | {"rope_type": "llama3.1"}, "llama3.2-1b", {"rope_type": "llama3", **LLAMA3}),
         (TIED | {"normalize_embedding_logits": False}, None, {"rope_type": "default"}),
+        (LLAMA | {"rope_truncate": False, "rope_factor": 8, "indexer_sparse_training": True}, None, {"rope_type": "default"}),
         ({"model_name": "qwen3-8b", "normalize_embedding_logits": True}, "qwen3-8b", {"rope_type": "default"}),
     ],
 )  # fmt: skip
@@ -609,6 +610,16 @@ def test_a_file_of_maxtexts_is_enough(model):
         assert {key: config["rope_parameters"].get(key) for key in scaling} == {
             key: theirs["rope_parameters"][key] for key in scaling
         }
+
+
+@pytest.mark.parametrize("model", [model for model in models() if model != "deepseek4-tiny"])
+def test_a_runs_own_configuration(model: str) -> None:
+    """MaxText resolves all keys, and writes null for a cap of 0, and `default` for the embedding that goes by the name."""
+    said = {key: None if key.endswith("_soft_cap") and not value else value for key, value in keys_of(model).items()}
+    rope = {"rope_type": "default"} if model.startswith("llama3.1") else {}
+    whole = config_json(said | rope | {"model_name": model, "rope_min_timescale": 1})
+    assert whole.config == config_json({"model_name": model}).config
+    assert whole.unknown == ()
 
 
 @pytest.mark.parametrize("model", [model for model in models() if model != "deepseek4-tiny"])

@@ -26,10 +26,11 @@ from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.marks import MARKS, OPEN
 from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.places import OWNER, FolderPlace, HubPlace
 from weightbeam.pipelines.watching.records import FAILED, REFUSED, ROOT, RUNS, History, key_of
-from weightbeam.pipelines.watching.run_feed import MARKS, OPEN, RunFeed
+from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import WAITING, Watcher
 
 TOKEN, REPO, URL = "hf_of_a_test", "me/tuned", "hf://me/tuned"
