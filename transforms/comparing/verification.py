@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.orbax.reading import grains
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.model_mappings.boxes import Box, Range
 from weightbeam.model_mappings.cells import Cell, Part
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # whose plan is handed in
     from weightbeam.transforms.planning.conversion import Conversion
 
 SLAB_ELEMENTS = 1 << 22  # compared at a time
+CHUNK_BYTES = 32 << 20  # of the chunks that are decoded for them, where chunks aren't larger
 TILE = 256  # rows and columns of a matrix that are turned around at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
 
@@ -132,20 +134,59 @@ class CellLayout:
         fixed = dict(zip((*rule.name_axes, *stacked), (*cell.name, *cell.layer), strict=True))
         return cls(left, tuple(right), sizes, places, fixed)
 
-    def slabs(self) -> Iterator[dict[str, Range]]:
-        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`; cut along the
-        tensor's rows.
+    def slabs(self, chunk: Sequence[int], itemsize: int, indivisible: Collection[int]) -> Iterator[dict[str, Range]]:
+        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`. They are cut along the
+        tensor's rows first, but between the array's chunks, which are decoded whole, be it for one layer of many.
+
+            array (embed 8, layers 4, mlp 6) in chunks (2, 4, 6)       the tensor (mlp 6, embed 8) of one layer
+
+             embed 0 1 │ 2 3 │ 4 5 │ 6 7                               two columns lie in one chunk,
+                   ────┴─────┴─────┴────                               two rows in all four
+
+        Args:
+          chunk: the extents of the array's chunks.
+          itemsize: of its elements, in bytes.
+          indivisible: axes of the tensor that are cut last.
         """
-        whole = {factor: (0, size) for factor, size in self.sizes.items()}
-        first = self.left[0][0] if self.left and self.left[0] else None
-        # its indices aren't one range of the array
-        if first is None or not any(axis[:1] == (first,) for axis in self.right):
-            yield whole
-            return
-        total = self.sizes[first]
-        step = max(1, SLAB_ELEMENTS * total // max(1, math.prod(self.sizes.values())))
-        for start in range(0, total, step):
-            yield whole | {first: (start, min(start + step, total))}
+        steps, cuts = dict(self.sizes), self._cuts(chunk, indivisible)
+        larger = max(4 * SLAB_ELEMENTS, math.prod(chunk) // 8)  # so that no chunk is decoded often, how large it may be
+        for most, nbytes, is_whole in ((SLAB_ELEMENTS, CHUNK_BYTES, True), (larger, math.inf, False)):
+            for factor, filling in cuts.items():
+                grain = filling if is_whole else 1
+                over = max(math.prod(steps.values()) / most, self._decoded(steps, chunk) * itemsize / nbytes)
+                if over > 1:
+                    fits = int(steps[factor] / over) // grain * grain
+                    steps[factor] = min(steps[factor], max(fits, grain))
+        ranges = [
+            [(start, min(start + steps[factor], size)) for start in range(0, size, max(1, steps[factor]))]
+            for factor, size in self.sizes.items()
+        ]
+        for each in itertools.product(*ranges):
+            yield dict(zip(self.sizes, each, strict=True))
+
+    def _cuts(self, chunk: Sequence[int], indivisible: Collection[int]) -> dict[str, int]:
+        """The factors that may be cut, since their indices are one range of the tensor and of the array, in the order in
+        which they are; each with how many of its indices fill chunks.
+        """
+        places = {axis[0]: (axis[1:], size) for axis, size in zip(self.right, chunk, strict=True) if axis}
+        found = {}
+        for number in sorted(range(len(self.left)), key=lambda number: number in indivisible):
+            factor = next(iter(self.left[number]), None)
+            if factor is not None and factor in places:
+                others, size = places[factor]
+                inner = math.prod(self.places[other][1] for other in others)
+                found[factor] = max(1, min(size // math.gcd(size, inner), self.sizes[factor]))
+        return found
+
+    def _decoded(self, steps: Mapping[str, int], chunk: Sequence[int]) -> int:
+        """Elements of the chunks in which a slab of so many indices lies."""
+        covered = 1
+        for axis, size in zip(self.right, chunk, strict=True):
+            held = 1
+            if axis and axis[0] not in self.fixed:
+                held = steps[axis[0]] * math.prod(self.places[factor][1] for factor in axis[1:])
+            covered *= -(-held // max(1, size)) * size
+        return covered
 
     def box(self, part: Part, slab: Mapping[str, Range]) -> Box:
         """The tensor's box that holds a slab; of it the part's window takes every step-th index."""
@@ -192,7 +233,8 @@ def compare(
     finding = ArrayResult(array.key, 0, 0, False, None)
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     changed, norm = 0.0, 0.0  # squares
-    for slab in layouts.slabs():
+    chunk, itemsize = grains(store)[0], np.dtype(store.dtype.numpy_dtype).itemsize
+    for slab in layouts.slabs(chunk, itemsize, encoding.indivisible):
         box = layouts.box(cell.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
         values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
