@@ -78,6 +78,9 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     # a run's own config.yml has null where base.yml says 0
     set_by_file = {key: base().get(key) if value is None else _clean(value) for key, value in given.items()}
     keys = {**said, **set_by_file, "model_name": name}
+    longest, trained = "max_position_embeddings", given.get("max_target_length")
+    if type(trained) is int and trained > 0 and keys[longest] == base()[longest] and is_idle(longest, keys):
+        keys[longest] = trained  # base.yml's own number is of no model
     rope = "llama3.1" if str(run_as(str(name))).startswith("llama3.1") else str(keys["rope_type"]).lower()
     return keys | {"rope_type": rope}
 
@@ -181,6 +184,8 @@ def _is_idle(key: str, keys: Mapping[str, Any]) -> bool:
         return keys["rope_type"] != "yarn"
     if key == "head_dim":  # of latent attention other keys are the sizes
         return keys["attention_type"] == "mla"
+    if key == "normalization_layer_epsilon":  # Gemma's layers have their own (`lines.fixed_eps`)
+        return str(keys["decoder_block"]).startswith("gemma")
     return key in ELSEWHERE or is_idle(key, keys)
 
 

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.config import Config
-from weightbeam.model_mappings.configuration import fixed, size, truth, unless
+from weightbeam.model_mappings.configuration import copied, fixed, size, truth, unless, write
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -28,7 +28,7 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import attention_scaling, is_yarn, nested_rope, plain_rope, rope_of
+from weightbeam.model_mappings.rope import ROPE, attention_scaling, is_yarn, nested_rope, plain_rope, rope_of
 from weightbeam.model_mappings.rules import rule
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -72,6 +72,14 @@ def uneven(c, model):
     return f"rope_parameters: {LOCAL} layers have {dict(local)}, {FULL} ones {dict(full)}, and MaxText's all the latter; logits differ. There is no way round"
 
 
+ROTARY = (*plain_rope(THETA, FULL), *attention_scaling(FULL))
+
+
+def full_rope(keys):
+    """MaxText has one embedding in all layers."""
+    return write(ROTARY, keys)[ROPE][FULL]
+
+
 LINES = (
     *SIZES, head_dim(), MLP, *activation(), eps(1e-5), CONTEXT,
     *architecture("olmo3", "Olmo3ForCausalLM", "olmo3"),
@@ -80,9 +88,9 @@ LINES = (
     fixed("use_qk_norm", True),
     fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
     size("sliding_window_size", "sliding_window", default=4096),
-    *plain_rope(THETA, FULL),
+    *ROTARY,
     fixed("rope_interleave", False),
-    *attention_scaling(FULL),
+    copied(f"{ROPE}.{LOCAL}", full_rope),
     unless(uneven),
 )  # fmt: skip
 

@@ -171,14 +171,7 @@ def convert(
     if not output:
         missing = "--output is missing: the folder that the checkpoint should lie in"
         raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
-    is_virtual = source.conversion.options.virtual if isinstance(source, Plan) else asked.virtual
-    vain = (
-        []
-        if is_virtual
-        else [f"--{name}" for name in ("link", "sha256") if getattr(how, name) != getattr(DELIVERY, name)]
-    )
-    if vain:
-        raise Refused(f"{', '.join(vain)}: only a virtual checkpoint (--virtual) refers to the source's files")
+    check_linking(source.conversion.options if isinstance(source, Plan) else asked, how)
     if isinstance(source, Plan):
         if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
             raise TypeError(f"a plan has its options already: {', '.join(given)}")
@@ -209,6 +202,18 @@ def carry_out(
     return Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
 
 
+def check_linking(asked: Options, how: Linking) -> None:
+    """Refuses what is said of the source's files where nothing refers to them.
+
+    Raises:
+      Refused: something is.
+    """
+    if (
+        vain := [f"--{name}" for name in ("link", "sha256") if getattr(how, name) != getattr(DELIVERY, name)]
+    ) and not asked.virtual:
+        raise Refused(f"{', '.join(vain)}: only a virtual checkpoint (--virtual) refers to the source's files")
+
+
 def _check_planned(conversion: Conversion) -> None:
     """Makes sure that a source is what a plan was made of, which may be long ago.
 
@@ -233,6 +238,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         check_places(rest, "convert", {"source": args.source, "output": args.output})
         asked = asked_of(args, Options)
+        check_linking(asked, asked_of(args, Linking))
         slots = slots_of(rest, asked.unit_bytes, None, args.source, args.output or "")
         conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
         places = conversion.source.root, args.output or "OUTPUT"

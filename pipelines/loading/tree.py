@@ -185,7 +185,7 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       >>> kernel.shape, kernel[:, 1].shape
       ((64, 2, 128), (64, 128))
     """
-    if not isinstance(as_is, bool):
+    if as_is not in (True, False):
         raise RefusedError(f"as_is={as_is!r} should be True or False")
     chosen = dataclasses.replace(choose(options), unit_bytes=sys.maxsize)  # who indexes says how much is read at a time
     return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

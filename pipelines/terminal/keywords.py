@@ -43,11 +43,12 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
         signature = inspect.signature(function)
         own = [parameter for name, parameter in signature.parameters.items() if name not in kinds]
         by_name = {parameter.name: parameter for parameter in own}
+        first = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
         options = {each.name: each for kind in kinds.values() for each in options_of(kind)}
 
         @functools.wraps(function)
         def call(*places: Any, **given: Any) -> Result:
-            args = [_read_own(*each) for each in zip(own, places, strict=False)] + [*places[len(own) :]]
+            args = [_read_own(*each) for each in zip(first, places, strict=False)] + [*places[len(first) :]]
             mine = {
                 name: _read_own(by_name[name], value) if name in by_name else value
                 for name, value in given.items()
@@ -71,8 +72,11 @@ def _read_own(parameter: inspect.Parameter, value: Any) -> Any:
       Refused: a place that is empty, or no path; Beam's options that are no texts.
     """
     value, kinds = _as_text(value), str(parameter.annotation).split(" | ")
-    if kinds == ["Sequence[str]"] and not (_is_texts(value) and not isinstance(value, str)):
-        raise Refused(f"{parameter.name}={value!r} should be a list of texts")
+    if kinds == ["Sequence[str]"]:
+        texts = [*value] if isinstance(value, Iterable) and not isinstance(value, str) else [None]
+        if not _is_texts(texts):
+            raise Refused(f"{parameter.name}={value!r} should be a list of texts")
+        return texts
     is_place = "str" in kinds and "bool" not in kinds
     if not is_place or value is None or any(each.__name__ in kinds for each in type(value).__mro__):
         if is_place and value == "" and parameter.default is None:
@@ -81,8 +85,8 @@ def _read_own(parameter: inspect.Parameter, value: Any) -> Any:
     raise Refused(f"{parameter.name}={value!r} should be a text: a path, a URL or a name")
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, Iterable) and all(isinstance(each, str) for each in value)
+def _is_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(each, str) for each in values)
 
 
 def _as_text(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from weightbeam.formats.storage import Store
@@ -105,9 +106,13 @@ class Marks:
         for mark in [mark for mark in self._marks if mark.key == key]:
             self._folder.delete(str(mark))
 
-    def settled_for(self, step: int, seen: str) -> set[str]:
-        """What was asked of a step where that is settled; one that was gone may be there again."""
-        return {mark.asked for mark in self._marks if mark.listed == (step, seen) and mark.state != GONE}
+    def settled(self) -> dict[tuple[int, str], set[str]]:
+        """What was asked of each step and is settled; one that was gone may be there again."""
+        asked = defaultdict[tuple[int, str], set[str]](set)
+        for mark in self._marks:
+            if mark.state != GONE:
+                asked[mark.listed].add(mark.asked)
+        return asked
 
     def of(self, target: str, state: str = PUBLISHED) -> list[Mark]:
         """The marks of a target's histories in a state, in no order."""

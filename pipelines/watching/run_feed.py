@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +173,14 @@ class RunFeed(Feed):
         tried: set[tuple[int, str]] = set()
         while True:
             there, self._is_fresh = self._there if self._is_fresh else self.look(), False
-            oldest = self._oldest_kept()
+            settled, oldest = self._marks.settled(), self._oldest_kept()
             begun = {_listed_as(history) for history in self.histories(self.run.name)} if oldest else set()
             fresh = [
                 seen
                 for seen in self.run.steps.wanted(there)
                 if (listed := (seen.number, seen.mark)) not in tried
                 and (listed in begun or self._is_kept(seen, oldest))
-                and not self._is_settled(seen)
+                and not self._is_settled(settled.get(listed, set()))
             ]
             if not fresh:
                 return
@@ -195,10 +195,9 @@ class RunFeed(Feed):
     def judge(self, version: Version) -> list[str] | Waiting:
         return []
 
-    def _is_settled(self, seen: SeenStep) -> bool:
-        """Whether nothing is left to be done for a step, whatever the target; one that was gone is there again."""
-        marks = self._marks.settled_for(seen.number, seen.mark)
-        return all(not marks.isdisjoint(_asked(target)) for target in self.targets)
+    def _is_settled(self, asked: Set[str]) -> bool:
+        """Whether nothing is left to be done for a step, whatever the target, by what was asked of it and is settled."""
+        return all(not asked.isdisjoint(_asked(target)) for target in self.targets)
 
     def _oldest_kept(self) -> int:
         """The lowest number of a step that `keep` keeps for being among the last: one below it would be removed as soon as
@@ -651,17 +650,19 @@ class RunFeed(Feed):
         return f"Step {history.facts['step']} of {self.run.name} ({history.key})"
 
     def _is_newest(self, history: History) -> bool:
-        """Whether no step that was published is newer: of one that is there by its number among those that are, else by when
-        it was committed. Those that are passed over don't count.
+        """Whether no step that was published is newer. One that is there goes by its number among those that are; one that
+        isn't, or that the run wrote anew as it went back, by when it was committed. Those that are passed over don't count.
         """
         if self._is_passed_over(history):
             return False
         first, there = history.first, self._listed()
         others = [mark for mark in self._marks.of(first["target"]) if mark.key != history.key]
-        if _listed_as(history) in there:
-            return all(mark.step <= first["step"] for mark in others if mark.listed in there)
         updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
-        return all(mark.updated <= updated for mark in others)
+        by_time = all(mark.updated <= updated for mark in others)
+        if _listed_as(history) not in there:
+            return by_time
+        is_anew = any(mark.step == first["step"] and mark.seen != first["seen"] for mark in others)
+        return (is_anew and by_time) or all(mark.step <= first["step"] for mark in others if mark.listed in there)
 
     def _is_newest_by_now(self, history: History) -> bool:
         """The same, whatever the run and other watchers did while this step was made."""

@@ -612,6 +612,23 @@ def test_a_file_of_maxtexts_is_enough(model):
         }
 
 
+@pytest.mark.parametrize("model", ["gemma-2b", "gemma2-2b", "gemma3-4b", "gemma4-26b"])
+def test_an_epsilon_that_no_layer_takes(model: str) -> None:
+    """Gemma's layers add 1e-6 whatever the configuration says."""
+    made = config_json({"model_name": model, "normalization_layer_epsilon": 1e-5}).config
+    assert made.get("text_config", made)["rms_norm_eps"] == 1e-6
+
+
+def test_the_longest_context() -> None:
+    """That of training where the configuration has base.yml's, which nothing depends on; YaRN's is its own."""
+    trained = LLAMA | {"max_target_length": 2048}
+    for given, longest in (
+        (LLAMA, 163_840), (trained, 2048), (trained | {"max_position_embeddings": 4096}, 4096), (trained | {"max_position_embeddings": 163_840}, 2048),
+        (trained | {"rope_type": "yarn", "rope_interleave": False}, 163_840),
+    ):  # fmt: skip
+        assert config_json(given).config["max_position_embeddings"] == longest
+
+
 @pytest.mark.parametrize("model", [model for model in models() if model != "deepseek4-tiny"])
 def test_a_runs_own_configuration(model: str) -> None:
     """MaxText resolves all keys, and writes null for a cap of 0, and `default` for the embedding that goes by the name."""

@@ -267,7 +267,7 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "a mesh without sizes": (["--mesh", "fsdp"], ["--mesh=fsdp", "fsdp=16"]),
     "a mesh of no devices": (["--mesh", "fsdp=0"], ["fsdp=0"]),
     "a mesh of a fraction": (["--mesh", "fsdp=2.5"], ["fsdp=2.5"]),
-    "an empty mesh": (["--mesh", ""], ["--mesh: names nothing"]),
+    "an empty mesh": (["--mesh", ""], ["--mesh: says nothing"]),
     "a mesh axis named twice": (["--mesh", "fsdp=2,fsdp=4"], ["twice"]),
     "a mesh of whatever is left": (["--mesh", "fsdp=-1"], ["fsdp=-1", "say a number"]),
     "a mesh in MaxText's settings": (

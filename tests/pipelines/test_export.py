@@ -415,6 +415,9 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # configuratio
     "mistral": ("Mistral", dict(sliding_window=None), dict(sliding_window=None)),
     "linear": ("Llama", dict(rope_parameters=LINEAR), dict(rope_parameters=LINEAR)),
     "yarn": ("Qwen3", dict(rope_parameters=YARN, head_dim=16), {}),
+    "yarn in all layers": (
+        "Olmo3", dict(num_hidden_layers=4, sliding_window=16, rope_parameters=dict.fromkeys(("sliding_attention", "full_attention"), YARN)), {},
+    ),
     "qwen3_5": (
         "Qwen3_5MoeText", dict(
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,

@@ -127,7 +127,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if empty := [
         name for name, value in vars(args).items() if value == "" or (isinstance(value, list) and "" in value)
     ]:
-        read.parser.error(f"{', '.join(f'--{name}' for name in empty)}: names nothing; leave it out, or say what it is")
+        named = [each.upper() if each in COMMANDS[name].places else f"--{each}" for each in empty]
+        read.parser.error(f"{', '.join(named)}: says nothing; leave it out, or say what it is")
     return args, read.rest
 
 
