@@ -46,8 +46,8 @@ LISTED = {  # where a list by layer says the same, it counts
     "no_rope_layer_interval": "no_rope_layers", "sliding_window_pattern": "layer_types", "global_attn_every_n_layers": "layer_types",
 }  # fmt: skip
 REPEATED = {"sliding_window_pattern", "block_types"}  # a value for each layer of a block, which is repeated
-BY_NUMBER = {  # layers compute with their number
-    ("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama"), ("model_type", "beam"),
+BY_NUMBER = {  # layers compute with their number; Zamba2's share blocks by it, which lie with the first that has them
+    ("scale_attn_by_inverse_layer_idx", True), ("model_type", "diffllama"), ("model_type", "beam"), ("model_type", "zamba2"),
 }  # fmt: skip
 # or with how many there are: MiniCPM's residuals, Evolla's aligners, the decay of lightning attention (MiniMax, Ring)
 BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
@@ -237,15 +237,15 @@ def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
             yield f"{why}; keep a multiple of {expert_groups(part)[0]}"
 
 
-def tells_first_apart(config: Mapping[str, Any], count: int) -> bool:
-    """Whether a list says that the first layer is of another kind than all others: what it alone has isn't for being the
-    first.
+def tells_apart(layer: int, config: Mapping[str, Any], count: int) -> bool:
+    """Whether a list says that a layer, the first or the last, is of another kind than all others: what it alone has isn't
+    for being the first, or the last.
     """
-    alone: list[set[Any]] = [{0}, {*range(1, count)}]
+    alone: list[set[Any]] = [{layer}, {*range(count)} - {layer}]
     parts = (part for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping))
     lists = [(key, value) for part in parts for key, value in part.items() if isinstance(value, list)]
     return any(
-        (key in VALUES and len(value) == count and value[0] not in value[1:])
+        (key in VALUES and len(value) == count and value.count(value[layer]) == 1)
         or (key in NUMBERS and all(type(each) is int for each in value) and {*value} in alone)
         for key, value in lists
     )

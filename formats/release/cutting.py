@@ -44,6 +44,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_con
 
 KIND = "cut"  # of its problems
 NORM = re.compile(r"([^\d]*\.)(\d+)(\.(?:.*\.)?(?:\w*norm\w*|(?:\w*_)?ln(?:_\w*)?)\.weight)")
+BIAS = re.compile(r"([^\d]*\.)(\d+)(\.\w[\w.]*bias)")
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
 OPTIONS = {EXPERT: EXPERTS, VOCAB: ROWS, LAYER: LAYERS}  # that cut an axis
 NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # a number in a tensor's name, of a layer or an expert
@@ -108,7 +109,7 @@ class _Cutting:
         made = view(
             self.checkpoint, tensors, config=config, edits=edits.made, cut=str(self.cut), notes=tuple(edits.notes)
         )
-        if problems := [*self._compare_blocks(made), *self._check_first(), *self._check_weights(made)]:
+        if problems := [*self._compare_blocks(made), *self._check_ends(), *self._check_weights(made)]:
             raise CutError(*problems)
         return made
 
@@ -300,24 +301,29 @@ class _Cutting:
                 yield LAYERS, f"{whole_blocks}: layer {layer} would change its place{renumbered}"
                 return
 
-    def _check_first(self) -> Iterator[tuple[str, str]]:
+    def _check_ends(self) -> Iterator[tuple[str, str]]:
         """Of a model without a table: a first layer that has a norm which no other has (RWKV), or lacks one that all others
-        have (ModernBERT's decoder). transformers makes the layer that is the first so.
+        have (ModernBERT's decoder), and a last one that alone has a norm or a bias (GPT-NeoX-Japanese). transformers makes
+        the layer that is the first, or the last, so.
         """
-        is_known = self.anatomy.family is not None or cut_config.tells_first_apart(self.config, self.count)
-        if is_known or self.kept.kept[0] == 0:
+        if self.anatomy.family is not None:
             return
-        norms = defaultdict[str, set[int]](set)
+        holders = defaultdict[str, set[int]](set)
         for name, layer in self.layer_of.items():
-            if layer is not None and layer < self.count and (module := NORM.fullmatch(name)):
-                norms[f"{module[1]}*{module[3]}"].add(layer)
-        for name, layers in norms.items():
-            if layers in ({0}, {*range(1, self.count)}):
-                has = "alone has" if layers == {0} else "has no"
-                yield (
-                    LAYERS,
-                    f"{self.cut.layers}: layer 0 {has} {name}, and the first layer that is kept would be made so; keep it",
-                )
+            if layer is not None and layer < self.count and (module := NORM.fullmatch(name) or BIAS.fullmatch(name)):
+                holders[f"{module[1]}*{module[3]}"].add(layer)
+        last, others = self.count - 1, {*range(1, self.count)}
+        for name, layers in holders.items():
+            for end, place, at, alone in (
+                (0, "first", 0, layers == {0} or (layers == others and not name.endswith("bias"))),
+                (last, "last", -1, layers == {last}),
+            ):
+                if alone and self.kept.kept[at] != end and not cut_config.tells_apart(end, self.config, self.count):
+                    has = "alone has" if layers == {end} else "has no"
+                    yield (
+                        LAYERS,
+                        f"{self.cut.layers}: layer {end} {has} {name}, and the {place} layer that is kept would be made so; keep it",
+                    )
 
     def _blocks(self, family: Family) -> tuple[bool, Blocks] | None:
         """Whether MaxText scans the whole model, and its blocks; None where it has no such model."""

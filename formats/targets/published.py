@@ -25,11 +25,13 @@ RECORD = "weightbeam.json"
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
 MOST_READ = 64 << 20  # of a file, to tell what it holds
 DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
-# what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config
+# what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config, and how
+# transformers generates (5.23, generation/utils.py, `load_custom_generate`)
 WEIGHTS = re.compile(
     r"[^/]*\.safetensors(\.index\.json)?|(pytorch_|adapter_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
-    r"|adapter_config\.json"
+    r"|adapter_config\.json|custom_generate/[^/]*\.py"
 )
+FORMER = re.compile(r"[^/]*\.(pth|pt|h5|msgpack)|params\.json")  # of other loaders and frameworks
 
 
 def record_of(release: Store) -> dict[str, Any] | None:
@@ -130,8 +132,8 @@ def missing_in(release: Store) -> list[str]:
 
 
 def strays_in(release: Store) -> list[str]:
-    """The same, of those only that loaders take for a part of the model: another one's tokenizer, more weights."""
-    return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or role_of(name)]
+    """The same, of those only that some loader takes for a part of the model: another one's tokenizer, more weights."""
+    return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or FORMER.fullmatch(name) or role_of(name)]
 
 
 def _shards_by_index(release: Store) -> set[str]:

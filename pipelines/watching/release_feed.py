@@ -224,7 +224,7 @@ class ReleaseFeed(Feed):
         while True:
             before = output.stat(pointer)
             published = self._published(histories(output, repo), target)
-            newest = next(filter(None, (self._report(self._checkpoint(history)) for history in published)), None)
+            newest = next(filter(None, (self._report_now(self._checkpoint(history)) for history in published)), None)
             if newest is None or (there := self._read(pointer)) == newest:
                 return False
             if there is not None and not is_pointer(there):
@@ -264,6 +264,12 @@ class ReleaseFeed(Feed):
         except (ValueError, LookupError, TypeError, RecursionError):
             return None
         return report if isinstance(plan, str) and checkpoint.endswith(f"-{plan[:8]}") else None
+
+    def _report_now(self, checkpoint: str) -> bytes | None:
+        """The same with the checkpoint's place of now: it was written where the output was then."""
+        if (report := self._report(checkpoint)) is None or (said := json.loads(report)).get("checkpoint") == checkpoint:
+            return report
+        return json.dumps(said | {"checkpoint": checkpoint, "items": f"{checkpoint}/{STEP}/items"}, indent=1).encode()
 
     def _read(self, name: str) -> bytes | None:
         try:

@@ -132,8 +132,10 @@ def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) ->
     while True:
         with contextlib.suppress(queue.Empty):
             repo = changed.get(timeout=max(0.0, min([next_round, *due.values()]) - time.monotonic()))
-            if any(feed.is_wanted(repo) for feed in watcher.feeds):
-                due[repo] = time.monotonic()
+            while True:  # many that name one model are one look
+                if any(feed.is_wanted(repo) for feed in watcher.feeds):
+                    due[repo] = time.monotonic()
+                repo = changed.get_nowait()
         if time.monotonic() >= next_round:
             due |= _look(watcher, None)
             next_round = time.monotonic() + interval

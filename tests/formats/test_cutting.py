@@ -282,3 +282,28 @@ def test_a_first_layer_unlike_the_others(tmp_path: Path, only: tuple[int, ...], 
         save(tmp_path / "kinds", dict(model_type="lfm2", num_hidden_layers=4, layer_types=kinds), tensors)
     )
     assert not cut_release(release, Cut("1:3")).problems
+
+
+def test_a_last_layer_unlike_the_others(tmp_path: Path) -> None:
+    """GPT-NeoX-Japanese's alone has a bias: no other layer can be the last."""
+    tensors = {f"blocks.{layer}.ln1.weight": np.ones(4, F32) for layer in range(4)}
+    tensors["blocks.3.attention.dense_bias"] = np.ones(4, F32)
+    config = dict(model_type="gpt_neox_japanese", num_hidden_layers=4)
+    release = open_hf(save(tmp_path / "hf", config, tensors))
+    (problem,) = cut_release(release, Cut("0:2")).problems
+    assert "layer 3 alone has blocks.*.attention.dense_bias, and the last layer that is kept would be made so" in str(
+        problem
+    )
+    assert not cut_release(release, Cut("0,3")).problems
+    kinds = open_hf(save(tmp_path / "kinds", config | dict(layer_types=["a", "a", "a", "b"]), tensors))
+    assert not cut_release(kinds, Cut("0:2")).problems
+
+
+def test_layers_that_share_weights(tmp_path: Path) -> None:
+    """Zamba2's lie with the first that has them, and are numbered by those of a kind: only the first layers can be kept."""
+    tensors = {f"model.layers.{layer}.mamba.weight": np.ones(4, F32) for layer in range(4)}
+    config = dict(model_type="zamba2", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2)
+    release = open_hf(save(tmp_path / "hf", config, tensors))
+    (problem,) = cut_release(release, Cut("2:4")).problems
+    assert "what layer 2 computes depends on its number" in str(problem)
+    assert not cut_release(release, Cut("0:2")).problems

@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from support import LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, read_tensors, save
 
 import weightbeam as wb
-from weightbeam.formats.storage import LocalFolder
+from weightbeam.formats.storage import LocalFolder, open_store
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.formats.targets.published import RECORD, record_of
 from weightbeam.formats.text.printable import printable
 from weightbeam.transforms.comparing.baselines import FILE, read_found
-from weightbeam.transforms.comparing.release_faults import find_release_faults
+from weightbeam.transforms.comparing.release_faults import compare_config, find_release_faults
 
 MODEL = QWEN3_MOE | dict(
     architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16", rope_theta=10000.0, rms_norm_eps=1e-6, vocab_size=512
@@ -131,6 +131,14 @@ def test_a_planted_fault_is_found(
         assert "the export wrote" in said
 
 
+def test_what_is_alike_in_python_is_not_alike_in_json(tmp_path: Path) -> None:
+    """A name with a dot is no field of an object, and 1 isn't true."""
+    (tmp_path / "config.json").write_text(json.dumps({"rope.theta": 5, "a": 1, "b": [1], "c": True, "d": 2.0}))
+    expected = {"rope": {"theta": 5}, "a": True, "b": [True], "c": True, "d": 2}
+    said = compare_config(open_store(tmp_path), expected, "the release has")
+    assert [what for what, _ in said] == [f"config.json: {field}" for field in ("rope.theta", "a", "b", "rope.theta")]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_lost_record_is_said(
     first: bool, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
@@ -205,6 +213,8 @@ ADDED: dict[str, Callable[[Path], object]] = {
     "adapter_config.json": lambda file: file.write_text("{}"),
     "adapter_model.safetensors": adapter,
     "modeling_other.py": lambda file: file.write_text("raise SystemExit"),
+    "custom_generate/generate.py": lambda file: file.write_text("raise SystemExit"),
+    "consolidated.00.pth": lambda file: file.write_bytes(b"pickle"),
 }
 
 

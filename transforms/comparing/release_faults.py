@@ -90,22 +90,29 @@ def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list
         return [(CONFIG, f"can't be read: {e}")]
     ours, theirs = dict(_fields(found)), dict(_fields(expected))
     return [
-        (f"{FIELD}{printable(field)}", f"{_shown(ours, field)}, {by} {_shown(theirs, field)}")
+        (f"{FIELD}{printable('.'.join(field))}", f"{_shown(ours, field)}, {by} {_shown(theirs, field)}")
         for field in dict.fromkeys([*theirs, *ours])
-        if (field in ours, ours.get(field)) != (field in theirs, theirs.get(field))
+        if (field in ours) != (field in theirs) or not _is_alike(ours[field], theirs[field])
     ]
 
 
-def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of an object by their names, those of objects in it behind dots."""
-    if not isinstance(value, Mapping) or not (value or not prefix):
-        yield prefix.rstrip("."), value
+def _fields(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The fields of an object by their paths."""
+    if not isinstance(value, Mapping) or not (value or not path):
+        yield path, value
         return
     for name, inner in value.items():
-        yield from _fields(inner, f"{prefix}{name}.")
+        yield from _fields(inner, (*path, name))
 
 
-def _shown(fields: Mapping[str, Any], field: str) -> str:
+def _is_alike(a: Any, b: Any) -> bool:
+    """Whether two values are one; true isn't 1."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_alike, a, b))
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _shown(fields: Mapping[tuple[str, ...], Any], field: tuple[str, ...]) -> str:
     if field not in fields:
         return "nothing"
     text = json.dumps(fields[field])
