@@ -182,9 +182,20 @@ class Watcher:
         for history in known:
             if history.key in current or history.state in SETTLED or not feed.goes_on(history):
                 continue
+            if self._is_over(history, known):
+                continue
             target = feed.target(history)
             if target is not None:
                 yield _unless_damaged(history, history.last["commit"], self._advance, feed, history, target)
+
+    def _is_over(self, history: History, known: Iterable[History]) -> bool:
+        """Whether nothing is to be done about one that failed: it isn't tried again, and a later version is published."""
+        return (history.state == FAILED and self._due(history) is None) and any(
+            other.state == PUBLISHED
+            and other.first["target"] == history.first["target"]
+            and other.first["time"] > history.first["time"]
+            for other in known
+        )
 
     def _take(self, feed: Feed, history: History, version: Version, target: VersionTarget, denied: str) -> Finding:
         """One version for one target, as far as it can be brought; see `_advance`."""

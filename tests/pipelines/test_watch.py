@@ -417,6 +417,22 @@ def test_a_pointer_is_mended_though_the_repository_is_gone(watch: Watch, hub: Fa
     assert pointer.read_bytes() == said
 
 
+def test_an_output_that_is_moved(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """The pointer names where the checkpoint is now, from the next look on."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    assert watch.once() == 0
+    before = watch.published()
+    watch.output = watch.output.rename(tmp_path / "moved")
+    watch.set(output=str(watch.output))
+    assert watch.once() == 0
+    now = watch.published()
+    assert Path(now["items"]).is_dir()
+    assert now["checkpoint"] == before["checkpoint"].replace(str(tmp_path / "out"), str(tmp_path / "moved"))
+    assert now["items"].startswith(now["checkpoint"])
+    moved = {"checkpoint", "items"}
+    assert {key: now[key] for key in now.keys() - moved} == {key: before[key] for key in before.keys() - moved}
+
+
 def test_options_that_are_edited_and_edited_back(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """The pointer names the checkpoint of the options that are asked for now, once it is published."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
@@ -797,6 +813,21 @@ def test_a_file_that_isnt_whole_is_looked_at_again(watch: Watch, hub: FakeHub, t
     assert watch.once() == 1
     assert watch.states() == [["discovered", "failed"]]
     assert "truncated?" in watch.last()["reason"]
+
+
+def test_a_release_that_failed_and_was_mended(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """By the next commit: nothing is left to be done about the first, and looks don't fail for ever."""
+    folder = make_release(tmp_path / "hf", files=2)
+    shard = folder / "model-00001-of-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    hub.add(REPO, folder)
+    watch.set(attempts=1)
+    assert (watch.once(), watch.once()) == (1, 1)
+    shard.write_bytes(whole)
+    hub.commit(REPO, folder)
+    assert (watch.once(), watch.once()) == (1, 0)  # it is told once more, since it isn't published before
+    assert watch.states() == [["discovered", "failed"], WHOLE]
 
 
 def test_a_conversion_that_others_are_at_is_waited_for(
