@@ -170,6 +170,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         mutating("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
         "says scan_layers False",
     ),
+    "the model of the record": (
+        mutating("0/conversion.json", "model", value="llama3.1-8b"),
+        "_CHECKPOINT_METADATA says another model than conversion.json",
+    ),
     "no marker of the step": (lambda c: (c / "0/commit_success.txt").unlink(), "commit_success.txt"),
     "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
     "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),

@@ -18,12 +18,14 @@ from weightbeam.formats.orbax import (
     ocdbt,
     read_tree,
 )
+from weightbeam.formats.record.provenance import LONG, RECORD
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import Array
 
 SHOWN = 200  # letters of a stray's name
 KEY, SAID = {"key", "key_type"}, {"value_type", "skip_deserialize"}  # of an entry of `_METADATA`
+UNTOLD = {*LONG, "files"}  # what its copies leave out, and what is edited with a file beside it
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
@@ -49,9 +51,13 @@ def find_metadata_faults(
     for store, where in ((items, f"{items.name}/"), (items.parent, "")):
         if not store.exists(MARKER):
             yield f"{where}{MARKER}", "is missing: readers that wait for it don't see the checkpoint"
-        said = custom_metadata(store).get("scan_layers")
-        if said is not options["scan_layers"]:
+        custom = custom_metadata(store)
+        if (said := custom.get("scan_layers")) is not options["scan_layers"]:
             yield f"{where}{CHECKPOINT_METADATA}", f"says scan_layers {said}, expected {options['scan_layers']}"
+        copy: Mapping[str, Any] = custom.get("weightbeam") or {}
+        for name in sorted((copy.keys() & record.keys()) - UNTOLD):
+            if copy[name] != record[name]:
+                yield f"{where}{CHECKPOINT_METADATA}", f"says another {name} than {RECORD}"
     yield from _tree_faults(items)
     if STEP.key in stores:
         try:
