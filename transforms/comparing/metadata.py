@@ -25,7 +25,11 @@ from weightbeam.model_mappings.plan import Array
 
 SHOWN = 200  # letters of a stray's name
 KEY, SAID = {"key", "key_type"}, {"value_type", "skip_deserialize"}  # of an entry of `_METADATA`
-UNTOLD = {*LONG, "files"}  # what its copies leave out, and what is edited with a file beside it
+UNTOLD = {
+    *LONG,
+    "files",
+    "source",
+}  # what its copies leave out, and what is edited once a file beside it, or the source, is moved
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
