@@ -229,12 +229,14 @@ def weights_of(items: Store) -> Mapping[str, str]:
 
 
 def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
-    """What is to be known of a source that isn't the one that a checkpoint says it was made of: how its `config.json`
-    differs. It may be an export whose record is lost.
+    """What is to be known of a source that was edited since, or isn't the one that a checkpoint says it was made of: how its
+    `config.json` differs. It may be an export whose record is lost.
     """
     made_of, config, release = record.get("source"), record.get("config"), open_store(source.root)
     if made_of == source.root or is_named(made_of, source):
-        return ()
+        if source.cut or source.root.startswith("hf://") or not isinstance(config, Mapping):
+            return ()
+        return compare_remembered(release, config)
     if is_recorded := release.exists(RECORD):
         _check_record(release)
     if made_of is None or not isinstance(config, Mapping):

@@ -18,18 +18,14 @@ from weightbeam.formats.orbax import (
     ocdbt,
     read_tree,
 )
-from weightbeam.formats.record.provenance import LONG, RECORD
+from weightbeam.formats.record.provenance import RECORD, summary
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import Array
 
 SHOWN = 200  # letters of a stray's name
 KEY, SAID = {"key", "key_type"}, {"value_type", "skip_deserialize"}  # of an entry of `_METADATA`
-UNTOLD = {
-    *LONG,
-    "files",
-    "source",
-}  # what its copies leave out, and what is edited once a file beside it, or the source, is moved
+EDITED = {"files", "source"}  # of a record, once a file beside it, or the source, is moved
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
@@ -52,6 +48,7 @@ def find_metadata_faults(
         if array.key in stores and stores[array.key].dtype.numpy_dtype != array.dtype:
             yield array.key, f"is stored as {stores[array.key].dtype.name}, expected {array.dtype.name}"
     yield from beside_faults(items.parent, record)
+    known = summary(record)
     for store, where in ((items, f"{items.name}/"), (items.parent, "")):
         if not store.exists(MARKER):
             yield f"{where}{MARKER}", "is missing: readers that wait for it don't see the checkpoint"
@@ -59,8 +56,8 @@ def find_metadata_faults(
         if (said := custom.get("scan_layers")) is not options["scan_layers"]:
             yield f"{where}{CHECKPOINT_METADATA}", f"says scan_layers {said}, expected {options['scan_layers']}"
         copy: Mapping[str, Any] = custom.get("weightbeam") or {}
-        for name in sorted((copy.keys() & record.keys()) - UNTOLD):
-            if copy[name] != record[name]:
+        for name in sorted((copy.keys() & known.keys()) - EDITED):
+            if copy[name] != known[name]:
                 yield f"{where}{CHECKPOINT_METADATA}", f"says another {name} than {RECORD}"
     yield from _tree_faults(items)
     if STEP.key in stores:
