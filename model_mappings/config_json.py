@@ -135,11 +135,11 @@ def _names(family: Family, kind: str, name: str, keys: Mapping[str, Any]) -> Ite
     """The names under which MaxText may run a model: the one that is given, then of each other variant of its family's the
     one that is most like it.
     """
-    given = None if name == "default" else name
-    yield given
+    own = None if name == "default" else name
+    yield own
     others: dict[object, list[str]] = {}
     for other in models():
-        if kind in family.types_of(other) and family.variant(other) != family.variant(given or ""):
+        if kind in family.types_of(other) and family.variant(other) != family.variant(own or ""):
             others.setdefault(family.variant(other), []).append(other)
     yield from (nearest(keys, names) for names in others.values())
 
@@ -161,21 +161,32 @@ def _made(family: Family, kind: str, model: str | None, keys: Mapping[str, Any],
         found = read((line for line in lines if line.version is None and not line.tower), Config(config), model)
     except ConfigError as e:
         raise MaxTextConfigError(str(e)) from e
-    said = found.keys
+    of_towers = _check(family, kind, keys, given, found.keys)
+    unknown = tuple(sorted(of_towers)) if keys.get("use_multimodal") else ()
+    return HfConfig(family, model, config, {"_from_model_config": True}, unknown, found.limits)
+
+
+def _check(
+    family: Family, kind: str, keys: Mapping[str, Any], given: Mapping[str, Any], said: Mapping[str, Any]
+) -> set[str]:
+    """Compares all keys with those that a `config.json` says; returns the keys of towers that it doesn't.
+
+    Raises:
+      MaxTextConfigError: it says another value, or the file gives a key that it doesn't say.
+    """
     wrong = {key: (keys[key], said[key]) for key in said if key in keys and keys[key] != said[key]}
     if wrong := {key: both for key, both in wrong.items() if not _is_idle(key, keys)}:
         raise _unlike(family, kind, wrong)
     usual = {**FURTHER, **full_keys({"model_name": keys["model_name"]})}
-    unsaid = {key for key in given if key in usual and key not in said and keys[key] != usual[key]}
-    unsaid -= {line.key for line in lines if line.version is not None}
+    of_versions = {line.key for line in family.configuration[kind] if line.version is not None}
+    unsaid = {key for key in given.keys() & usual.keys() - said.keys() - of_versions if keys[key] != usual[key]}
     of_towers = {key for key in unsaid if any(fnmatch.fnmatchcase(key, pattern) for pattern in TOWERS)}
     if lost := sorted(key for key in unsaid - of_towers if not _is_idle(key, keys)):
         listed = ", ".join(f"{key}: {keys[key]!r}" for key in lost)
         raise MaxTextConfigError(
             f"nothing in the config.json of {kind} says {listed}; if MaxText's layers of this kind don't look at that, take it out of the file"
         )
-    unknown = tuple(sorted(of_towers)) if keys.get("use_multimodal") else ()
-    return HfConfig(family, model, config, {"_from_model_config": True}, unknown, found.limits)
+    return of_towers
 
 
 def _is_idle(key: str, keys: Mapping[str, Any]) -> bool:

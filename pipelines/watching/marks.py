@@ -106,7 +106,7 @@ class Marks:
         for mark in [mark for mark in self._marks if mark.key == key]:
             self._folder.delete(str(mark))
 
-    def settled(self) -> dict[tuple[int, str], set[str]]:
+    def settled(self) -> defaultdict[tuple[int, str], set[str]]:
         """What was asked of each step and is settled; one that was gone may be there again."""
         asked = defaultdict[tuple[int, str], set[str]](set)
         for mark in self._marks:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,18 +173,18 @@ class RunFeed(Feed):
         tried: set[tuple[int, str]] = set()
         while True:
             there, self._is_fresh = self._there if self._is_fresh else self.look(), False
-            settled, oldest = self._marks.settled(), self._oldest_kept()
+            asked, settled, oldest = [*map(_asked, self.targets)], self._marks.settled(), self._oldest_kept()
             begun = {_listed_as(history) for history in self.histories(self.run.name)} if oldest else set()
             fresh = [
                 seen
                 for seen in self.run.steps.wanted(there)
-                if (listed := (seen.number, seen.mark)) not in tried
-                and (listed in begun or self._is_kept(seen, oldest))
-                and not self._is_settled(settled.get(listed, set()))
+                if seen.listed not in tried
+                and (seen.listed in begun or self._is_kept(seen, oldest))
+                and not all(settled[seen.listed].intersection(each) for each in asked)
             ]
             if not fresh:
                 return
-            tried.add((fresh[0].number, fresh[0].mark))
+            tried.add(fresh[0].listed)
             try:
                 step = read_step(self.store, self.run.name, fresh[0])
             except OSError as e:
@@ -194,10 +194,6 @@ class RunFeed(Feed):
 
     def judge(self, version: Version) -> list[str] | Waiting:
         return []
-
-    def _is_settled(self, asked: Set[str]) -> bool:
-        """Whether nothing is left to be done for a step, whatever the target, by what was asked of it and is settled."""
-        return all(not asked.isdisjoint(_asked(target)) for target in self.targets)
 
     def _oldest_kept(self) -> int:
         """The lowest number of a step that `keep` keeps for being among the last: one below it would be removed as soon as
@@ -600,7 +596,7 @@ class RunFeed(Feed):
 
     def _listed(self) -> set[tuple[int, str]]:
         """The numbers and marks of the steps that the run had when it was last listed."""
-        return {(each.number, each.mark) for each in self._there}
+        return {seen.listed for seen in self._there}
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
         return (

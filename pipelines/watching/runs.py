@@ -68,6 +68,11 @@ class SeenStep:
     folder: str
     mark: str
 
+    @property
+    def listed(self) -> tuple[int, str]:
+        """What tells it from all other steps of its run, in a listing."""
+        return self.number, self.mark
+
 
 @dataclasses.dataclass(frozen=True)
 class RunStep:
