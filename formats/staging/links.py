@@ -38,6 +38,9 @@ SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
 HARD, SYMBOLIC, COPY = "hard", "symlink", "copy"
 COPIED_BYTES = 16 << 20  # at a time
+# what file systems keep of a time, in nanoseconds: Linux's own, NTFS, those of micro- and of milliseconds, exFAT, ext4 with
+# small inodes and HFS+, FAT
+TIMES = (1, 100, 1_000, 1_000_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 OBJECT = "object"  # in a bucket: rewritten by the store where the source lies in a bucket too, else uploaded
 
 
@@ -189,10 +192,6 @@ def _is_copy(target: Path, file: Path) -> bool:
     here, there = target.stat(), file.stat()
     is_other = (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
     return is_other and here.st_size == there.st_size and _is_kept(there.st_mtime_ns, here.st_mtime_ns)
-
-
-# nanoseconds: Linux's own file systems, NTFS, microseconds, milliseconds, exFAT, ext4 with small inodes and HFS+, FAT
-TIMES = (1, 100, 1_000, 1_000_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 
 
 def _is_kept(time: int, found: int) -> bool:

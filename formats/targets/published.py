@@ -31,7 +31,8 @@ WEIGHTS = re.compile(
     r"[^/]*\.safetensors(\.index\.json)?|(pytorch_|adapter_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
     r"|adapter_config\.json|custom_generate/[^/]*\.py"
 )
-FORMER = re.compile(r"[^/]*\.(pth|pt|h5|msgpack)|params\.json")  # of other loaders and frameworks
+# of other loaders and frameworks
+FORMER = re.compile(r"consolidated[^/]*\.pth|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack|params\.json")
 
 
 def record_of(release: Store) -> dict[str, Any] | None:

@@ -174,6 +174,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         mutating("0/conversion.json", "model", value="llama3.1-8b"),
         "_CHECKPOINT_METADATA says another model than conversion.json",
     ),
+    "no copy of the record": (
+        mutating("0/items/_CHECKPOINT_METADATA", "custom_metadata", "weightbeam", value=[1]),
+        "items/_CHECKPOINT_METADATA holds no copy of conversion.json",
+    ),
     "no marker of the step": (lambda c: (c / "0/commit_success.txt").unlink(), "commit_success.txt"),
     "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
     "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),

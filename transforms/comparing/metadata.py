@@ -25,7 +25,11 @@ from weightbeam.model_mappings.plan import Array
 
 SHOWN = 200  # letters of a stray's name
 KEY, SAID = {"key", "key_type"}, {"value_type", "skip_deserialize"}  # of an entry of `_METADATA`
-EDITED = {"files", "source"}  # of a record, once a file beside it, or the source, is moved
+UNCOMPARED = {
+    "files",
+    "source",
+    "dropped",
+}  # of a record: what is edited once files are moved, and what its copies only count
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
@@ -48,15 +52,18 @@ def find_metadata_faults(
         if array.key in stores and stores[array.key].dtype.numpy_dtype != array.dtype:
             yield array.key, f"is stored as {stores[array.key].dtype.name}, expected {array.dtype.name}"
     yield from beside_faults(items.parent, record)
-    known = summary(record)
+    known = summary({**record, "dropped": {}})
     for store, where in ((items, f"{items.name}/"), (items.parent, "")):
         if not store.exists(MARKER):
             yield f"{where}{MARKER}", "is missing: readers that wait for it don't see the checkpoint"
         custom = custom_metadata(store)
         if (said := custom.get("scan_layers")) is not options["scan_layers"]:
             yield f"{where}{CHECKPOINT_METADATA}", f"says scan_layers {said}, expected {options['scan_layers']}"
-        copy: Mapping[str, Any] = custom.get("weightbeam") or {}
-        for name in sorted((copy.keys() & known.keys()) - EDITED):
+        copy = custom.get("weightbeam", {})
+        if not isinstance(copy, Mapping):
+            yield f"{where}{CHECKPOINT_METADATA}", f"holds no copy of {RECORD}"
+            continue
+        for name in sorted((copy.keys() & known.keys()) - UNCOMPARED):
             if copy[name] != known[name]:
                 yield f"{where}{CHECKPOINT_METADATA}", f"says another {name} than {RECORD}"
     yield from _tree_faults(items)
