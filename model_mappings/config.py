@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
+from weightbeam.model_mappings.left_out import left_out
 from weightbeam.model_mappings.versions import DEFAULT
 
 MAX_SIZE = 2**31 - 1  # of an axis
@@ -65,7 +66,8 @@ class Config(dict):
 
         Args:
           key: of the field.
-          default: stands in for a field that is absent or null.
+          default: stands in for a field that is absent or null, if transformers has no size of its own for one that is
+            absent (`left_out`).
 
         Returns:
           The size, in elements of an axis or in layers.
@@ -73,7 +75,7 @@ class Config(dict):
         Raises:
           ConfigError: absent without a default, or not a positive integer.
         """
-        value = self.get(key)
+        value = self.get(key, left_out(self, key))
         if value is None:
             value = self[key] if default is None and key not in self else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -89,12 +91,12 @@ class Config(dict):
           key: of the field.
 
         Returns:
-          The count; 0 where the field is absent or null.
+          The count; 0 where the field is null, or absent and transformers has no size for it.
 
         Raises:
           ConfigError: it is anything else.
         """
-        value = self.get(key)
+        value = self.get(key, left_out(self, key))
         return 0 if value is None or (value == 0 and type(value) is int) else self.size(key)
 
     def flag(self, key: str) -> bool:

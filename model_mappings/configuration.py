@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.left_out import left_out
 
 NEEDED: Any = object()  # the default of a field that `config.json` must have
 TIE = "tie_word_embeddings"
@@ -182,6 +183,8 @@ class Line:
           ConfigError: the field is needed and absent.
         """
         value = self.find(about, model) if self.find else lookup(about, self.field) if self.field else None
+        if value is None and self.field:
+            value = left_out(about, self.field)
         if value is not None or (self.field is None and self.default is NEEDED):
             return value
         if self.default is NEEDED:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightbeam.model_mappings.blocks import text_part
-from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.config import MAX_SIZE, Config
 from weightbeam.model_mappings.configuration import (
     Line,
     derived,
@@ -117,7 +117,7 @@ def no_window(field: str = "sliding_window", default: int | None = None) -> Line
         window = c.get(field, default)
         return (
             f"{field} is {window}: {NO_WINDOW}"
-            if window and window < c.get("max_position_embeddings", 1 << 31)
+            if window and window < c.size("max_position_embeddings", MAX_SIZE)
             else None
         )
 

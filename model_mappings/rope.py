@@ -100,7 +100,7 @@ def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) 
         parameter(
             "original_max_position_embeddings",
             "original_max_position_embeddings",
-            lambda c: c["max_position_embeddings"],
+            lambda c: c.size("max_position_embeddings"),
         ),
         parameter("rope_truncate", "truncate", truncate),
         constant("rope_interleave", interleave),

@@ -32,16 +32,16 @@ INDEXER: Table = [
 ]
 
 
-def dense_prefix(c: Config, default: int, field: str = "first_k_dense_replace") -> int:
+def dense_prefix(c: Config, default: int | None = None) -> int:
     """How many layers before the others have one MLP and no experts: by `mlp_layer_types`, which transformers writes, or
-    by `field`; `default`, or all layers if there are fewer, where neither says it.
+    by `first_k_dense_replace`, or `default` for a class without that field; all layers if there are fewer.
 
     Raises:
       ConfigError: layers behind the first one with experts have none.
     """
     types, n = c.get("mlp_layer_types"), c.size("num_hidden_layers")
     if types is None:
-        return c.count(field) if field in c else min(default, n)
+        return min(c.count("first_k_dense_replace") if default is None else default, n)
     dense = types.count("dense") if isinstance(types, list) else 0
     if types != ["dense"] * dense + ["sparse"] * (n - dense):
         raise ConfigError(

@@ -115,7 +115,7 @@ def decoder(c, layout, dense, full, is_newest):
 def stacks(c, layout, is_newest=True):
     c = text_part(c)
     full = range(c.size("num_hidden_layers")) if c.count("index_n_heads") else ()
-    return decoder(c, layout, c.count("first_k_dense_replace"), full, is_newest)
+    return decoder(c, layout, dense_prefix(c), full, is_newest)
 
 
 def drops(c, layout):
@@ -157,7 +157,7 @@ def yarn_of(c):
 
 
 def original_context(c, model):
-    return number(yarn_of(c).get("original_max_position_embeddings", c.get("max_position_embeddings", 4096)))
+    return number(yarn_of(c).get("original_max_position_embeddings", c.size("max_position_embeddings", 4096)))
 
 
 YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's other class doesn't interleave
@@ -208,14 +208,14 @@ def v2_limit(c, model):
 
 def mlp_width(c, model):
     """The dense layers' width. Where there are none, as in a cut, MaxText wants the experts' (configs/types.py, 0.2.5)."""
-    return c.size("intermediate_size" if dense_prefix(c, 1) else "moe_intermediate_size")
+    return c.size("intermediate_size" if dense_prefix(c) else "moe_intermediate_size")
 
 
 SHARED = (
     *SIZES, derived("base_mlp_dim", mlp_width, "intermediate_size"), *activation(), eps(), CONTEXT, *YARN, *TIED,
     *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
-    count("first_num_dense_layers", "first_k_dense_replace"),
+    derived("first_num_dense_layers", lambda c, model: dense_prefix(c), "first_k_dense_replace"),
     count("q_lora_rank", "q_lora_rank"),
     *(size(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     fixed("attention_type", "mla"),

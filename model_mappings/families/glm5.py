@@ -9,7 +9,6 @@ models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token predi
 
 import functools
 
-from weightbeam.model_mappings.blocks import with_defaults
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, unless
 from weightbeam.model_mappings.families import deepseek
@@ -18,7 +17,6 @@ from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
 from weightbeam.model_mappings.sparse_decoder import dense_prefix
 
 KINDS = {"F": "full", "S": "shared"}  # an indexer of its own, or the choice of the last layer before it that has one
-DENSE = 3
 
 
 def indexer_types(c):
@@ -33,13 +31,9 @@ def indexer_types(c):
     return types
 
 
-def dims(c, layout):
-    return deepseek.dims(with_defaults(c, index_n_heads=32, index_head_dim=128), layout)
-
-
 def stacks(c, layout, is_newest=True):
     full = {layer for layer, kind in enumerate(indexer_types(c)) if kind == "full"}
-    return deepseek.decoder(c, layout, dense_prefix(c, DENSE), full, is_newest)
+    return deepseek.decoder(c, layout, dense_prefix(c), full, is_newest)
 
 
 def is_sharing(c):
@@ -61,7 +55,7 @@ def latent_limit(c, model):
 
 LINES = (
     *deepseek.SIGMOID, *deepseek.GROUPS, *deepseek.INDEX, *architecture("glm5", "GlmMoeDsaForCausalLM", "glm_moe_dsa"), eps(1e-5),
-    derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
+    derived("first_num_dense_layers", lambda c, model: dense_prefix(c), "first_k_dense_replace"),
     derived("norm_topk_prob", lambda c, model: True, "norm_topk_prob"),
     derived("use_index_share", lambda c, model: is_sharing(c)),
     derived("index_share_pattern", lambda c, model: "".join(kind[0].upper() for kind in indexer_types(c)), when=is_sharing),
@@ -73,7 +67,7 @@ LINES = (
 FAMILY = Family(
     name="glm5",
     models={"glm5.[0-9]*": ("glm_moe_dsa",)},
-    dims=dims,
+    dims=deepseek.dims,
     stacks=stacks,
     earlier={"e591f30": functools.partial(stacks, is_newest=False)},
     drops=deepseek.drops,

@@ -42,7 +42,7 @@ LATENT_ATTENTION = [
 
 def dense_layers(c):
     """transformers' class (v5.23.0) has no `first_k_dense_replace`."""
-    return dense_prefix(c, default=3, field="")
+    return dense_prefix(c, default=3)
 
 
 def check_layers(c):

@@ -21,7 +21,6 @@ from weightbeam.model_mappings.sparse_decoder import as_spare, bias_variables, d
 
 MOE = "Hy3MoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"
-DENSE = 1
 
 
 def dims(c, layout):
@@ -32,7 +31,7 @@ def dims(c, layout):
 
 
 def stacks(c, layout, is_newest=True):
-    first = dense_prefix(c, DENSE)
+    first = dense_prefix(c)
     bias = rule(f"{ROUTER}/gate/bias", "mlp.expert_bias", "expert", "-")
     norm = rule("mtp_1_final_norm/scale", "final_layernorm.weight", "embed", "norm", when=is_newest)
     table = [
@@ -59,7 +58,7 @@ def drops(c, layout):
 LINES = (
     *dense(plain_rope(11_158_840)), *architecture("hy3", "HYV3ForCausalLM", "hy_v3"), *TIED, eps(1e-5), *expert_lines(),
     size("shared_experts", "num_shared_experts", default=1),
-    derived("first_num_dense_layers", lambda c, model: dense_prefix(c, DENSE), "first_k_dense_replace"),
+    derived("first_num_dense_layers", lambda c, model: dense_prefix(c), "first_k_dense_replace"),
     copied("mlp_layer_types", mlp_layer_types),
     real("routed_scaling_factor", "router_scaling_factor", default=2.826),
     fixed("routed_score_func", "sigmoid"),

@@ -96,7 +96,7 @@ def test_only_70b_is_ambiguous():
         ("qwen3-8b", Config(TREES["qwen3-32b"]), ["qwen3-32b", "base_num_decoder_layers 64, not 36"]),
         (
             "deepseek3-671b",
-            Config(TREES["kimi-k2-1t"] | {"model_type": "deepseek_v3"}),
+            Config(TREES["kimi-k2-1t"] | {"model_type": "deepseek_v3", "num_key_value_heads": 64}),
             ["kimi-k2-1t", "num_experts 384, not 256"],
         ),
         ("gemma3-4b", Config(TREES["gemma3-27b"]), ["gemma3-27b", "head_dim 128, not 256"]),
