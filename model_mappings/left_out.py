@@ -1,4 +1,4 @@
-"""What transformers takes for the sizes that a text model's part of `config.json` leaves out.
+"""What transformers takes for what a text model's part of `config.json` leaves out.
 
 By the part's `model_type`: what its configuration class has (huggingface/transformers v5.23.0,
 `models/*/configuration_*.py`), where that doesn't follow from the other fields. The widths and the number of layers aren't
@@ -61,6 +61,13 @@ SIZES: dict[str, dict[str, int]] = {
     "qwen3_vl_moe_text": dict(num_key_value_heads=16, max_position_embeddings=128_000, num_experts_per_tok=4, moe_intermediate_size=1408),
     "qwen3_omni_moe_text": dict(num_key_value_heads=4, max_position_embeddings=32_768, num_experts_per_tok=8, moe_intermediate_size=768),
 }  # fmt: skip
+
+# the rotary embedding of a class whose default isn't the plain one
+ROPES: dict[str, dict[str, object]] = {
+    "gpt_oss": dict(
+        rope_type="yarn", factor=32, beta_fast=32, beta_slow=1, truncate=False, original_max_position_embeddings=4096
+    ),
+}
 
 
 def left_out(part: Mapping[str, object], field: str) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import Holds, Line, copied, derived, number, positive, unless
+from weightbeam.model_mappings.left_out import ROPES
 
 THETA = 10_000  # transformers' default
 ROPE = "rope_parameters"
@@ -27,7 +28,9 @@ def rope_of(c: Config, kind: str = "") -> Config:
     Raises:
       ConfigError: they aren't an object.
     """
-    said = c.get("rope_scaling") or c.get(ROPE) or {}
+    said = c.get("rope_scaling") or c.get(ROPE)
+    if said is None:
+        said = ROPES.get(str(c.get("model_type")), {})
     if isinstance(said, dict) and isinstance(said.get(kind), dict):
         said = said[kind]
     if not isinstance(said, dict):

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
-from weightbeam.model_mappings.configuration import fixed, only, real, size, unless
+from weightbeam.model_mappings.configuration import fixed, only, real, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -30,7 +30,7 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import ROPE, attention_scaling, plain_rope
+from weightbeam.model_mappings.rope import attention_scaling, plain_rope
 from weightbeam.model_mappings.rules import rule
 
 ATTENTION, MOE = "GptOssAttention", "GptOssMlp"
@@ -62,12 +62,6 @@ def stacks(c, layout):
     return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [TABLE, TABLE])]
 
 
-def without_rope(c, model):
-    if c.get("rope_scaling") or c.get(ROPE):
-        return None
-    return f"config.json has no {ROPE}: transformers has YaRN by 32 then, and MaxText is told of none; logits differ"
-
-
 LINES = (
     *SIZES, head_dim(64), MLP, eps(1e-5), CONTEXT, *plain_rope(150_000), *architecture("gpt_oss", "GptOssForCausalLM", "gpt_oss"), *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),
@@ -77,7 +71,7 @@ LINES = (
     fixed("mlp_activations", ["sigmoid", "linear"]),
     real("mlp_activations_limit", "swiglu_limit", default=7.0),
     *(fixed(key, True) for key in ("attention_bias", "attention_sink", "routed_bias", "mlp_bias")),
-    *attention_scaling(), unless(without_rope),
+    *attention_scaling(),
     fixed("rope_interleave", False),
     fixed("inhomogeneous_layer_cycle_interval", 2),
     only("attention_bias", True, "MaxText's layers add the biases of attention, transformers' leave them out then; logits differ", default=True),

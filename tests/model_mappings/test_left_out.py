@@ -67,3 +67,13 @@ def test_null_is_no_size_that_is_left_out():
     assert left_out({"model_type": "qwen2", "num_key_value_heads": None}, "num_key_value_heads") is None
     config = Config(model_type="deepseek_v3", q_lora_rank=None)
     assert (config.count("q_lora_rank"), Config(model_type="deepseek_v3").count("q_lora_rank")) == (0, 1536)
+
+
+@pytest.mark.parametrize("said", [{}, {"rope_theta": 1000}, {"rope_scaling": None}, {"rope_parameters": {}}], ids=repr)
+def test_a_rotary_embedding_that_is_left_out(said):
+    """gpt-oss's class has YaRN then."""
+    config = {
+        name: value for name, value in CONFIG_MAPPING["gpt_oss"]().to_dict().items() if not name.startswith("rope_")
+    } | said
+    made = CONFIG_MAPPING["gpt_oss"].from_dict(copy.deepcopy(config)).to_dict()
+    assert read(config) == read(made)

@@ -200,7 +200,6 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (PLAIN_V4 | {"hc_eps": 1e-3}, None, ["hc_eps"]),
         (PLAIN_V4 | {"scoring_func": "sigmoid"}, None, ["scoring_func"]),
         ({name: said for name, said in TREES["mistral-7b"].items() if name != "sliding_window"}, None, ["sliding_window is 4096"]),
-        (TREES["gpt-oss-20b"] | {"rope_parameters": None, "rope_scaling": None}, None, ["no rope_parameters", "YaRN by 32"]),
         (TREES["qwen3-8b"] | {"is_causal": False}, None, ["is_causal is False"]),
         (with_rope("gemma4-31b", {}, use_bidirectional_attention="all"), None, ["use_bidirectional_attention is 'all'"]),
         (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
