@@ -11,8 +11,10 @@ from typing import Any
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.config_json import full_keys
 from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, effect_of, maxtext_config
 from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_model
+from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines.running.prepare import describe, open_source
 from weightbeam.pipelines.terminal import tables
@@ -132,9 +134,20 @@ def fit(source: str, maxtext_model: str) -> Fit:
         is_scanned = theirs.get("scan_layers") is not False
         layout = Layout(scan=is_scanned if len(family.layouts) > 1 else "scanned" in family.layouts)
         needed = maxtext_config(family, config, layout, naming)
+        shapes = {name: tensor.shape for name, tensor in release.tensors.items()}
+        needed = _under_that_name(needed, family, config, dataclasses.replace(layout, model=named, shapes=shapes))
     except (ConfigError, UnknownFamilyError) as e:
         raise Refused(str(e)) from e
     return Fit(source, maxtext_model, needed, compare(needed, theirs))
+
+
+def _under_that_name(needed: MaxTextConfig, family: Family, config: Config, layout: Layout) -> MaxTextConfig:
+    """What MaxText must be told, with what it makes of the model's name alone, such as the query's scale: no key says it."""
+    try:
+        expand(family, config, layout)
+    except ConfigError as e:
+        return dataclasses.replace(needed, limits=(*needed.limits, f"under the name {layout.model}: {e}"))
+    return needed
 
 
 def _read(maxtext_model: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
-from weightbeam.model_mappings.plan import PREFIX, Problem
+from weightbeam.model_mappings.plan import PREFIX, Problem, is_float
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.release import MappedRelease, Tensors
@@ -28,7 +28,7 @@ from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.options import CODED, Options
+from weightbeam.transforms.planning.options import AUTO, CODED, Options
 from weightbeam.transforms.planning.tree_layouts import find_parts
 from weightbeam.transforms.planning.tree_model import Model
 
@@ -53,6 +53,7 @@ CHOICES = frozenset(
     }
 )  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
 OF_A_RELEASE = frozenset({"scan_layers", "param_scan_axis", "maxtext", "vocab_size", "mtp", "multimodal"})
+OF_A_TABLE = frozenset({"family", "maxtext_model"})
 
 
 def choose(given: Mapping[str, Any]) -> Options:
@@ -130,6 +131,7 @@ def find_source(
         if not any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
             _refuse_what_a_release_takes(where, options, given)
             found = Orbax(items := find_items(store), as_is)
+            _refuse_what_nothing_follows(where, found, options, set(given) - (OF_A_TABLE if release else set()), as_is)
             if values is not None and not as_is and has_scales(found.stored):
                 found = DecodedOrbax(items, values)
             if release:
@@ -165,6 +167,28 @@ def _refuse_what_a_release_takes(where: str, options: Options, given: Collection
         said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
         raise Refused(
             f"{said}: says what is made of a release, and {where} is an Orbax checkpoint, which is opened as it is; leave it out, or `weightbeam reshard` it"
+        )
+
+
+def _refuse_what_nothing_follows(
+    where: str, found: Orbax, options: Options, given: Collection[str], as_is: bool
+) -> None:
+    """Refuses, for an Orbax checkpoint that is opened without a release of its model, what nothing of it can follow.
+
+    Raises:
+      Refused: the first such option.
+    """
+    if named := sorted(OF_A_TABLE & set(given)):
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
+        raise Refused(
+            f"{said}: says by which table a release is read, and {where} is an Orbax checkpoint; leave it out, or name a release of its model, release=…, too"
+        )
+    if "save_dtype" not in given or options.save_dtype == AUTO or (has_scales(found.stored) and not as_is):
+        return
+    held = {array.dtype.name for array in found.stored.values() if is_float(array.dtype)}
+    if other := sorted(held - {options.save_dtype}):
+        raise Refused(
+            f"save_dtype={options.save_dtype}: {where} is an Orbax checkpoint, which is opened as it is, in {' and '.join(other)}; leave it out, or `weightbeam reshard` it"
         )
 
 

@@ -127,7 +127,16 @@ def test_a_checkpoint_is_opened_as_it_is(option: dict[str, Any], tmp_path: Path)
             RefusedError, match=rf"^{name}={value}: says what is made of a release, and .* opened as it is"
         ):
             opens(str(tmp_path / "out"), **option)
-    assert open_tree(str(tmp_path / "out"), save_dtype="float32")
+    for option in (
+        dict(save_dtype="float32"),
+        dict(save_dtype="float8_e4m3fn"),
+        dict(family="llama"),
+        dict(maxtext_model="x"),
+    ):
+        for opens in (open_tree, functools.partial(wb.load, mesh="fsdp=1")):
+            with pytest.raises(RefusedError, match=rf"^{next(iter(option))}=.* is an Orbax checkpoint"):
+                opens(str(tmp_path / "out"), **option)
+    assert open_tree(str(tmp_path / "out"), save_dtype="bfloat16")
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:

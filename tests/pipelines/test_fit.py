@@ -55,6 +55,24 @@ def test_another_model_differs_field_by_field(qwen: Path, capsys: pytest.Capture
     )
 
 
+def test_what_a_name_alone_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MaxText takes the query's scale of Gemma 3, and the layers' kinds of Gemma 4, from the model's name: no key of a
+    file says it.
+    """
+    trees = {tree.model: config_of(tree) for tree in load_trees().values()}
+    for model, other, word in (
+        ("gemma3-4b", "gemma3-27b", "'query_pre_attn_scalar' is 256, but gemma3-27b multiplies the query by 1/√320"),
+        ("gemma4-e2b", "gemma4-e4b", "'layer_types' isn't the pattern"),
+    ):
+        release, file = save(tmp_path / model, trees[model], {}), tmp_path / f"{model}.yml"
+        call("plan", release, "--scan_layers", str(model == "gemma3-4b").lower(), "--maxtext_config", file)
+        call("fit", release, "--maxtext_model", file)
+        assert "under the name" not in capsys.readouterr().out
+        file.write_text(file.read_text().replace(f"model_name: {model}", f"model_name: {other}"))
+        assert call("fit", release, "--maxtext_model", file) == 1
+        assert f"under the name {other}: config.json: {word}" in capsys.readouterr().out
+
+
 def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What convert writes fits; a wrong constant in it is named with what it does."""
     # the tensors are missing, and the file is written all the same
