@@ -134,9 +134,12 @@ class Edits:
       made: the new value of each member, `{(file, key, …): value}`.
       problems: what can't be edited: the option, and why.
       notes: what a person should know of the rest.
+      renamed: what names modules in the description of a quantisation, each as it is in the cut, `{(file, key, …, name):
+        new name}`; None where it names what isn't kept.
     """
 
     def __init__(self) -> None:
+        self.renamed: dict[Path, str | None] = {}
         self.made: dict[Path, Any] = {}
         self.problems: list[tuple[str, str]] = []
         self.notes: list[str] = []
@@ -447,8 +450,10 @@ def _edit_names(edits: Edits, path: Path, value: Any, cut: Renumbered) -> None:
 
 def _renamed(value: Any, edits: Edits, path: Path, cut: Renumbered) -> Any:
     def name(text: Any) -> Any:
+        if not isinstance(text, str):
+            return _renamed(text, edits, path, cut)
         try:
-            return renumber(text, cut) if isinstance(text, str) else _renamed(text, edits, path, cut)
+            return edits.renamed.setdefault((*path, text), renumber(text, cut))
         except ValueError as e:
             edits.problems.append(("--layers", f"{path[0]}: {'.'.join(path[1:])!r} says {text!r}, {e}"))
             return text

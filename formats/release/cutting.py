@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.packed import PackedRows
+from weightbeam.formats.release.cut_patterns import against_patterns
 from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint, Tensor, view
 from weightbeam.model_mappings import cut_config
@@ -103,8 +104,9 @@ class _Cutting:
             if (new := self._new_name(name)) is not None
         }
         edits = cut_config.edit(self.config, self.kept, [name for name in QUANT_CONFIGS if name in self.config])
-        if edits.problems:
-            raise CutError(*dict.fromkeys(edits.problems))
+        names = {name: self._new_name(name) for name in self.checkpoint.tensors if self._tells_layers(name)}
+        if problems := [*edits.problems, *against_patterns(names, edits.renamed)]:
+            raise CutError(*dict.fromkeys(problems))
         config = cut_config.applied(self.config, edits.made)
         made = view(
             self.checkpoint, tensors, config=config, edits=edits.made, cut=str(self.cut), notes=tuple(edits.notes)
@@ -112,6 +114,10 @@ class _Cutting:
         if problems := [*self._compare_blocks(made), *self._check_ends(), *self._check_weights(made)]:
             raise CutError(*problems)
         return made
+
+    def _tells_layers(self, name: str) -> bool:
+        """Whether a tensor is needed to tell which layers a pattern names: of experts the first one is."""
+        return self.anatomy.expert_of(name) in (None, 0)
 
     def _check_spelling(self) -> None:
         """Numbers are written anew: a layer 00, or one in other digits, would become layer 0, beside it or in its place.

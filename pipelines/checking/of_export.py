@@ -22,7 +22,7 @@ from weightbeam.pipelines.checking.subject import Subject, compare_trees
 from weightbeam.pipelines.running.prepare import open_source, options_of, options_of_export, read_record, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.counterparts import Counterpart, copied, taken
-from weightbeam.transforms.comparing.release_faults import find_release_faults
+from weightbeam.transforms.comparing.release_faults import find_dtype_faults, find_release_faults
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import COPY, prepare
 from weightbeam.transforms.planning.layouts import TOWERS
@@ -67,7 +67,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     conversion = prepare(options, exported)
     refuse(_problems(conversion), conversion.source)
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
-    wrong = (*compare_trees(conversion, weights), *wrong, *faults)
+    wrong = (*compare_trees(conversion, weights), *wrong, *faults, *find_dtype_faults(exported.tensors, record))
     sources = (*conversion.sources, opened, *parts)
     return Subject(items, conversion, wrong, keys, True, (), counterparts, unjudged, tuple(notes), opened, sources)
 

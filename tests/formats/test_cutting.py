@@ -154,6 +154,36 @@ def test_rows_of_a_packed_head(tmp_path: Path, said: bool) -> None:
     assert read(cut)["lm_head.weight_packed"].tobytes() == packed[:40].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "new"),
+    [
+        ("re:.*layers.10.*", "re:.*layers.0.*"),
+        (r"re:model\.layers\.1[0]\.mlp", None),
+        ("re:.*layers.1.*", None),  # names 10 and 11, too
+        (r"re:.*\.10\.mlp", None),
+        ("10.mlp", None),
+        (r"re:^(?!.*layers\.10).*$", None),
+        (r"re:.*layers\.\d+\.mlp", r"re:.*layers\.\d+\.mlp"),
+        (r"re:(model|visual)\..*\.mlp\..*", r"re:(model|visual)\..*\.mlp\..*"),
+        ("visual.blocks.10", "visual.blocks.10"),
+        ("model.layers.1", ""),  # isn't kept
+    ],
+)
+def test_patterns_of_a_quantisation(pattern: str, new: str | None, tmp_path: Path) -> None:
+    """They name the same modules of a cut as of the whole, or it is refused: whatever the spelling of a layer's number."""
+    config = LLAMA | dict(num_hidden_layers=12)
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", pattern]}
+    source = save(tmp_path / "hf", config | dict(quantization_config=quantization), random_tensors(config))
+    cut = cut_release(open_hf(source), Cut(layers="10:12"))
+    if new is None:
+        assert any(
+            "modules_to_not_convert" in problem.message and repr(pattern) in problem.message for problem in cut.problems
+        )
+    else:
+        assert not cut.problems
+        assert cut.config["quantization_config"]["modules_to_not_convert"] == ["lm_head", *filter(None, [new])]
+
+
 def test_a_box_in_the_middle_of_rows(tmp_path: Path) -> None:
     """A window of columns, and a box of that window: the very elements, no others' bytes read."""
     values = np.arange(6 * 8 * 5, dtype=np.float32).reshape(6, 8, 5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file as read_file
 from safetensors.numpy import save_file
 from support import LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, read_tensors, save
 
@@ -129,6 +130,19 @@ def test_a_planted_fault_is_found(
     if named and named != "config.json" and status == 1:
         assert f"--accept {named}" in said
         assert "the export wrote" in said
+
+
+def test_a_tensor_of_another_dtype_is_found(
+    export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its values are rounded, and by no plan."""
+    shard = sorted(export.glob("*.safetensors"))[0]
+    tensors = read_file(shard)
+    name = next(name for name, tensor in tensors.items() if tensor.dtype.name == "bfloat16")
+    save_file(tensors | {name: tensors[name].astype(np.float16)}, shard, metadata={"format": "pt"})
+    assert call("verify", "--source", export, "--checkpoint", made[0]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{name} is float16; tensors of this dtype: 1 here, and 0 that the export wrote" in said
 
 
 def test_what_is_alike_in_python_is_not_alike_in_json(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from weightbeam.formats.release.files import role_of
-from weightbeam.formats.safetensors import INDEX
+from weightbeam.formats.safetensors import INDEX, Tensor
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
 from weightbeam.formats.targets.published import RECORD, strays_in
@@ -58,6 +58,29 @@ def find_release_faults(
         ],
         [(what, said) for what, said in found if what in may],
     )
+
+
+def find_dtype_faults(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> list[Said]:
+    """The tensors of a dtype of which the export wrote fewer: its values may be rounded, and no plan says so.
+
+    Args:
+      tensors: of the export, by name.
+      record: its `weightbeam.json`.
+    """
+    wrote = record.get("dtypes")
+    if not isinstance(wrote, Mapping) or not all(type(times) is int for times in wrote.values()):
+        return []
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(tensor.dtype.name, []).append(name)
+    return [
+        (
+            names[-1],
+            f"is {dtype}; tensors of this dtype: {len(names)} here, and {wrote.get(dtype, 0)} that the export wrote",
+        )
+        for dtype, names in found.items()
+        if len(names) > wrote.get(dtype, 0)
+    ]
 
 
 def _without_record(release: Store, record: Mapping[str, Any], remembered: Mapping[str, Any]) -> list[Said]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -283,6 +284,7 @@ class Export(ComparesSource, ToRelease):
                 if key in self.source.record
             },
             "lossy": dict(self.lossy),
+            "dtypes": dict(Counter(tensor.dtype.name for tensor in self.layout.tensors.values())),
             "left_out": dict(self.plan.dropped),
             **({"taken": {"from": self.parts.root, "tensors": list(self.carried)}} if self.parts else {}),
             "config_edits": dict(self.config_edits),
