@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightbeam.model_mappings import blocks
 from weightbeam.model_mappings.config import Config
-from weightbeam.model_mappings.rules import Rule
+from weightbeam.model_mappings.rules import TODO, Rule
 
-TODO = "TODO"
 WORDS = {  # fields of config.json, and the words that tables have for them
     "vocab_size": "vocab", "hidden_size": "embed", "num_attention_heads": "heads", "num_key_value_heads": "kv", "head_dim": "dim",
     "intermediate_size": "mlp", "num_experts": "expert", "num_local_experts": "expert", "n_routed_experts": "expert",

@@ -15,6 +15,7 @@ from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.rules import TODO
 
 MAX_ELEMENTS = 1 << 43  # of a model: 8.8 trillion parameters
 MAX_ARRAYS = 100_000  # of a checkpoint; the largest models have some thousands where their layers aren't stacked
@@ -159,6 +160,10 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
                     f"{part.path}: two rules disagree: {same[0].shape} {same[0].logical_axes}, {part.shape} {part.logical_axes}"
                 )
             same.append(part)
+    if drafted := [path for path in parts if TODO in path.split("/")]:
+        raise ConfigError(
+            f"the table of {family.name} is a draft: {drafted[0]}, one of {len(drafted):,} arrays, has no name yet; its lines are marked {TODO}"
+        )
     if len(parts) > MAX_ARRAYS:
         raise ConfigError(
             f"{len(layout.names):,} tensors become {len(parts):,} arrays by the table {family.name}; more than {MAX_ARRAYS:,} "

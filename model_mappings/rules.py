@@ -25,6 +25,7 @@ from weightbeam.model_mappings.axes import Axes
 from weightbeam.model_mappings.ops import Op
 
 PARAMS = "params"  # the collection of the parameters
+TODO = "TODO"  # marks what a drafted table doesn't know, such as an array's name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,7 +131,8 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
         return f"weightbeam {command}".rstrip()
 
     def told(ending: str, error: BaseException) -> None:
-        print(f"{named()}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the status tells it, too
+            print(f"{named()}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr, flush=True)
 
     with at_the_shell(), interrupts.caught(for_good=at_end):
         try:

@@ -1,4 +1,4 @@
-"""The console script: a Ctrl-C while the command line itself is imported ends it in one line."""
+"""The console script: a Ctrl-C, or a polite kill, while the command line itself is imported ends it in one line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def run() -> NoReturn:
         signal.signal(
             signal.SIGINT, lambda *_: stop_at_once(128 + signal.SIGINT)
         )  # wherever nothing else looks after it
+    signal.signal(signal.SIGTERM, lambda *_: stop_at_once(1))
     use_one_heap()
     from weightbeam.pipelines import cli
 

@@ -13,6 +13,7 @@ from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
+from weightbeam.formats.release.cutting import KIND
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.held import held_item
@@ -21,6 +22,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets import published
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.cut import Cut
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
@@ -71,9 +73,17 @@ def plan_verification(
             options = _options(found, given)
             conversion = prepare(options, found.source, open_adapters(options))
             subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
-    refuse(conversion.plan.problems, conversion.source)
+    refuse(_with_whole(conversion.plan.problems, options), conversion.source)
     assert subject
     return subject
+
+
+def _with_whole(problems: Sequence[Problem], options: Options) -> Sequence[Problem]:
+    """The problems, and of a cut that isn't the source's what to do: the checkpoint says it, and not the user."""
+    if not any(problem.kind == KIND for problem in problems):
+        return problems
+    message = f"the checkpoint was made with {options.cut}: name the whole release; one that is cut already, `weightbeam diff` compares"
+    return [*problems, Problem("option", "--source", message)]
 
 
 def _refuse_options_of_exports(given: Mapping[str, Any]) -> None:

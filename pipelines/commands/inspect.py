@@ -40,6 +40,7 @@ from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import InspectOptions
 
+OF_A_MESH = ("sharding_rules", "source", "maxtext_model")  # which say nothing without one
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
@@ -275,14 +276,18 @@ def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
         store = open_store(checkpoint)
         store.check_readable()
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
-            if asked.mesh:
-                raise Refused(f"{store}: --mesh is for Orbax checkpoints")
+            if idle := [name for name in ("mesh", *OF_A_MESH) if getattr(asked, name)]:
+                raise Refused(f"{store}: --{idle[0]} is for Orbax checkpoints")
             found = SafetensorsInspection(str(store), cut_release(open_hf(store), asked.cut))
             if not found.checkpoint.tensors and not found.checkpoint.config:
                 found.check()  # there is nothing to show
             return found
         if asked.cut:
             raise Refused(f"{asked.cut}: is taken of a release, and {store} is an Orbax checkpoint")
+        if not asked.mesh and (idle := [name for name in OF_A_MESH if getattr(asked, name) is not None]):
+            raise Refused(
+                f"--{idle[0]}: is for what loading costs, --mesh AXIS=SIZE,…; name a mesh, too, or leave it out"
+            )
         items = find_items(store)
         if asked.mesh:
             return _load(items, asked)

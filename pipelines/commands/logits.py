@@ -140,6 +140,9 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
         ready.models += [StreamedModel(_open(other, asked, source), asked.dtype)] if other else []
     with ready.gathering():
         _check_alike(ready.models)
+    if asked.maxtext_model and not asked.maxtext and (other is None or is_release(open_store(other))):
+        why = "is for an Orbax checkpoint beside the release, or for --maxtext; leave it out"
+        ready.refusals.append(Refused(f"--maxtext_model={asked.maxtext_model}: {why}"))
     if ready.refusals:
         raise Refused.together(ready.refusals)
     return ready

@@ -107,7 +107,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise Refused(f"{', '.join(taken)}: is there already; take another name, or another folder")
     if not args.dry_run:
         for file, text in made.files.items():
-            with open(file, "x") as out:
-                out.write(text)
+            try:
+                with open(file, "x") as out:
+                    out.write(text)
+            except OSError as e:
+                raise Refused(f"{Path(file).absolute()}: {e.strerror}; go to a folder that can be written") from e
     say(args, made)
     return 0

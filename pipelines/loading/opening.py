@@ -188,7 +188,7 @@ def _refuse_what_nothing_follows(
     held = {array.dtype.name for array in found.stored.values() if is_float(array.dtype)}
     if other := sorted(held - {options.save_dtype}):
         raise Refused(
-            f"save_dtype={options.save_dtype}: {where} is an Orbax checkpoint of {' and '.join(other)}, which is opened as it is; leave it out, or `weightbeam reshard` it"
+            f"save_dtype={options.save_dtype}: {where} is an Orbax checkpoint of {' and '.join(other)}, opened as it is; leave it out, or reshard it"
         )
 
 

@@ -15,6 +15,7 @@ from apache_beam.runners.runner import PipelineResult
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import LinkError
+from weightbeam.formats.storage.identity import ANEW
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
 from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
@@ -180,7 +181,7 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
         lines.append(
             "The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them."
         )
-    elif staging.exists():
+    elif staging.exists() and ANEW not in last:  # else --resume would refuse
         lines.append(
             f"What is done is kept in {staging.plan_folder}; the same command with --resume goes on from there."
         )

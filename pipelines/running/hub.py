@@ -16,7 +16,7 @@ from typing import cast
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.uninterrupted import DONE
-from weightbeam.formats.targets.hub import Published, check_target, look, publish
+from weightbeam.formats.targets.hub import OthersError, Published, check_target, look, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder
@@ -71,9 +71,14 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
     try:
         files = {**target.texts, **place.made(target.files)}
         made = publish(output, title, files, overwrite=how.overwrite, create_pr=how.create_pr, is_wanted=place.is_held)
+    except OthersError as e:  # who came meanwhile
+        left = f"The release is in {place.final}; the same command publishes it with --overwrite or --create_pr. If it should go elsewhere, delete that folder."
+        raise Failed(f"  {reason(e)}\n{left}") from e
     except (OSError, IncompleteError) as e:
         why = reason(e) if isinstance(e, OSError) else e
-        raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
+        raise Failed(
+            f"  {why}\nThe release is in {place.final}; the same command publishes it, if the hub hasn't got it by now."
+        ) from e
     except KeyboardInterrupt as e:
         if not DONE:
             left = f"the release is in {place.final}; the same command publishes it"

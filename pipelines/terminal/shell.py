@@ -92,7 +92,11 @@ def check_written(args: argparse.Namespace) -> None:
     problems, taken = [], dict[Path, str]()
     for option in sorted(written):
         file = getattr(args, option, None)
-        if not file or file == STDOUT:
+        if not file:
+            continue
+        if file == STDOUT:
+            if (other := taken.setdefault(Path(STDOUT), option)) != option:
+                problems.append(f"--{option}=-: goes to standard output, as --{other} does; name a file")
             continue
         path = Path(os.path.realpath(file))
         if (other := taken.setdefault(path, option)) != option and (path.is_file() or not path.exists()):
@@ -103,6 +107,10 @@ def check_written(args: argparse.Namespace) -> None:
             there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)
         ):
             problems.append(f"--{option}={file}: is a file of {there}, and would be changed; name another")
+        elif path.is_file() and path.stat().st_nlink > 1:
+            problems.append(
+                f"--{option}={file}: has another name, too (a hard link), which would be changed; name another file"
+            )
         elif whole := next(filter(None, map(_holder, {path, Path(os.path.abspath(file))})), None):
             problems.append(f"--{option}={file}: lies in {whole}, which would be changed; name another")
     if problems:

@@ -14,6 +14,8 @@ from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import call, convert, make_release
 
+from weightbeam.formats.targets.hub import look
+
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
 
@@ -208,3 +210,34 @@ def test_a_sleeper(hub: FakeHub, checkpoints: list[Path], tmp_path: Path, at: st
     assert status == (1 if at.endswith("preupload/") else status), said
     assert hub.held(REPO)["model.safetensors"] == exported(checkpoints[1], tmp_path / "b")["model.safetensors"]
     assert json.loads(hub.held(REPO)["weightbeam.json"])["source"].startswith("ckpt-b/0@")
+
+
+def test_others_who_came_meanwhile_are_told_with_what_helps(
+    hub: FakeHub,
+    checkpoints: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The release stays on this machine: the same command alone would be refused again, and the one that is named isn't."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_bytes(b"theirs")
+    hub.add(REPO).writers.add(TOKEN)
+
+    def look_and_be_overtaken(*about: object, **options: object) -> object:
+        found = look(*about, **options)
+        hub.add(REPO, theirs).writers.add(TOKEN)
+        return found
+
+    monkeypatch.setattr("weightbeam.pipelines.running.hub.look", look_and_be_overtaken)
+    assert call("export", checkpoints[0], URL) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds what isn't of this release: model.safetensors" in said
+    assert "the same command publishes it with --overwrite or --create_pr" in said
+    assert f"{tmp_path}/cache/weightbeam/export-" in said
+    assert cached(tmp_path)
+    monkeypatch.undo()
+    assert call("export", checkpoints[0], URL) == 2
+    assert call("export", checkpoints[0], URL, "--overwrite") == 0
+    assert cached(tmp_path) == []

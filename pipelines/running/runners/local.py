@@ -59,6 +59,8 @@ class Local(Runner):
         if direct.direct_running_mode == "multi_processing":
             why = "Beam's processes talk through ports that are open to the network and ask for no password"
             yield f"--direct_running_mode=multi_processing: {why}; leave it out: threads do the same, --direct_num_workers=N of them"
+        if direct.direct_num_workers < 0:
+            yield f"--direct_num_workers={direct.direct_num_workers}: should be a number of threads, or 0 for one a core"
 
     def make(self, stage_bytes: int) -> PipelineRunner:
         return LocalRunner(stage_bytes)
