@@ -191,8 +191,8 @@ LLAMA = dict(
 )  # fmt: skip
 QWEN3_MOE = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 DEEPSEEK = LLAMA | dict(
-    model_type="deepseek_v3", num_key_value_heads=4, num_hidden_layers=3, first_k_dense_replace=1, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
-    qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=1,
+    model_type="deepseek_v3", num_key_value_heads=4, num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
 )  # fmt: skip
 
 # Real sizes, for plans: no tensor of these is ever made.

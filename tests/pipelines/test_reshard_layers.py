@@ -109,6 +109,28 @@ def test_experts_as_the_cut_is_converted(
     assert (step / "maxtext.yml").read_text() == (tmp_path / "wanted" / "0" / "maxtext.yml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("model", "layers", "scan"),
+    [
+        ("qwen3_vl", "1:2", "false"),
+        ("qwen3_omni", "1:2", "false"),
+        ("qwen3_5", "0:4", "false"),
+        ("gemma3-vision", "0:6", "false"),
+        ("gemma4-vision", "0:6", "false"),
+        ("gemma3-vision", "0:6", "true"),
+    ],
+)
+def test_beside_towers(generated: Path, tmp_path: Path, model: str, layers: str, scan: str) -> None:
+    """Whose blocks have numbers of their own, and stay."""
+    how = ["--multimodal", "true", "--scan_layers", scan, "--layers", layers]
+    assert call("convert", generated / "models" / model, tmp_path / "whole", *how[:4]) == 0
+    assert call("convert", generated / "models" / model, tmp_path / "cut", *how) == 0
+    wanted = arrays(tmp_path / "cut")
+    assert any("vision_encoder" in key for key in wanted)
+    assert_same_bits(arrays(reshard(tmp_path / "whole", tmp_path / "taken", "--layers", layers)), wanted)
+    assert call("verify", tmp_path / "taken") == 0
+
+
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_where_no_layer_of_a_stack_has_an_array(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str

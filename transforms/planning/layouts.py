@@ -19,7 +19,8 @@ from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.model_mappings.versions import DEFAULT, UNSAID, VERSIONS
 
 EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
-TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
+ENCODERS = ("vision_encoder", "audio_encoder")  # where MaxText's tree has a tower
+TOWERS = tuple(f"{PARAMETERS}{name}." for name in ENCODERS)
 MTP = f"{PARAMETERS}mtp_block."
 SCAN_AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
 
@@ -51,6 +52,11 @@ def version_said(source: OrbaxCheckpoint) -> str:
         return UNSAID if source.handler == HANDLER else DEFAULT
     version = made.get("maxtext", UNSAID)
     return version if version in VERSIONS else DEFAULT
+
+
+def is_tower(target: str) -> bool:
+    """Whether a stack, by its target, is of a tower's blocks."""
+    return target.partition("/")[0] in ENCODERS
 
 
 def layout_of(

@@ -26,6 +26,7 @@ from weightbeam.model_mappings.trees import VALUE, TreeError, has_scales
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
+    is_tower,
     layout_of,
     maxtext_of,
     scan_axis_of,
@@ -267,7 +268,7 @@ class TreeLayouts:
                 layers = {layer for _, layer in stacks.by_target[at[1]].places}
                 if not layers:
                     left[arrays[path].key] = "of places without a layer"
-                elif taken and not taken & layers:
+                elif taken and not taken & layers and not is_tower("/".join(at[1])):
                     left[arrays[path].key] = "of layers that aren't taken"
         return left
 

@@ -14,6 +14,7 @@ from weightbeam.model_mappings.cut import Cut, numbers, spans, spelled
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.rules import ABSENT, Stack
 from weightbeam.model_mappings.stacking import Copy
+from weightbeam.transforms.planning.layouts import is_tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Taken:
         return found
 
     def renamed(self, stack: Stack) -> Stack:
-        """A stack of the new model by the whole one's numbers."""
-        if self.layers is None or "{layer}" not in stack.source:
+        """A stack of the new model by the whole one's numbers; a tower's blocks are all there, whatever their numbers."""
+        if self.layers is None or "{layer}" not in stack.source or is_tower(stack.target):
             return stack
         whole = np.array([*self.layers, ABSENT])  # a place without a layer stays one: ABSENT is the last
         return dataclasses.replace(stack, layers=whole[stack.layers])
