@@ -15,7 +15,7 @@ from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.terminal.errors import RefusedError
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import MERGED
+from weightbeam.pipelines.watching.config import MERGED, is_maxtext_config
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable, told_other_run
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
@@ -106,6 +106,8 @@ def _find_problems(feed: RunFeed) -> list[str]:
         steps = feed.look()
         if not steps:
             return _find_no_run(feed.store)
+        if run.like and "://" not in run.like and not is_maxtext_config(run.like):  # which nothing may ask for, now
+            open_store(run.like).check_readable()
         newest = None if feed.is_known() else read_step(feed.store, run.name, steps[-1])
     except DamagedRecordError:  # stops this run alone, at each look
         return []

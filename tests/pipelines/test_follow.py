@@ -239,6 +239,8 @@ def test_each_step_is_published_with_what_changed(
 
     listed = [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
     assert sorted(path.name for path in output.iterdir()) == listed
+    assert watch(run, tmp_path / "nosuch", output) == 2  # though nothing is left to be made
+    assert "nosuch: no such folder" in capsys.readouterr().err
     assert watch(run, like, output) == 0
     assert sorted(path.name for path in output.iterdir()) == listed
     assert not list((output / ".weightbeam" / "work").iterdir())
