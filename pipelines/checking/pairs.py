@@ -26,6 +26,7 @@ from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_sca
 from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 from weightbeam.transforms.planning.conversion import Conversion
@@ -245,7 +246,7 @@ def _moved(stored: Operand, axis: int, to: int) -> Operand:
         return stored.read(tuple(box[axes.index(each)] for each in range(len(axes)))).transpose(axes)
 
     order = tuple(axes.index(each) for each in stored.order)
-    return Operand(there(stored.shape), stored.dtype, order, there(stored.grain), fetch, stored.lossy)
+    return dataclasses.replace(stored, shape=there(stored.shape), order=order, grain=there(stored.grain), read=fetch)
 
 
 def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
@@ -315,12 +316,22 @@ def _layer(stored: Operand, axis: int, number: int) -> Operand:
         return stored.read((*box[:axis], (number, number + 1), *box[axis:])).squeeze(axis)
 
     order = tuple(other - (other > axis) for other in stored.order if other != axis)
-    return Operand(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
+    return dataclasses.replace(
+        stored, shape=without(stored.shape), order=order, grain=without(stored.grain), read=fetch
+    )
 
 
 def _fits(conversion: Conversion, there: Side) -> bool:
     """Whether the arrays that a checkpoint has, too, are of its shapes."""
     return all(there[array.key].shape == array.shape for array in conversion.plan.arrays if array.key in there)
+
+
+def _stored_dtype(array: Array, conversion: Conversion) -> np.dtype | None:
+    """The coarsest dtype of the tensors that an array is made of; None where they hold codes, or no floats."""
+    names = (name for part in array.parts for name in part.tensors)
+    encodings = [conversion.encodings[name] for name in names if name in conversion.encodings]
+    dtypes = {encoding.weight.dtype for encoding in encodings if encoding.label is None}
+    return coarser(*dtypes)
 
 
 def _converted(
@@ -363,6 +374,7 @@ def _converted(
             (1,) * len(array.shape),
             lambda box: make_boxes([(made, box)], conversion.encodings)[0][0],
             array.lossy,
+            _stored_dtype(array, conversion),
         )
 
     return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)

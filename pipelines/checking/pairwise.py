@@ -21,7 +21,7 @@ from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.progress import Report, watch_progress
 from weightbeam.pipelines.terminal.tables import shape_text
-from weightbeam.transforms.comparing.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
+from weightbeam.transforms.comparing.differences import CHANGED, EQUAL, ROUNDED, Difference, coarser, compare_each, cut
 from weightbeam.transforms.execution.operands import Operand
 
 AT_ONCE = 4  # boxes at most, each of all sides: 16 MB a side, up to 256 MB where chunks are large
@@ -113,7 +113,10 @@ class _Comparing:
             if not name:
                 return
             values = self.pairs[numbers[0]].second[name].read(box)
-            found = compare_each([self.pairs[number].first[name].read(box) for number in numbers], values)
+            firsts = [self.pairs[number].first[name] for number in numbers]
+            own = self.pairs[numbers[0]].second[name].precision
+            steps = [coarser(first.precision, own) for first in firsts]
+            found = compare_each([first.read(box) for first in firsts], values, steps)
             with self._lock:
                 for number, difference in zip(numbers, found, strict=True):
                     self.differences[number][name] += difference

@@ -115,25 +115,35 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference:
     return compare_each([a], b)[0]
 
 
-def compare_each(firsts: Sequence[np.ndarray], second: np.ndarray) -> list[Difference]:
+def compare_each(
+    firsts: Sequence[np.ndarray], second: np.ndarray, steps: Sequence[np.dtype | None] | None = None
+) -> list[Difference]:
     """How far each of several arrays is from a second one, of one shape, of any dtypes: a few elements of all of
     them after the other, so that the second is read and widened once.
+
+    Args:
+      firsts, second: the arrays.
+      steps: for each of the firsts the dtype whose rounding may explain a difference; the coarser one of both unless said.
     """
+    steps = steps or [coarser(first.dtype, second.dtype) for first in firsts]
     flat, *others = (np.ascontiguousarray(array).reshape(-1) for array in (second, *firsts))
     found = [Difference()] * len(others)
     with np.errstate(all="ignore"):
         for start in range(0, flat.size, CACHED):
             part = slice(start, start + CACHED)
             chunk = _Chunk(flat[part])
-            found = [held + chunk.compare(other[part], held.beyond) for held, other in zip(found, others, strict=True)]
+            found = [
+                held + chunk.compare(other[part], None if held.beyond else step)
+                for held, other, step in zip(found, others, steps, strict=True)
+            ]
     return found
 
 
-def coarser(a: np.dtype, b: np.dtype) -> np.dtype | None:
-    """The floating-point dtype with fewer bits of mantissa, whose rounding may explain a difference; None where both
+def coarser(*dtypes: np.dtype) -> np.dtype | None:
+    """The floating-point dtype with the fewest bits of mantissa, whose rounding may explain a difference; None where all
     hold integers.
     """
-    floats = [dtype for dtype in (a, b) if is_float(dtype)]
+    floats = filter(is_float, dtypes)
     return min(floats, key=lambda dtype: ml_dtypes.finfo(dtype).nmant, default=None)
 
 
@@ -148,9 +158,9 @@ class _Chunk:
             np.copyto(self._wide, values)
             self._square = float(np.dot(self._wide, self._wide))
 
-    def compare(self, first: np.ndarray, is_beyond: bool) -> Difference:
-        """How far the same elements of a first array are from them. If one `is_beyond` a step, of no further one is told
-        whether it is.
+    def compare(self, first: np.ndarray, step: np.dtype | None) -> Difference:
+        """How far the same elements of a first array are from them. Without a `step`, as where one was beyond it already,
+        no other one is told to be.
         """
         second = self._values
         if "c" in (first.dtype.kind, second.dtype.kind):
@@ -159,7 +169,6 @@ class _Chunk:
             if self._wide is None or not FEWEST < (square := self._square) < math.inf:
                 square = _square(second.astype(np.float64))
             return Difference(second.size, product=square, left=square, right=square)
-        step = None if is_beyond else coarser(first.dtype, second.dtype)
         found = None
         if self._wide is not None and _is_narrow(first.dtype):
             found = _compare_float32(first, self._wide, self._square, step)

@@ -25,6 +25,7 @@ class Operand:
       order, grain: how it is cut best, see `differences.cut`.
       read: the values of a box.
       lossy: why its values aren't the source's to the bit; None where they are.
+      stored: the dtype in which they are stored, where that isn't the one that they are compared in.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,12 @@ class Operand:
     grain: tuple[int, ...]
     read: Callable[[Box], np.ndarray]
     lossy: str | None = None
+    stored: np.dtype | None = None
+
+    @property
+    def precision(self) -> np.dtype:
+        """The dtype to whose numbers its values were rounded, if they were."""
+        return self.stored or self.dtype
 
 
 def stored_operand(encoding: Encoding | OrbaxArray | ScaledArray) -> Operand:
