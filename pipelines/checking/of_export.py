@@ -13,11 +13,11 @@ from weightbeam.formats.safetensors import SINGLE, HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store, reason
 from weightbeam.formats.storage.held import held
 from weightbeam.formats.storage.identity import check_together
-from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.config import QUANTIZATIONS, Config, Layout
 from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.pipelines.checking.subject import Subject, compare_trees
 from weightbeam.pipelines.running.prepare import open_source, options_of, options_of_export, read_record, refuse
 from weightbeam.pipelines.terminal.errors import Refused
@@ -52,6 +52,11 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     weights = {name: stores[key] for name, key in keys.items()}
     exported = open_source(release.url)
     check_together(release, exported.opened, release.list())
+    if has_scales(weights) and not any(exported.config.get(field) for field in QUANTIZATIONS):
+        raise Refused(
+            f"{release}: holds the values of {checkpoint}'s FP8 codes, each rounded once, which verify doesn't make; "
+            "`weightbeam diff` compares both"
+        )
     options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     record, remembered = read_record(release), opened.record.get("config")
