@@ -16,7 +16,21 @@ import pytest
 from pairs import each
 from quantised import GROUP, Quantised, Tensors, awq, compressed, gptq, nf4
 from stored import COMPRESSED
-from support import BF16, DEEPSEEK, F32, LLAMA, assert_same_bits, call, converted, random_tensors, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    LLAMA,
+    assert_same_bits,
+    call,
+    converted,
+    random_tensors,
+    read_tensors,
+    save,
+    split,
+)
+
+from weightbeam.formats.orbax import find_items, read_arrays
 
 KIMI = DEEPSEEK | dict(hidden_size=96, moe_intermediate_size=64, n_routed_experts=4)
 LLAMA_64 = LLAMA | dict(hidden_size=64, intermediate_size=96, head_dim=16)
@@ -90,6 +104,22 @@ def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key != "quantization_config"
     }
+
+
+def test_shards_whose_rows_a_unit_has_no_room_for(tmp_path: Path) -> None:
+    """AWQ's tensors are written in shards as wide as their columns; an export takes parts of the small chunks in them."""
+    wide = QWEN3 | dict(
+        hidden_size=256, intermediate_size=896, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
+    stored, decoded = quantise(random_tensors(wide), awq, "")
+    said = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
+    source, units = save(tmp_path / "hf", wide | {"quantization_config": said}, stored), ("--unit_bytes", "65536")
+    assert call("convert", source, tmp_path / "out", *units) == 0
+    arrays = read_arrays(find_items(tmp_path / "out"))
+    kernel = next(array.spec for array in arrays if array.spec.key.endswith("mlp.wi_0.kernel"))
+    assert kernel.chunk != kernel.shard
+    assert call("export", tmp_path / "out", tmp_path / "back", *units) == 0
+    assert_same_bits(read_tensors(tmp_path / "back"), {name: values.astype(BF16) for name, values in decoded.items()})
 
 
 @pytest.mark.parametrize(

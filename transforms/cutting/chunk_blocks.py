@@ -25,6 +25,8 @@ from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins, 
 from weightbeam.transforms.cutting.grid import Grid, SourceCost, cut_rows
 from weightbeam.transforms.cutting.quantizing import keep_blocks
 
+MOST_READS = 8  # of a chunk that is small, and can't be decoded as a stream
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -65,12 +67,15 @@ def cut(
     large = {grid.spec.key for grid in by_chunks if not _fits(grid, unit_bytes)}
     whole = {key: why for key in large if (why := why_whole(weights[key]))}
     unpacked = frozenset(large - whole.keys())
-    grids = tuple(
-        chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantized)
-        if array.key in unpacked
-        else grid
-        for array, grid in zip(arrays, by_chunks, strict=True)
-    )
+
+    def regrained(array: Array, grid: Grid) -> Grid:
+        stored = weights[array.key]
+        if array.key in unpacked:
+            return chunk_grid(array, stored, (1,) * len(array.shape), sizes, quantized)
+        finer = _within_chunks(array, stored, sizes, quantized, unit_bytes) if array.key in whole else None
+        return finer or grid
+
+    grids = tuple(map(regrained, arrays, by_chunks))
     problems = tuple(_too_large(grids, unit_bytes, whole))
     return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
 
@@ -83,6 +88,31 @@ def grid_of(
     """
     grids = [chunk_grid(array, stored, grain, sizes, quantized) for grain in stored.grains]
     return next((grid for grid in grids if _fits(grid, unit_bytes)), grids[0])
+
+
+def _within_chunks(
+    array: Array, stored: OrbaxArray, sizes: Mapping[str, int], quantized: Container[str], unit_bytes: int
+) -> Grid | None:
+    """How an array is cut by parts of small chunks, each of which is then read several times, at most `MOST_READS`:
+
+        chunks of (128, 2, 3584), blocks of all 8,192 rows     ─▸ grains of (128, 2, 1792), each chunk read twice
+
+    None where that doesn't help, or a chunk is too large to be decoded for a part of it.
+    """
+    *_, chunk = stored.grains
+    if math.prod(chunk) * stored.dtype.itemsize * MOST_READS > unit_bytes:
+        return None
+    grain, reads = [*chunk], 1
+    while not _fits(grid := chunk_grid(array, stored, tuple(grain), sizes, quantized), unit_bytes):
+        axis = max(
+            (axis for axis in range(len(grain)) if axis not in grid.whole_axes),
+            key=lambda axis: grain[axis],
+            default=None,
+        )
+        if axis is None or grain[axis] == 1 or (reads := 2 * reads) > MOST_READS:
+            return None
+        grain[axis] = -(-grain[axis] // 2)
+    return grid
 
 
 def chunk_grid(
