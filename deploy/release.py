@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 NUMBER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)((a|b|rc)\d+)?")
 UNRELEASED = "## [Unreleased]\n"
+ADDRESS = re.compile(r"https://[\w.-]+/(?!OWNER/)[\w.-]+/[\w.-]+/?")
 PAGES = {  # labels of `[project.urls]`, and what follows the project's address
     "Homepage": "",
     "Repository": "",
@@ -113,6 +114,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("address", nargs="?")
     args = parser.parse_args(arguments)
     if args.what == "address":
+        if not ADDRESS.fullmatch(args.value):
+            parser.error(f"{args.value}: should be https://HOST/OWNER/NAME, of the repository itself")
         set_address(root, args.value.rstrip("/"))
     elif args.what == "version":
         set_version(root, args.value, datetime.datetime.now(datetime.UTC).date())

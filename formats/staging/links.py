@@ -244,7 +244,7 @@ class FileIdentity:
         elif self.content and _content(folder, self.name) != self.content:
             yield "holds other bytes, as its header and some blocks tell"
         elif found.inode == self.inode and found.version != self.version:
-            yield "was changed in place, or touched; its hash isn't known, so nothing can tell which"
+            yield "was changed in place, or touched; its hash isn't known, so nothing can tell which; make it again (--sha256 has hashes)"
         elif found.inode != self.inode and led:
             yield f"is another file: {led} was replaced"
 

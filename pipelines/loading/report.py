@@ -31,7 +31,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, axes_of, partition_spec
 from weightbeam.transforms.cutting.read_cost import effective_ways
 from weightbeam.transforms.planning.conversion import Conversion, rules_of
-from weightbeam.transforms.planning.memory import BASE_BYTES
+from weightbeam.transforms.planning.memory import BASE_BYTES, TENSOR_BYTES
 
 MAX_PLACES = 500_000  # arrays times devices, of a plan: about 20 seconds
 
@@ -65,6 +65,7 @@ class LoadPlan:
       host_bytes: that the first and the last host read; the others read as much.
       arrays_bytes, unit_bytes: of device memory: the arrays on a device, and what a step takes beside them.
       steps: how many there are.
+      tensors: of the source.
     """
 
     mesh: Mesh
@@ -74,11 +75,13 @@ class LoadPlan:
     arrays_bytes: int
     unit_bytes: int
     steps: int
+    tensors: int
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a host's process, beyond what lies on devices."""
-        return BASE_BYTES + (MAX_READERS + ON_THE_WAY) * UNIT_BYTES
+        """Memory of a host's process, beyond what lies on devices; what is read of each tensor is told device by device."""
+        shares = 1 + self.mesh.devices // self.hosts
+        return BASE_BYTES + (MAX_READERS + ON_THE_WAY) * UNIT_BYTES + shares * TENSOR_BYTES * self.tensors
 
     def seconds(self, gbps: float) -> float:
         """Until a host with this network, in Gbit/s, has read its share."""
@@ -116,6 +119,7 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
         held,
         max(_device_bytes(source, step) for step in steps),
         len(steps),
+        conversion.source.array_count,
     )
 
 
