@@ -30,7 +30,7 @@ from weightbeam.formats.storage import (
     sync_folder,
 )
 from weightbeam.formats.storage.identity import check_opened
-from weightbeam.formats.storage.local import file_of, open_file
+from weightbeam.formats.storage.local import file_of, names_file, open_file
 from weightbeam.formats.storage.strict_json import parse_json
 from weightbeam.formats.text import json_text
 
@@ -117,7 +117,7 @@ def _download(folder: LocalFolder, source: Store, shard: Shard) -> None:
         return
     target = folder.folder / shard.name
     temporary = target.with_name(f".{target.name}{TEMPORARY}")
-    with open(temporary, "wb") as file:
+    with names_file(target), open(temporary, "wb") as file:
         for piece in stretches(source, shard.name, shard.size, shard.sha256, shard.crc32c):
             file.write(piece)
         file.flush()

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,17 @@ def drop_pages(fd: int) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@contextlib.contextmanager
+def names_file(path: str | Path) -> Iterator[None]:
+    """Context manager: an error of an open file, such as of a full disk, gets the file's name, which a descriptor hasn't."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is not None and e.filename is None:
+            e.filename = os.fspath(path)
+        raise
+
+
 def sync_folder(path: Path) -> None:
     """Makes the entries of a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -184,7 +195,7 @@ def _write_temporary(path: Path, data: bytes) -> Path:
     """Writes the data durably to a file beside `path`, whose name begins with a dot."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
     try:
-        with open(temporary, "wb") as file:
+        with names_file(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

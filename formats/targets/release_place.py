@@ -17,14 +17,14 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import hash_each, remove_others
 from weightbeam.formats.staging import FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, drop_pages, sync_folder
-from weightbeam.formats.storage.local import make_folder
+from weightbeam.formats.storage.local import make_folder, names_file
 from weightbeam.formats.targets.published import RECORD
 
 SMALL = "small.json"  # in the ledger: what the record says of the small files
@@ -91,21 +91,18 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
     def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Makes the safetensors files at their full size, and the small ones."""
         for name, header, size in files:
-            fd = os.open(self.checkpoint.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
+            with self._opened(name, os.O_RDWR | os.O_CREAT) as fd:
                 _write_all(fd, memoryview(header), 0)
                 os.ftruncate(fd, size)
                 # so that a full disk is known now; not every file system can
                 with contextlib.suppress(OSError, AttributeError):
                     os.posix_fallocate(fd, 0, size)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         remove_others(self.checkpoint, {*small, *(name for name, _, _ in files)})
         for name, data in small.items():
             path = Path(self.checkpoint.path(name))
             make_folder(path.parent)
-            with open(path, "wb") as file:
+            with names_file(path), open(path, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -117,15 +114,23 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         for name, offset, data in stretches:
             by_file[name].append((offset, data))
         for name, there in by_file.items():
-            fd = os.open(self.checkpoint.path(name), os.O_WRONLY | os.O_CLOEXEC)
-            try:
+            with self._opened(name, os.O_WRONLY) as fd:
                 for offset, data in sorted(there, key=lambda one: one[0]):
                     _write_all(fd, data, offset)
                 os.fdatasync(fd)
                 drop_pages(fd)
+        return {INTO: sorted(by_file)}
+
+    @contextlib.contextmanager
+    def _opened(self, name: str, flags: int) -> Iterator[int]:
+        """Context manager: a file of the release, as a descriptor."""
+        path = self.checkpoint.path(name)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        with names_file(path):
+            try:
+                yield fd
             finally:
                 os.close(fd)
-        return {INTO: sorted(by_file)}
 
     def find_changed(self, files: Iterable[tuple[str, bytes, int]]) -> list[int]:
         """The units that wrote to a file which is gone since, or has another size."""
