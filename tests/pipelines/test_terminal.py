@@ -719,3 +719,38 @@ def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = stream.getvalue().splitlines()
     assert "converting: 0 B of 100 B, nothing for 1 s, waiting for gs://a/b and /elsewhere/d.safetensors" in lines
     assert re.fullmatch(r"converting: 10 B of 100 B, .* B/s, \d+ s left", lines[-1])
+
+
+def test_what_is_asked_in_vain_is_refused(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What two options would write, what a file of several names is, and what nothing has a use for; a refusal is one where
+    nobody reads errors, too.
+    """
+    release = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    os.link(release / "config.json", tmp_path / "other name")
+    before = (release / "config.json").read_bytes()
+    assert call("convert", release, tmp_path / "whole", "-q") == 0
+    assert call("convert", release, tmp_path / "cut", "-q", "--layers", "1:2") == 0
+    assert call("cut", release, tmp_path / "is cut", "-q", "--layers", "1:2") == 0
+    for words, said in (
+        (("plan", release, "--json", "-", "--maxtext_config", "-"), "goes to standard output, as --json does"),
+        (("plan", release, "--log_file", tmp_path / "other name"), "has another name, too"),
+        (("convert", release, tmp_path / "b", "--direct_num_workers=-3"), "--direct_num_workers=-3: should be"),
+        (("inspect", tmp_path / "whole", "--source", release), "--source: is for what loading costs"),
+        (("logits", release, "--token_ids", "1", "--maxtext_model", "x"), "is for an Orbax checkpoint beside"),
+        (
+            ("reshard", tmp_path / "whole", tmp_path / "b", "--maxtext_model", "x"),
+            "--maxtext_model: --maxtext_model=x is",
+        ),
+        (("verify", tmp_path / "is cut", tmp_path / "cut"), "name the whole release"),
+    ):
+        capfd.readouterr()
+        assert call(*words) == 2, words
+        assert said in " ".join(capfd.readouterr().err.split())
+    assert (release / "config.json").read_bytes() == before
+    assert call("reshard", tmp_path / "whole", tmp_path / "unlike", "--like", source) == 0  # another model's, as is said
+    assert "this isn't the model of --like" in capfd.readouterr().err
+    assert call("verify", tmp_path / "unlike", release) == 0
+    assert call("export", tmp_path / "unlike", tmp_path / "back") == 0
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "weightbeam", "plan", str(tmp_path / "nothing")]
+        assert subprocess.run(words, stderr=full, cwd=Path(__file__).parents[2], check=False).returncode == 2

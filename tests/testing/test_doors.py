@@ -18,7 +18,10 @@ from safetensors.numpy import save_file
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import open_store
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.drafting import draft, group
+from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.registry import load_family
 
 ROOT = Path(__file__).parents[2]
 MODULE = '''
@@ -269,6 +272,18 @@ def release(tmp_path: Path) -> Path:
     save_file({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def test_a_draft_makes_no_arrays(tmp_path: Path) -> None:
+    """Where all its sizes are known, only their names aren't."""
+    layer = {name: shape for name, shape in (LAYER | DENSE).items() if "strange" not in name} | {"odd.weight": (24,)}
+    shapes = {name: shape for name, shape in SHAPES.items() if ".layers." not in name}
+    shapes |= {f"model.layers.{number}.{name}": shape for number in range(3) for name, shape in layer.items()}
+    drafted = draft("new", CONFIG, shapes, "a release")
+    (tmp_path / "new.py").write_text(drafted.table)
+    family = load_family(str(tmp_path / "new.py"))
+    with pytest.raises(ConfigError, match=r"table of new is a draft: .*TODO.*lines are marked TODO"):
+        expand(family, Config(CONFIG), Layout(shapes=shapes))
 
 
 def test_a_draft_at_the_terminal(release: Path, tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ class Reshard(ComparesSource, Transfer):
         return {
             **named,
             **kept,
-            **self.new_model.remembered,
+            **({} if self.tree.misfit and "config" in kept and not self.taken else self.new_model.remembered),
             "command": self.kind,
             "options": {**as_said(made), **asked, **{key: value for key, value in layout.items() if value is not None}},
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
