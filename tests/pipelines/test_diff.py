@@ -258,6 +258,27 @@ def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) 
     ]
 
 
+def test_a_checkpoint_that_was_rounded_for_a_release(tmp_path: Path) -> None:
+    """A float32 checkpoint, whose values no bfloat16 holds, and its bfloat16 export, either way round; with one value
+    changed by more than a step it is another.
+    """
+    random = np.random.default_rng(5)
+    values = {
+        name: (random.standard_normal(tensor.shape) + 0.1).astype(F32) for name, tensor in random_tensors(LLAMA).items()
+    }
+    source = save(tmp_path / "hf", LLAMA, values)
+    assert call("convert", source, tmp_path / "out", "--save_dtype", "float32") == 0
+    assert call("export", tmp_path / "out", tmp_path / "back", "--save_dtype", "bfloat16") == 0
+    for sides in ((tmp_path / "out", tmp_path / "back"), (tmp_path / "back", tmp_path / "out")):
+        assert kinds(statuses(*sides, status=1, folder=tmp_path)).keys() == {"rounded"}
+    values["model.norm.weight"][3] *= 1.02
+    save(tmp_path / "other", LLAMA, {name: tensor.astype(BF16) for name, tensor in values.items()})
+    found = statuses(tmp_path / "out", tmp_path / "other", status=1, folder=tmp_path)
+    assert [name for name, each in found.items() if each["status"] == "changed"] == [
+        "params.params.decoder.decoder_norm.scale"
+    ]
+
+
 def test_orbax_checkpoints_of_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are
     compared, nothing else, and that is said.

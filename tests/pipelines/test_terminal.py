@@ -747,7 +747,9 @@ def test_what_is_asked_in_vain_is_refused(source: Path, tmp_path: Path, capfd: p
         assert call(*words) == 2, words
         assert said in " ".join(capfd.readouterr().err.split())
     assert (release / "config.json").read_bytes() == before
-    assert call("reshard", tmp_path / "whole", tmp_path / "unlike", "--like", source) == 0  # another model's, as is said
+    assert (
+        call("reshard", tmp_path / "whole", tmp_path / "unlike", "--like", source) == 0
+    )  # another model's, as is said
     assert "this isn't the model of --like" in capfd.readouterr().err
     assert call("verify", tmp_path / "unlike", release) == 0
     assert call("export", tmp_path / "unlike", tmp_path / "back") == 0
