@@ -229,6 +229,8 @@ def meant(option: str, command: str, beams: Iterable[str] = ()) -> str:
     has it, then one of Beam's.
     """
     commands, (option, *_) = commands_of(make_parser()), option.partition("=")
+    if option == "--" or not option.startswith("--"):
+        return "; a folder whose name begins so is ./-NAME"
     ours = commands[command]._option_string_actions
     if longer := [known for known in ours if known.endswith(option.replace("--", "_", 1))]:
         return f"; did you mean {longer[0]}?"
