@@ -44,6 +44,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
 
 KIND = "cut"  # of its problems
+OF_EXPERTS = re.compile(r"experts\W*\d")  # of patterns
 NORM = re.compile(r"([^\d]*\.)(\d+)(\.(?:.*\.)?(?:\w*norm\w*|(?:\w*_)?ln(?:_\w*)?)\.weight)")
 BIAS = re.compile(r"([^\d]*\.)(\d+)(\.\w[\w.]*bias)")
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
@@ -104,7 +105,13 @@ class _Cutting:
             if (new := self._new_name(name)) is not None
         }
         edits = cut_config.edit(self.config, self.kept, [name for name in QUANT_CONFIGS if name in self.config])
-        names = {name: self._new_name(name) for name in self.checkpoint.tensors if self._tells_layers(name)}
+        # of experts the first one tells which modules a pattern names, if none has an expert's number
+        telling = None if any(OF_EXPERTS.search(path[-1]) for path in edits.renamed) else (None, 0)
+        names = {
+            name: self._new_name(name)
+            for name in self.checkpoint.tensors
+            if telling is None or self.anatomy.expert_of(name) in telling
+        }
         if problems := [*edits.problems, *against_patterns(names, edits.renamed)]:
             raise CutError(*dict.fromkeys(problems))
         config = cut_config.applied(self.config, edits.made)
@@ -114,10 +121,6 @@ class _Cutting:
         if problems := [*self._compare_blocks(made), *self._check_ends(), *self._check_weights(made)]:
             raise CutError(*problems)
         return made
-
-    def _tells_layers(self, name: str) -> bool:
-        """Whether a tensor is needed to tell which layers a pattern names: of experts the first one is."""
-        return self.anatomy.expert_of(name) in (None, 0)
 
     def _check_spelling(self) -> None:
         """Numbers are written anew: a layer 00, or one in other digits, would become layer 0, beside it or in its place.

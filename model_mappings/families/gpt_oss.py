@@ -66,7 +66,7 @@ LINES = (
     *SIZES, head_dim(64), MLP, eps(1e-5), CONTEXT, *plain_rope(150_000), *architecture("gpt_oss", "GptOssForCausalLM", "gpt_oss"), *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),
     size("num_experts", "num_local_experts"),
-    size("num_experts_per_tok", "num_experts_per_tok"),
+    size("num_experts_per_tok", "num_experts_per_tok", default=4),
     size("sliding_window_size", "sliding_window", default=128),
     fixed("mlp_activations", ["sigmoid", "linear"]),
     real("mlp_activations_limit", "swiglu_limit", default=7.0),
