@@ -63,7 +63,8 @@ def turning(rope):
 
 def uneven(c, model):
     full = rope_of(c, FULL)
-    local = Config(rope_type="default", rope_theta=full.get("rope_theta", THETA)) | (nested_rope(c, LOCAL) or {})
+    # a `rope_theta` beside the layers' own objects is of those with full attention (transformers v5.23.0)
+    local = Config(rope_type="default", rope_theta=THETA) | (nested_rope(c, LOCAL) or {})
     full = Config(rope_theta=THETA) | full
     if turning(local) == turning(full):
         return None

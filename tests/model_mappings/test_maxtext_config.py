@@ -194,6 +194,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (with_rope("gemma4-31b", {"sliding_attention": {}, "full_attention": {}}), None, ["'default' in full_attention layers", "proportional"]),
         (TREES["olmo3-7b"] | {"rope_scaling": YARN}, "olmo3-7b", ["YaRN"]),
         (TREES["olmo3-7b"] | {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}}, None, ["10000", "500000"]),
+        (TREES["olmo3-7b"] | {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e4}, None, ["10000", "500000"]),
         (TREES["deepseek4-284b"], None, ["'yarn' in compress layers"]),
         (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | LINEAR, "compress": OF_64}}, None, ["'linear' in main layers"]),
         (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | {"partial_rotary_factor": 0.5}, "compress": OF_64}}, None, ["main turns 256 of a head"]),
