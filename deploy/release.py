@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 NUMBER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)((a|b|rc)\d+)?")
 UNRELEASED = "## [Unreleased]\n"
-ADDRESS = re.compile(r"https://[\w.-]+/(?!OWNER/)[\w.-]+/[\w.-]+/?")
+ADDRESS = re.compile(r"https://[\w.:-]+/(?!OWNER/)[\w.-]+(/[\w.-]+)+/?")
 PAGES = {  # labels of `[project.urls]`, and what follows the project's address
     "Homepage": "",
     "Repository": "",

@@ -78,7 +78,7 @@ def with_defaults(c: Config, **defaults: object) -> Config:
       >>> with_defaults(Config(hidden_size=64, head_dim=None), head_dim=256)
       {'head_dim': 256, 'hidden_size': 64}
     """
-    return Config(defaults | {key: value for key, value in c.items() if value is not None})
+    return Config(defaults | {key: value for key, value in c.items() if value is not None or key not in defaults})
 
 
 def layers(

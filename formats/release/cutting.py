@@ -44,7 +44,6 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
 
 KIND = "cut"  # of its problems
-OF_EXPERTS = re.compile(r"experts\W*\d")  # of patterns
 NORM = re.compile(r"([^\d]*\.)(\d+)(\.(?:.*\.)?(?:\w*norm\w*|(?:\w*_)?ln(?:_\w*)?)\.weight)")
 BIAS = re.compile(r"([^\d]*\.)(\d+)(\.\w[\w.]*bias)")
 LAYERS, EXPERTS, ROWS = "--layers", "--experts", "--vocab_rows"
@@ -105,14 +104,8 @@ class _Cutting:
             if (new := self._new_name(name)) is not None
         }
         edits = cut_config.edit(self.config, self.kept, [name for name in QUANT_CONFIGS if name in self.config])
-        # of experts the first one tells which modules a pattern names, if none has an expert's number
-        telling = None if any(OF_EXPERTS.search(path[-1]) for path in edits.renamed) else (None, 0)
-        names = {
-            name: self._new_name(name)
-            for name in self.checkpoint.tensors
-            if telling is None or self.anatomy.expert_of(name) in telling
-        }
-        if problems := [*edits.problems, *against_patterns(names, edits.renamed)]:
+        against = against_patterns(self.checkpoint.tensors, self._new_name, edits.renamed, self._option)
+        if problems := [*edits.problems, *against]:
             raise CutError(*dict.fromkeys(problems))
         config = cut_config.applied(self.config, edits.made)
         made = view(

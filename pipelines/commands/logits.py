@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightbeam.formats.orbax.source import open_orbax
+from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.token import name_secret
@@ -137,12 +137,14 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
     with ready.gathering():
         ready.tokens = _tokens(ready.models[0], asked) if ready.models else ()
     with ready.gathering():
-        ready.models += [StreamedModel(_open(other, asked, source), asked.dtype)] if other else []
+        beside = _open(other, asked, source) if other else None
+        ready.models += [StreamedModel(beside, asked.dtype)] if beside else []
+        held = beside.sources if beside else ()
+        if asked.maxtext_model and not asked.maxtext and not any(isinstance(one, OrbaxCheckpoint) for one in held):
+            why = "is for an Orbax checkpoint beside the release, or for --maxtext; leave it out"
+            raise Refused(f"--maxtext_model={asked.maxtext_model}: {why}")
     with ready.gathering():
         _check_alike(ready.models)
-    if asked.maxtext_model and not asked.maxtext and (other is None or is_release(open_store(other))):
-        why = "is for an Orbax checkpoint beside the release, or for --maxtext; leave it out"
-        ready.refusals.append(Refused(f"--maxtext_model={asked.maxtext_model}: {why}"))
     if ready.refusals:
         raise Refused.together(ready.refusals)
     return ready

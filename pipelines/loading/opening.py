@@ -183,7 +183,8 @@ def _refuse_what_nothing_follows(
         raise Refused(
             f"{said}: says by which table a release is read, and {where} is an Orbax checkpoint; leave it out, or name a release of its model, release=…, too"
         )
-    if "save_dtype" not in given or options.save_dtype == AUTO or (has_scales(found.stored) and not as_is):
+    has_codes = has_scales(found.stored) and (not as_is or options.save_dtype == CODED)
+    if "save_dtype" not in given or options.save_dtype == AUTO or has_codes:
         return
     held = {array.dtype.name for array in found.stored.values() if is_float(array.dtype)}
     if other := sorted(held - {options.save_dtype}):

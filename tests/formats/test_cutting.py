@@ -163,6 +163,10 @@ def test_rows_of_a_packed_head(tmp_path: Path, said: bool) -> None:
         (r"re:.*\.10\.mlp", None),
         ("10.mlp", None),
         (r"re:^(?!.*layers\.10).*$", None),
+        (r"re:^(?!.*lm_head).*$", r"re:^(?!.*lm_head).*$"),
+        (r"re:.*\bq_proj\b", r"re:.*\bq_proj\b"),
+        ("*.10.mlp*", None),
+        ("model.layers.10*", "model.layers.0*"),
         (r"re:.*layers\.\d+\.mlp", r"re:.*layers\.\d+\.mlp"),
         (r"re:(model|visual)\..*\.mlp\..*", r"re:(model|visual)\..*\.mlp\..*"),
         ("visual.blocks.10", "visual.blocks.10"),
@@ -182,6 +186,18 @@ def test_patterns_of_a_quantisation(pattern: str, new: str | None, tmp_path: Pat
     else:
         assert not cut.problems
         assert cut.config["quantization_config"]["modules_to_not_convert"] == ["lm_head", *filter(None, [new])]
+
+
+def test_a_pattern_without_a_prefix(tmp_path: Path) -> None:
+    """A key of GPTQModel's `dynamic` is one; and of experts, by their own numbers."""
+    config = QWEN3_MOE | dict(num_hidden_layers=3)
+    for key, cut in ((r".*\.2\..*down.*", Cut(layers="1:3")), (r"-:.*experts\.3\..*", Cut(experts="2:4"))):
+        quantization = {"quant_method": "mxfp4", "dynamic": {key: {"bits": 8}}}
+        source = save(tmp_path / str(cut), config | dict(quantization_config=quantization), random_tensors(config))
+        (problem,) = cut_release(open_hf(source), cut).problems
+        assert problem.subject == ("--layers" if cut.layers else "--experts")
+        assert f"says {key!r}, which can't be renumbered" in problem.message
+        assert not cut_release(open_hf(source), Cut(vocab_rows=40)).problems
 
 
 def test_a_box_in_the_middle_of_rows(tmp_path: Path) -> None:

@@ -145,6 +145,13 @@ def test_a_tensor_of_another_dtype_is_found(
     assert f"{name} is float16; tensors of this dtype: 1 here, and 0 that the export wrote" in said
 
 
+def test_a_tensor_of_a_wider_dtype_is_right(export: Path, made: tuple[Path, Path]) -> None:
+    """It holds the same values."""
+    for shard in export.glob("*.safetensors"):
+        save_file({name: tensor.astype(np.float32) for name, tensor in read_file(shard).items()}, shard)
+    assert call("verify", "--source", export, "--checkpoint", made[0], "--accept", "model.safetensors.index.json") == 0
+
+
 def test_what_is_alike_in_python_is_not_alike_in_json(tmp_path: Path) -> None:
     """A name with a dot is no field of an object, and 1 isn't true."""
     (tmp_path / "config.json").write_text(json.dumps({"rope.theta": 5, "a": 1, "b": [1], "c": True, "d": 2.0}))

@@ -159,8 +159,11 @@ class _Chunk:
             self._square = float(np.dot(self._wide, self._wide))
 
     def compare(self, first: np.ndarray, step: np.dtype | None) -> Difference:
-        """How far the same elements of a first array are from them. Without a `step`, as where one was beyond it already,
-        no other one is told to be.
+        """How far the same elements of a first array are from them.
+
+        Args:
+          first: of the first array.
+          step: see `compare_each`; None of integers, and where one was beyond it already, so that nobody asks.
         """
         second = self._values
         if "c" in (first.dtype.kind, second.dtype.kind):

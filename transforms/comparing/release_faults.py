@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from weightbeam.formats.release.files import role_of
-from weightbeam.formats.safetensors import INDEX, Tensor
+from weightbeam.formats.safetensors import DTYPES, INDEX, Tensor
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
 from weightbeam.formats.targets.published import RECORD, strays_in
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
+from weightbeam.model_mappings.plan import holds, is_float
 
 CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
@@ -61,7 +62,8 @@ def find_release_faults(
 
 
 def find_dtype_faults(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> list[Said]:
-    """The tensors of a dtype of which the export wrote fewer: its values may be rounded, and no plan says so.
+    """The tensors of a dtype of which the export wrote fewer, and that doesn't hold the values of all that it wrote: they
+    may be rounded, and no plan says so.
 
     Args:
       tensors: of the export, by name.
@@ -71,8 +73,10 @@ def find_dtype_faults(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) 
     if not isinstance(wrote, Mapping) or not all(type(times) is int for times in wrote.values()):
         return []
     found: dict[str, list[str]] = {}
+    known = {dtype.name: dtype for dtype in DTYPES.values()}
     for name, tensor in tensors.items():
-        found.setdefault(tensor.dtype.name, []).append(name)
+        if not all(holds(tensor.dtype, known[other]) for other in wrote if other in known and is_float(known[other])):
+            found.setdefault(tensor.dtype.name, []).append(name)
     return [
         (
             names[-1],
