@@ -16,6 +16,7 @@ from weightbeam.model_mappings.anatomy import LAYERS
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
 from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
 from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.left_out import left_out
 
 Path = tuple[str, ...]
 
@@ -160,7 +161,8 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
         if isinstance(inner := part.get(name), Mapping)
     ]
     for section, part in (*sections, *nested):
-        for key, value in part.items():
+        said = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
+        for key, value in (part | said).items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):
                     edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))

@@ -188,6 +188,16 @@ def test_patterns_of_a_quantisation(pattern: str, new: str | None, tmp_path: Pat
         assert cut.config["quantization_config"]["modules_to_not_convert"] == ["lm_head", *filter(None, [new])]
 
 
+def test_a_count_that_is_left_out(tmp_path: Path) -> None:
+    """DeepSeek's class has three dense layers; of those a cut keeps one, which it has to say."""
+    config = DEEPSEEK | dict(num_hidden_layers=5, first_k_dense_replace=3)
+    tensors = random_tensors(config)
+    del config["first_k_dense_replace"]
+    cut = cut_release(open_hf(save(tmp_path / "hf", config, tensors)), Cut(layers="2:5"))
+    assert not cut.problems
+    assert cut.config["first_k_dense_replace"] == 1
+
+
 def test_a_pattern_without_a_prefix(tmp_path: Path) -> None:
     """A key of GPTQModel's `dynamic` is one; and of experts, by their own numbers."""
     config = QWEN3_MOE | dict(num_hidden_layers=3)
