@@ -29,12 +29,14 @@ class Drafted(Shown):
     Attributes:
       name: of the family.
       drafted: what they hold.
-      files: their names and texts, in the folder where they are written.
+      files: their names and texts.
+      is_written: whether they lie in the current folder.
     """
 
     name: str
     drafted: Draft
     files: Mapping[str, str]
+    is_written: bool = False
 
     def blocks(self) -> Iterator[Block]:
         rows = Table("layers", "tensors", "lines")
@@ -43,8 +45,9 @@ class Drafted(Shown):
             rows.add_row(layers, each.prefix or "beside layers", str(len(each.lines)))
         yield rows
         yield ""
-        yield f"{', '.join(self.files)}: {self.brief()}"
-        yield f"next: python -m pytest test_{self.name}.py says each; weightbeam help contributors_day"
+        yield f"{'' if self.is_written else 'would write '}{', '.join(self.files)}: {self.brief()}"
+        if self.is_written:
+            yield f"next: python -m pytest test_{self.name}.py says each; weightbeam help contributors_day"
 
     def brief(self) -> str:
         return f"{count(self.drafted.open, 'mark')} {TODO} in the table"
@@ -112,5 +115,5 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
                     out.write(text)
             except OSError as e:
                 raise Refused(f"{Path(file).absolute()}: {e.strerror}; go to a folder that can be written") from e
-    say(args, made)
+    say(args, dataclasses.replace(made, is_written=not args.dry_run))
     return 0
