@@ -104,7 +104,7 @@ class Resharded(Shown):
             flags |= planned.tree.maxtext.flags()
         else:
             flags |= {} if planned.tree.scan is None else {"scan_layers": planned.tree.scan}
-            name = planned.tree.model or planned.model.name
+            name = "" if planned.tree.misfit else planned.tree.model or planned.model.name
             flags |= {"model_name": printable(name)} if name else {}
         return {name: scalar(value) for name, value in (flags | storage_flags(planned.format)).items()}
 

@@ -182,8 +182,8 @@ class TreeLayouts:
 
     def check(self, scan: bool | None, is_moving: bool) -> list[Problem]:
         """What stands against the layout that is wanted, and against the model that the user named."""
-        if self.named_by and (why := self.clash()):
-            return [Problem("option", self.named_by, why)]
+        if self.named_by and self.reason:
+            return [Problem("option", self.named_by, self.reason)]
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
         option = self.taken.option if self.taken else option
         if is_moving and self.family is None:
@@ -279,24 +279,6 @@ class TreeLayouts:
         assert self.family is not None
         layout = dataclasses.replace(self.at(scan, axis), maxtext=version or self.layout.maxtext)
         return keep_arrays(expand(self.family, self.config, layout), self.sizes)[0]
-
-    def clash(self) -> str:
-        """Why the checkpoint isn't one of the model, wherever its layers are stacked: there is no such model, or an
-        array of both has another shape; empty where nothing says so.
-        """
-        if self.family is None:
-            return self.reason
-        held = {key: stored.shape for key, stored in self.weights.items()}
-        clashes = []
-        for axis in SCAN_AXES if self.axis is None else (self.axis,):
-            wanted = {key_of(path): same[0].shape for path, same in self.parts(self.scan, axis).items()}
-            found = next((key for key in sorted(held.keys() & wanted.keys()) if held[key] != wanted[key]), None)
-            if found is None:
-                return ""
-            clashes.append(
-                f"{found.removeprefix(PARAMETERS)} is {held[found]} in the checkpoint, and {wanted[found]} in {self.of}"
-            )
-        return clashes[0]
 
     def misfit(self) -> str:
         """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
