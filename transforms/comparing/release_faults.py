@@ -74,8 +74,8 @@ def find_dtype_faults(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) 
         return []
     found: dict[str, list[str]] = {}
     known = {dtype.name: dtype for dtype in DTYPES.values()}
+    floats = [known[other] for other in wrote if other in known and is_float(known[other])]
     for name, tensor in tensors.items():
-        floats = [known[other] for other in wrote if other in known and is_float(known[other])]
         if is_float(tensor.dtype) and not all(holds(tensor.dtype, other) for other in floats):
             found.setdefault(tensor.dtype.name, []).append(name)
     return [
