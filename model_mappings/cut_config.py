@@ -162,7 +162,7 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
     ]
     for section, part in (*sections, *nested):
         said = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
-        for key, value in (part | said).items():
+        for key, value in {**part, **said}.items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):
                     edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))
