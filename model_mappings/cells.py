@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -191,14 +191,31 @@ class Part:
 
     def pieces(self, cell: Cell, box: Box) -> Iterator[Piece]:
         """See `Cell.pieces`."""
-        if (tensor := cell.tensor) is not None:
-            for stored, array, order in self._relation.read(cell.indices, box, back=False):
-                yield Piece(tensor, stored, array, order, self.rule.ops)
+        if (tensor := cell.tensor) is None:
+            return
+        indices, corner, at = list(cell.indices), list(box), []
+        for axis, which in self._selectors:
+            index, (start, stop) = indices[which], box[axis]
+            if not start <= index < stop:
+                return
+            indices[which], corner[axis] = 0, (0, 1)
+            at.append((axis, index))
+        for stored, array, order in _read(self._relation, tuple(indices), tuple(corner)):
+            yield Piece(tensor, stored, _moved(array, at), order, self.rule.ops)
 
     def pieces_back(self, cell: Cell, box: Box, key: str) -> Iterator[Piece]:
         """See `Cell.pieces_back`."""
         for stored, array, order in self._relation.read(cell.indices, box, back=True):
             yield Piece(key, array, stored, order, inverses(self.rule.ops))
+
+    @functools.cached_property
+    def _selectors(self) -> tuple[tuple[int, int], ...]:
+        """The axes of the array that are one stacked axis each, with the number of that among a cell's indices."""
+        return tuple(
+            (number, factor.which + (self.layers.ndim if factor.kind == "name" else 0))
+            for number, axis in enumerate(self.target_axes)
+            if len(axis) == 1 and (factor := axis[0]).kind != "free"
+        )
 
     @functools.cached_property
     def _relation(self) -> Relation:
@@ -218,6 +235,22 @@ class Part:
     def flat_sizes(self) -> tuple[int, ...]:
         """The sizes of the tensor's factors, those of all its axes in one."""
         return tuple(itertools.chain(*self.source_factors))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _read(relation: Relation, indices: tuple[int, ...], box: Box) -> tuple[tuple[View, View, tuple[int, ...]], ...]:
+    """`Relation.read`, once for all cells that differ by nothing but their place: 256 experts of 58 layers have the same
+    pieces, each in a tensor of its own.
+    """
+    return tuple(relation.read(indices, box, back=False))
+
+
+def _moved(view: View, at: Sequence[tuple[int, int]]) -> View:
+    """A view at other indices, given as `(axis, index)`, of axes that select a tensor."""
+    box = list(view.box)
+    for axis, index in at:
+        box[axis] = (index, index + 1)
+    return View(tuple(box), view.steps, view.factors, view.picks)
 
 
 def _size(factor: str, rule: Rule, dims: dict[str, int]) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from weightbeam.model_mappings.boxes import Box
-from weightbeam.model_mappings.cells import Cell, Part
+from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
@@ -96,6 +96,10 @@ class Array:
     def cells(self, box: Box | None = None) -> Iterable[Cell]:
         """The cells, or those that may have a share in `box`."""
         return (cell for part in self.parts for cell in part.cells(box))
+
+    def pieces(self, box: Box) -> Iterator[Piece]:
+        """What `box` is made of."""
+        return (piece for cell in self.cells(box) for piece in cell.pieces(box))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and 
         ranges = zip(self.box, self.steps, origin, strict=True)
         # `...`: a view even without axes
         cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]
-        split = np.reshape(cut, tuple(itertools.chain(*self.factors)), copy=False)
+        split = cut.reshape(tuple(itertools.chain(*self.factors)), copy=False)
         return split[(*map(selection, itertools.chain(*self.picks)), ...)]
 
 

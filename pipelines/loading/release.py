@@ -106,7 +106,7 @@ class MappedRelease:
         these.
         """
         if (key, boxes) not in self._costs:
-            found = fetches_for((self._arrays[key], box) for box in boxes)
+            found = fetches_for(piece for box in boxes for piece in self._arrays[key].pieces(box))
             reads = [
                 read
                 for name, fetched in found.items()

@@ -130,16 +130,15 @@ def fetches_of(
 
     Boxes of one tensor are joined where that reads nothing twice and nothing in between.
     """
-    return fetches_for((arrays[block.array], element_box(grids[block.array].spec, block.shards)) for block in blocks)
+    boxes = ((arrays[block.array], element_box(grids[block.array].spec, block.shards)) for block in blocks)
+    return fetches_for(piece for array, box in boxes for piece in array.pieces(box))
 
 
-def fetches_for(wanted: Iterable[tuple[Array, Box]]) -> dict[str, list[tuple[Box, bool]]]:
-    """The boxes of each tensor that boxes of arrays need, joined as by `fetches_of`."""
+def fetches_for(pieces: Iterable[Piece]) -> dict[str, list[tuple[Box, bool]]]:
+    """The boxes of each tensor that pieces need, joined as by `fetches_of`."""
     boxes: dict[str, list[tuple[Box, bool]]] = {}
-    for array, box in wanted:
-        for cell in array.cells(box):
-            for piece in cell.pieces(box):
-                _join(boxes.setdefault(piece.tensor, []), piece.source.box, bool(piece.ops))
+    for piece in pieces:
+        _join(boxes.setdefault(piece.tensor, []), piece.source.box, bool(piece.ops))
     return boxes
 
 
@@ -180,8 +179,7 @@ def expand_unit(
         ):
             shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
             box = element_box(spec, shards)
-            pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
-            placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
+            placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in array.pieces(box))
             recipes.append(ShardsRecipe(spec, shards, array.fill, placed))
     return Unit(id, tuple(fetches), tuple(recipes))
 
@@ -208,6 +206,8 @@ def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
 
 def find_fetch(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
     """The number of the fetch that holds the box."""
+    if len(fetches) == 1:  # as most tensors have
+        return fetches[0][1]
     return next(
         number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True))
     )

@@ -9,6 +9,7 @@ any arrays.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,14 +99,14 @@ def plan_boxes(
     numbers: dict[str, list[tuple[Box, int]]] = {}
     dtypes = {array.dtype for array, _ in wanted}
     dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(DECODED) else np.dtype(np.float32)
-    for tensor, boxes in fetches_for(wanted).items():
+    pieces = [tuple(array.pieces(box)) for array, box in wanted]
+    for tensor, boxes in fetches_for(itertools.chain(*pieces)).items():
         for box, computed in boxes:
             numbers.setdefault(tensor, []).append((box, len(fetches)))
             fetches.append(Fetch(encodings[tensor], box, np.dtype(np.float32) if computed else dtype))
     recipes = []
-    for array, box in wanted:
-        pieces = (piece for cell in array.cells(box) for piece in cell.pieces(box))
-        placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
+    for (array, box), made_of in zip(wanted, pieces, strict=True):
+        placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in made_of)
         recipes.append(BoxRecipe(box, array.dtype, array.fill, placed))
     return fetches, recipes
 

@@ -76,7 +76,9 @@ def _integers(values: np.ndarray, dtype: np.dtype, name: str | None) -> np.ndarr
     return made
 
 
-def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _align(
+    source: np.ndarray, target: View, made: np.ndarray, origin: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
     """`source`, and the view of the shards `made` that it becomes, with the same axes.
 
     An axis that runs through several shards is two: the shard's number, and the index within it. Two shards of (3, 4),
@@ -87,6 +89,8 @@ def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[
         region   made[0:2, 0]  ─▸  (2, 3, 4)      axis 1 lies within one shard, and stays one axis
     """
     rank = len(origin)
+    if all(count == 1 for count in made.shape[:rank]):
+        return source, target.of(made.reshape(made.shape[rank:], copy=False), origin)
     numbers: list[int | slice] = []  # of shards, on each axis
     within: list[int | slice] = []  # a shard, on each axis
     order: list[int] = []  # of the axes of `made` that are left
@@ -117,7 +121,7 @@ def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[
             lengths += [(stop - start) // size, size]
     left = [axis for axis, index in enumerate([*numbers, *within]) if isinstance(index, slice)]
     region = made[(*numbers, *within, ...)].transpose([left.index(axis) for axis in order])
-    return np.reshape(source, lengths, copy=False), np.reshape(region, split, copy=False)[(*picks, ...)]
+    return source.reshape(lengths, copy=False), region.reshape(split, copy=False)[(*picks, ...)]
 
 
 def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None:
@@ -153,7 +157,7 @@ def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.nd
         else:
             shape.append(n)
         last = (strides[0], strides[1])
-    return np.reshape(source, shape, copy=False), np.reshape(target, shape, copy=False)
+    return source.reshape(shape, copy=False), target.reshape(shape, copy=False)
 
 
 def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:

@@ -129,7 +129,7 @@ def efforts_of(conversion: Conversion) -> Iterator[Effort]:
 def _copy_rate(array: Array) -> float:
     """Bytes a second that one core makes of an array: by whether its fastest axis is that of its tensors."""
     corner = tuple((0, 1) for _ in array.shape)
-    piece = next((piece for cell in array.cells(corner) for piece in cell.pieces(corner)), None)
+    piece = next(array.pieces(corner), None)
     return TRANSPOSE if piece and piece.order and piece.order[-1] != len(piece.order) - 1 else COPY
 
 
