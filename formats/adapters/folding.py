@@ -119,6 +119,7 @@ def fold(
     model_type: str,
     stacks: Sequence[Stack],
     ties: Ties | None = None,
+    cut: str = "",
 ) -> Folding:
     """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's
     table.
@@ -128,7 +129,7 @@ def fold(
         problems.append(
             Problem("option", "--adapter_only", f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}")
         )
-    found = collect(encodings, adapters[:1], aliases, model_type, ties=ties)
+    found = collect(encodings, adapters[:1], aliases, model_type, ties=ties, cut=cut)
     problems += found.problems
     deltas: dict[str, Delta] = {}
     for name, change in found.changes.items():

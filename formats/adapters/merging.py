@@ -92,6 +92,7 @@ def merge(
     model_type: str,
     lost: frozenset[str] = frozenset(),
     ties: Ties | None = None,
+    cut: str = "",
 ) -> Merging:
     """Merges adapters, one after the other.
 
@@ -102,9 +103,10 @@ def merge(
       model_type: of the base's `config.json`.
       lost: tensors that something else stands against, which aren't missed here.
       ties: which heads are the embedding, by the names of `encodings`; what the names tell where it isn't given.
+      cut: what is taken of the release, in words; empty for all of it.
     """
     ties = ties or find_ties(Config(), encodings)
-    found = collect(encodings, adapters, aliases, model_type, lost, ties)
+    found = collect(encodings, adapters, aliases, model_type, lost, ties, cut)
     problems = list(found.problems)
     merged = dict(encodings)
     for name, change in found.changes.items():
@@ -141,6 +143,7 @@ def collect(
     model_type: str,
     lost: frozenset[str] = frozenset(),
     ties: Ties | None = None,
+    cut: str = "",
 ) -> Changes:
     """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`. A head that is tied isn't
     among them: what changes it changes the embedding.
@@ -159,7 +162,10 @@ def collect(
                 for name, why in _apply(adapter, files, changes, used)
                 if (problem := _problem(adapter, name, why, files, lost))
             ]
-            if found and adapter.config.base:
+            if found and cut:
+                message = f"doesn't fit {cut} of its base; one of the whole release is merged first (weightbeam merge)"
+                found.insert(0, Problem("adapter", adapter.root, f"{message}, and these are taken of what is made"))
+            elif found and adapter.config.base:
                 message = (
                     f"was trained on {adapter.config.base}, by its base_model_name_or_path; is that the base here?"
                 )

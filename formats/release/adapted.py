@@ -38,7 +38,7 @@ def merge_release(
     renamed = source.renamed(aliases)
     ties, problems = _ties(checkpoint, renamed, family) if adapters else (Ties(), [])
     model_type = str(checkpoint.config.get("model_type", ""))
-    merging = merge(renamed.encodings, adapters, aliases, model_type, source.lost | renamed.lost, ties)
+    merging = merge(renamed.encodings, adapters, aliases, model_type, source.lost | renamed.lost, ties, checkpoint.cut)
     problems += _unlike(renamed, ties, merging)
     return dataclasses.replace(
         merging,

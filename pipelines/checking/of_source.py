@@ -26,7 +26,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
-from weightbeam.pipelines.checking.subject import Subject, compare_trees
+from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepare_as
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
@@ -37,7 +37,6 @@ from weightbeam.transforms.comparing.counterparts import copied
 from weightbeam.transforms.comparing.metadata import find_metadata_faults
 from weightbeam.transforms.comparing.release_faults import compare_remembered
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Options
 
 LOG = logging.getLogger("weightbeam")
@@ -71,7 +70,9 @@ def plan_verification(
         with held_item(find_items(checkpoint)) as items:
             found = _open_checkpoint(items, checkpoint, source, given)
             options = _options(found, given)
-            conversion = prepare(options, found.source, open_adapters(options))
+            told = (given, record_of(items).get("options", {}))
+            is_settled = any(said.get("param_scan_axis") is not None for said in told)
+            conversion = prepare_as(options, found.source, found.arrays, open_adapters(options), is_settled)
             subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
     refuse(_with_whole(conversion.plan.problems, options), conversion.source)
     assert subject
@@ -116,6 +117,11 @@ class _Checkpoint:
     files: Files
     source: HfCheckpoint
     is_own: bool
+
+    @property
+    def arrays(self) -> dict[str, ts.TensorStore]:
+        """Its arrays by MaxText's names for them, and by their keys."""
+        return {**{name: self.stores[key] for name, key in self.weights.items()}, **self.stores}
 
 
 def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: Mapping[str, Any]) -> _Checkpoint:
@@ -194,8 +200,7 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
     Raises:
       Refused: adapters were merged into it, and nothing says where they are.
     """
-    weights = {name: found.stores[key] for name, key in found.weights.items()}
-    options = options_of(found.items, {**weights, **found.stores}, given, found.source.config)
+    options = options_of(found.items, found.arrays, given, found.source.config)
     if named := [url for url, _ in options.lora if is_name(url)]:
         raise Refused(
             f"{found.items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"

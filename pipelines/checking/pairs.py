@@ -23,6 +23,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
+from weightbeam.pipelines.checking.subject import prepare_as
 from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import count
@@ -30,7 +31,6 @@ from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.layouts import SCAN_AXES, scan_axis_of
 from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
 
@@ -321,11 +321,6 @@ def _layer(stored: Operand, axis: int, number: int) -> Operand:
     )
 
 
-def _fits(conversion: Conversion, there: Side) -> bool:
-    """Whether the arrays that a checkpoint has, too, are of its shapes."""
-    return all(there[array.key].shape == array.shape for array in conversion.plan.arrays if array.key in there)
-
-
 def _stored_dtype(array: Array, conversion: Conversion) -> np.dtype | None:
     """The coarsest dtype of the tensors that an array is made of; None where they hold codes, or no floats."""
     names = (name for part in array.parts for name in part.tensors)
@@ -351,15 +346,8 @@ def _converted(
     dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in COMPUTED)
     if dtypes:
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
-    conversion = prepare(options, release)
+    conversion = prepare_as(options, release, there)
     refuse(conversion.plan.problems, conversion.source)
-    if options.scan_layers and not _fits(conversion, there):  # stacked on another axis, and no record says so
-        others = (
-            prepare(dataclasses.replace(options, param_scan_axis=axis), release)
-            for axis in SCAN_AXES
-            if axis != options.param_scan_axis
-        )
-        conversion = next((other for other in others if _fits(other, there)), conversion)
     grids = {grid.spec.key: grid for grid in conversion.grids}
 
     def stored(array: Array) -> Operand:

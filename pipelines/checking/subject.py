@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
 
+from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
+from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Files, Watched
 from weightbeam.model_mappings.plan import Array, is_float
@@ -20,6 +22,9 @@ from weightbeam.transforms.comparing.array_sums import NOT_COMPARED, ShardsRead,
 from weightbeam.transforms.comparing.counterparts import Counterpart
 from weightbeam.transforms.comparing.verification import ArrayResult
 from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.layouts import SCAN_AXES
+from weightbeam.transforms.planning.options import Options
 
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
@@ -94,6 +99,45 @@ class Subject:
             digests,
             self.state,
         )
+
+
+class Shaped(Protocol):
+    """An array that is there."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def prepare_as(
+    options: Options,
+    release: HfCheckpoint,
+    there: Mapping[str, Shaped],
+    adapters: Sequence[Adapter] = (),
+    is_settled: bool = False,
+) -> Conversion:
+    """Plans the conversion into arrays that are there.
+
+    Args:
+      options: of the conversion.
+      release: what is converted.
+      there: the arrays, by MaxText's names for them.
+      adapters: what is merged.
+      is_settled: whether the options say on which axis the layers are stacked. Else it is MaxText's own, or the first
+        other one with which the arrays have these shapes.
+    """
+    conversion = prepare(options, release, adapters)
+
+    def fits(planned: Conversion) -> bool:
+        return all(there[array.key].shape == array.shape for array in planned.plan.arrays if array.key in there)
+
+    if is_settled or not options.scan_layers or fits(conversion):
+        return conversion
+    others = (
+        prepare(dataclasses.replace(options, param_scan_axis=axis), release, adapters)
+        for axis in SCAN_AXES
+        if axis != options.param_scan_axis
+    )
+    return next((other for other in others if fits(other)), conversion)
 
 
 def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, str]]:

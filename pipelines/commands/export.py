@@ -65,7 +65,6 @@ LOG = logging.getLogger("weightbeam")
 # keywords that adapters have no use for
 OF_MODELS = (
     "save_dtype",
-    "param_scan_axis",
     "max_shard_size",
     "lora",
     "family",
@@ -199,7 +198,7 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Adap
         form, _ = find_like(checkpoint, asked.like)
     except StorageError as e:
         raise Refused(str(e)) from e
-    return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model)
+    return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model, asked.param_scan_axis)
 
 
 @takes(asked=ExportOptions)

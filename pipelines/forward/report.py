@@ -10,7 +10,7 @@ import numpy as np
 
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count
-from weightbeam.transforms.comparing.logits import LayerDifference, LogitsDifference
+from weightbeam.transforms.comparing.logits import EMBEDDING, LayerDifference, LogitsDifference
 
 SHOWN = 20  # tokens and layers that a report lists
 
@@ -36,13 +36,18 @@ class Beside:
     limits: tuple[str, ...] = ()
 
     @property
+    def whole(self) -> list[LayerDifference]:
+        """Of `layers` those that are whole ones."""
+        return [each for each in self.layers if "/" not in each.name and each.name != EMBEDDING]
+
+    @property
     def parts_at(self) -> LayerDifference | None:
-        """The first layer that parts, or the first module in it that does; None where none does. In a layer that doesn't
-        part, two modules that part are two sides' ways to divide the same work.
+        """The embedding, or the first layer that parts, or the first module in it that does; None where none does. In a
+        layer that doesn't part, two modules that part are two sides' ways to divide the same work.
         """
         parted = [each for each in self.layers if each.beyond(self.tolerance)]
-        if (layer := next((each for each in parted if "/" not in each.name), None)) is None:
-            return None
+        if (layer := next((each for each in parted if "/" not in each.name), None)) is None or layer.name == EMBEDDING:
+            return layer
         return next((each for each in parted if each.name.startswith(f"{layer.name}/")), layer)
 
     @property
@@ -52,20 +57,19 @@ class Beside:
 
     def to_dict(self) -> dict[str, Any]:
         first = self.parts_at
-        layer, _, part = first.name.partition("/") if first else ("", "", "")
         return {
             "where": self.where,
             "ok": self.ok,
             "tolerance": self.tolerance,
             "logits": _finite(dataclasses.asdict(self.logits)),
-            "parts_at": {"layer": int(layer), "module": part or None, "tensors": self.tensors} if first else None,
+            "parts_at": {**_place(first), "tensors": self.tensors} if first else None,
             "limits": self.limits,
             "layers": [_finite(dataclasses.asdict(each)) for each in self.layers],
         }
 
     def blocks(self) -> Iterator[Block]:
         """What a person sees: the layers that part, what both make of it, and where to look."""
-        parted = [each for each in self.layers if "/" not in each.name and each.beyond(self.tolerance)]
+        parted = [each for each in self.whole if each.beyond(self.tolerance)]
         if parted:
             table = Table("layer", ">relative", ">max")
             for each in parted[:SHOWN]:
@@ -83,16 +87,25 @@ class Beside:
     def _where(self) -> str:
         """Where they part, in a sentence."""
         if (first := self.parts_at) is None:
-            whole = [each for each in self.layers if "/" not in each.name]
+            whole = self.whole
             if not self.ok:
                 behind = "they part behind the last layer: in the last norm or the head"
                 return behind if whole else "no layer was compared: none makes one vector for each token"
             most = max(whole, key=lambda each: each.relative, default=None)
             furthest = f"; the largest is {most.relative:.3g}, in layer {most.name}" if most and most.relative else ""
             return f"no layer parts by more than {self.tolerance:g}{furthest}"
-        layer, _, part = first.name.partition("/")
+        layer, part = _place(first).values()
         named = f", in {part} ({', '.join(self.tensors)})" if part and self.tensors else f", in {part}" if part else ""
-        return f"they part in layer {layer}{named}: by {first.relative:.3g} of what it makes"
+        where = "before the first layer" if layer is None else f"in layer {layer}"
+        return f"they part {where}{named}: by {first.relative:.3g} of what it makes"
+
+
+def _place(part: LayerDifference) -> dict[str, Any]:
+    """The number of a layer, and a module in it; no layer for the embedding, which is before the first one."""
+    if part.name == EMBEDDING:
+        return {"layer": None, "module": EMBEDDING}
+    layer, _, module = part.name.partition("/")
+    return {"layer": int(layer), "module": module or None}
 
 
 def _finite(found: Mapping[str, Any]) -> dict[str, Any]:

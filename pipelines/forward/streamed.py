@@ -17,6 +17,7 @@ documented API; PEFT uses the first, and the extra `models` pins the version.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.forward.sides import Side
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
-from weightbeam.transforms.comparing.logits import Trace
+from weightbeam.transforms.comparing.logits import EMBEDDING, Trace
 from weightbeam.transforms.execution.operands import Operand
 
 if TYPE_CHECKING:
@@ -151,7 +152,11 @@ class StreamedModel:
         return sum(group.nbytes for group in self._read_whole())
 
     def tensors_below(self, name: str) -> list[str]:
-        """The kinds of tensors that a layer, or a module in one, is made of; `name` is as a `Trace` has it."""
+        """The kinds of tensors that the embedding, a layer, or a module in one, is made of; `name` is as a `Trace` has it."""
+        if name == EMBEDDING:
+            return [
+                tensor for group in self._needed() if self._is_embedding(group) for tensor in self._sources[group.name]
+            ]
         number, _, part = name.partition("/")
         layer = self.layers[int(number)].name
         inside = re.compile(rf"layers\.{layer.rpartition('.')[2]}\.(.*)")
@@ -179,6 +184,9 @@ class StreamedModel:
             module = self.model.get_submodule(name)
             hooks.append(module.register_forward_pre_hook(lambda module, args, group=group: fill(group, args)))
             hooks.append(module.register_forward_hook(lambda module, args, made, group=group: self._free(group)))
+        if trace and self.layers:
+            first = self.model.get_submodule(self.layers[0].name)
+            hooks.append(first.register_forward_pre_hook(functools.partial(_note_input, seen), with_kwargs=True))
         for number, layer in enumerate(self.layers if trace else ()):
             module = self.model.get_submodule(layer.name)
             for name, part in (*module.named_children(), ("", module)):
@@ -347,6 +355,11 @@ def _note(seen: dict[str, np.ndarray], key: str, made: Any) -> None:
     values = made[0] if isinstance(made, tuple) else made
     if getattr(values, "ndim", 0) in (3, 4) and len(values) == 1:
         seen[key] = _to_numpy(values[0])
+
+
+def _note_input(seen: dict[str, np.ndarray], module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Notes what enters the first layer."""
+    _note(seen, EMBEDDING, args[0] if args else kwargs.get("hidden_states"))
 
 
 def _layers_said(config: Mapping[str, Any]) -> int:

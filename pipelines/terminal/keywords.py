@@ -204,6 +204,8 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     value = _as_text(value)
     if option.raw or isinstance(value, Unsaid):
         return value
+    if hasattr(value, "tolist"):  # an array's numbers, such as a tokenizer makes
+        value = value.tolist()
     if value == "":
         raise Refused(f"{option.name}={value!r} says nothing; leave it out")
     if option.name == "sharding_rules":

@@ -141,6 +141,22 @@ def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> 
         back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
 
 
+def test_without_a_record_the_axis_of_the_layers_follows_from_the_shapes(written: Path, tmp_path: Path) -> None:
+    """As training leaves it, or a copy of `items` alone; an axis that is named is taken as it is."""
+    folder, axis = written / "plain", ("--param_scan_axis", "0")
+    checkpoint = there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b", *axis)
+    wanted = read_file(back(checkpoint, folder / "base", tmp_path / "wanted") / "adapter_model.safetensors")
+    items = shutil.copytree(checkpoint / "0" / "items", tmp_path / "copy" / "0" / "items").parents[1]
+    export = ("export", items, tmp_path / "adapter", "--like", folder / "base", "--maxtext_model", "llama3.1-8b")
+    for named in ((), axis):
+        assert call(*export, *named, "--lora_alpha", "8", "--overwrite") == 0
+        found = read_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert {name: values.tobytes() for name, values in found.items()} == {
+            name: values.tobytes() for name, values in wanted.items()
+        }
+    assert call(*export, "--param_scan_axis", "1", "--lora_alpha", "8", "--overwrite") == 2
+
+
 def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`export` sees that it is an adapter; the checkpoint remembers the release that it is for."""
     folder = written / "plain"

@@ -372,6 +372,18 @@ def test_small_files_that_are_not_carried_over_are_said(
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
+def test_an_adapter_of_more_than_is_taken_is_merged_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_release(tmp_path / "hf")
+    modules = {f"model.layers.{layer}.self_attn.q_proj": (32, 32) for layer in range(2)}
+    adapter, _ = peft_adapter(tmp_path / "adapter", modules)
+    assert call("merge", source, tmp_path / "out", "--lora", adapter, "--layers", "0:1") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "doesn't fit layers 0:1 of its base; one of the whole release is merged first" in said
+    assert "is that the base here?" not in said
+    assert call("merge", source, tmp_path / "merged", "--lora", adapter) == 0
+    assert call("cut", tmp_path / "merged", tmp_path / "out", "--layers", "0:1") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

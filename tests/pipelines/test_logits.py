@@ -135,6 +135,18 @@ def test_a_fault_is_named_by_its_layer_and_module(tmp_path: Path, capsys: pytest
     assert found["logits"]["kl"] > 0
 
 
+def test_a_fault_in_the_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not the first module that it runs through. An array's numbers name tokens, too."""
+    good, bad = (write(tmp_path / name, "qwen3_moe") for name in ("good", "bad"))
+    change(bad, "model.embed_tokens.weight", lambda values: 1.5 * values)
+    found = wb.logits(str(good), str(bad), token_ids=np.array(TOKENS), progress=False).beside
+    place = {"layer": None, "module": "embedding", "tensors": ["model.embed_tokens.weight"]}
+    assert {**found.to_dict()["parts_at"], "tensors": [*found.tensors]} == place
+    assert call("logits", good, bad, "--token_ids", "1,5,9") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "they part before the first layer, in embedding (model.embed_tokens.weight): by 0.5 of what it makes" in said
+
+
 def test_a_fault_in_one_expert_is_named(tmp_path: Path) -> None:
     good, bad = (write(tmp_path / name, "deepseek_v3") for name in ("good", "bad"))
     for expert in range(8):

@@ -175,6 +175,18 @@ def test_a_lost_record_is_said(
     assert "warning: config.json: rope_theta 7.5," in said
 
 
+def test_without_a_record_the_axis_of_the_layers_follows_from_the_shapes(tmp_path: Path) -> None:
+    """As training leaves a checkpoint: `verify` finds what `export` found, of the export and of the release."""
+    source = make_release(tmp_path / "hf", LLAMA)
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--param_scan_axis", "0")
+    items = shutil.copytree(step / "items", tmp_path / "trained" / "0" / "items").parent
+    model = ("--maxtext_model", "llama2-7b")
+    assert call("export", items, tmp_path / "tuned", "--like", source, *model) == 0
+    assert call("verify", tmp_path / "tuned") == 0
+    assert call("verify", source, items, *model) == 0
+    assert call("verify", source, items, *model, "--param_scan_axis", "1") == 1
+
+
 def test_a_nan_of_another_payload_is_another_one(tmp_path: Path) -> None:
     """What is only copied is copied bit by bit."""
     tensors = random_tensors(LLAMA, np.dtype(np.float32))

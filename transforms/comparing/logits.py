@@ -15,12 +15,15 @@ import numpy as np
 Trace = Mapping[str, np.ndarray]
 
 
+EMBEDDING = "embedding"  # a Trace's name for what enters the first layer
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerDifference:
     """How far what two layers make of their tokens is apart.
 
     Attributes:
-      name: of the layer, or of a module in it, as a `Trace` has it.
+      name: of the layer, or of a module in it, as a `Trace` has it; or `EMBEDDING`.
       relative: |a - b| / |a|, of their norms; not a number where one isn't finite.
       largest: the largest absolute difference of an element.
     """

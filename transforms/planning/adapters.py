@@ -35,6 +35,7 @@ from weightbeam.transforms.cutting.tensor_rows import back
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import arrange, make, read
 from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.layouts import SCAN_AXES
 
 SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
 _FACTOR = re.compile(r"(?P<kernel>.+)_lora_(?P<side>[ab])")
@@ -168,7 +169,11 @@ def is_adapter(source: OrbaxCheckpoint) -> bool:
 
 
 def plan_adapter(
-    source: OrbaxCheckpoint, like: Like, alpha: float | None = None, model: str | None = None
+    source: OrbaxCheckpoint,
+    like: Like,
+    alpha: float | None = None,
+    model: str | None = None,
+    axis: int | None = None,
 ) -> AdapterExport:
     """Plans the export of an adapter.
 
@@ -177,12 +182,13 @@ def plan_adapter(
       like: the release that it is an adapter of, of which `config.json` is enough.
       alpha: where the checkpoint doesn't say it.
       model: the MaxText model, where neither the checkpoint nor `config.json` settles it.
+      axis: on which the layers are stacked; None for what the checkpoint says, or its shapes.
     """
     rank, alpha, problems = _scaling(source, alpha)
     said = _mapping(source.record, "options")
-    axis, named = said.get("param_scan_axis", 1), said.get("maxtext_model")
-    if isinstance(axis, bool) or not isinstance(axis, int) or not isinstance(named, str | None):
-        message = f"its record names the axis of layers {str(axis)[:80]!r} and the model {str(named)[:80]!r}, which can't be meant"
+    recorded, named = said.get("param_scan_axis"), said.get("maxtext_model")
+    if ("param_scan_axis" in said and type(recorded) is not int) or not isinstance(named, str | None):
+        message = f"its record names the axis of layers {str(recorded)[:80]!r} and the model {str(named)[:80]!r}, which can't be meant"
         problems.append(Problem("adapter", source.root, message))
         return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
     model = model or named
@@ -191,16 +197,28 @@ def plan_adapter(
         family = family_of(config, model)
         naming = name_model(family, config, model)
         check_made_for(family, source.record, naming.model, source.root)
-        layout = _layout(source, axis, naming.model)
-        parts, unknown = _parts(family, config, layout, rank, weights)
+        layout = _layout(source, naming.model)
+        axis = recorded if axis is None else axis
+        tried = [
+            _parts(family, config, dataclasses.replace(layout, scan_axis=each), rank, weights)
+            for each in (SCAN_AXES if axis is None and layout.scan else [layout.scan_axis if axis is None else axis])
+        ]
     except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         problems.append(Problem("config", "config.json", str(e)))
         return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
+    faults = [list(_find_faults(parts, weights)) for parts, _ in tried]
+    parts, unknown = tried[faults.index(min(faults, key=len))]
+    fitting = [other for (other, _), wrong in zip(tried, faults, strict=True) if not wrong]
+    if any(_places(other) != _places(parts) for other in fitting):
+        message = (
+            "its shapes fit several axes of layers, and it doesn't say which; weightbeam export takes --param_scan_axis"
+        )
+        problems.append(Problem("adapter", source.root, message))
     problems += [
         Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
         for key in unknown
     ]
-    problems += _find_faults(parts, weights)
+    problems += min(faults, key=len)
     return AdapterExport(source, like, parts, rank, float(alpha), tuple(problems), family)
 
 
@@ -225,12 +243,11 @@ def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, 
     return rank, float(alpha) if is_alpha(alpha) else 1.0, problems
 
 
-def _layout(source: OrbaxCheckpoint, axis: int, model: str | None) -> Layout:
-    """The layout that an adapter is in."""
+def _layout(source: OrbaxCheckpoint, model: str | None) -> Layout:
+    """The layout that an adapter is in, but for the axis on which its layers are stacked."""
     weights, scan = source.weights, source.custom.get("scan_layers")
     return Layout(
         scan=scan if isinstance(scan, bool) else is_scanned(weights),
-        scan_axis=axis,
         vocab=None,
         mtp=any(".mtp_block." in key for key in weights),
         multimodal=any("_encoder." in key for key in weights),
@@ -249,6 +266,11 @@ def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -
         if other not in weights:
             message = f"the checkpoint holds {key}, and a product has two factors"
             yield Problem("missing", other, message, is_array=True)
+
+
+def _places(parts: Mapping[str, Part]) -> dict[str, object]:
+    """Which factor of the table's lies on which axis of each array."""
+    return {key: part.target_axes for key, part in parts.items()}
 
 
 def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:

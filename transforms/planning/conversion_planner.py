@@ -132,10 +132,12 @@ def prepare(
         model_type = config.get("model_type", "")
         ties = find_ties(config, source.encodings, family, layout) if adapters else Ties()
         if options.adapter_only:
-            folding = fold(source.encodings, adapters, family.aliases, model_type, family.table(config, layout), ties)
+            table = family.table(config, layout)
+            folding = fold(source.encodings, adapters, family.aliases, model_type, table, ties, checkpoint.cut)
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
         stored = source
-        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost, ties)
+        merged = () if folding else adapters
+        merging = merge(source.encodings, merged, family.aliases, model_type, source.lost, ties, checkpoint.cut)
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
         if options.save_dtype == CODES:
