@@ -30,7 +30,7 @@ from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepar
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
-from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, reading, refuse
+from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, read_record, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.array_sums import known_digests
 from weightbeam.transforms.comparing.counterparts import copied
@@ -198,9 +198,15 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
     """The options of the conversion into such a checkpoint.
 
     Raises:
-      Refused: adapters were merged into it, and nothing says where they are.
+      Refused: adapters were merged into it, and nothing says where they are; or they are in the release already.
     """
     options = options_of(found.items, found.arrays, given, found.source.config)
+    merged = read_record(found.source.root) if options.lora and not given.get("lora") else {}
+    if merged.get("kind") == "merge" and merged.get("source") == record_of(found.items).get("source"):
+        raise Refused(
+            f"{found.source.root}: adapters were merged into it already, and {found.items} is compared with its base and "
+            f"these; both are compared by\n  {diff_command(found.source.root, str(found.items))}"
+        )
     if named := [url for url, _ in options.lora if is_name(url)]:
         raise Refused(
             f"{found.items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"

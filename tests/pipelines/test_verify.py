@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from pairs import each
-from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save
+from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release, peft_adapter, random_tensors, save
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
@@ -21,6 +21,7 @@ from weightbeam.formats.targets.published import RECORD
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."
+MODEL = ("--maxtext_model", "llama2-7b")
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK}
 
 
@@ -205,6 +206,18 @@ def test_what_can_not_be_compared_is_refused(source: Path, tmp_path: Path, capsy
     assert "Traceback" not in capsys.readouterr().err
     shutil.rmtree(step / "items" / "d")
     assert call("verify", "--source", source, "--checkpoint", step) == 2
+
+
+def test_adapters_are_not_merged_twice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Into a release that has them already; into another base that was merged into, they are."""
+    source = make_release(tmp_path / "hf", LLAMA)
+    adapter, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (32, 32)})
+    step, merged = convert(source, tmp_path / "ckpt", *MODEL, "--lora", str(adapter)), tmp_path / "merged"
+    assert call("merge", source, merged, "--lora", adapter) == 0
+    assert call("verify", merged, step) == 2
+    assert "adapters were merged into it already" in " ".join(capsys.readouterr().err.split())
+    assert call("verify", source, step) == 0
+    assert call("verify", merged, convert(merged, tmp_path / "twice", *MODEL, "--lora", str(adapter))) == 0
 
 
 def test_either_may_be_named_first(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
