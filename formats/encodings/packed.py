@@ -304,6 +304,8 @@ def _layout_of(parts: QuantizedTensor) -> WordLayout:
     fits = list(find(inputs=None))
     if shape_tensor and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
         fits = list(find(inputs=int(parts.read(shape_tensor).reshape(-1)[-1])))
+    if len(fits) > 1:  # a symmetric scheme has no zeros
+        fits = [fit for fit in fits if fit.scheme.symmetric == (zero is None)] or fits
     if len(fits) != 1:
         ways = "can be read in several ways" if fits else "can't be read"
         told = ", ".join(map(str, schemes)) or "no integers in groups or channels"

@@ -82,7 +82,7 @@ class SmallFiles(Mapping[str, bytes]):
 
     Attributes:
       sizes: in bytes.
-      left: those left out, with the reason: too large, too many, or links that lead elsewhere.
+      left: those left out, with the reason: too large, too many, or links that lead elsewhere or nowhere.
     """
 
     def __init__(
@@ -176,6 +176,10 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
                     store.check_file(file.name)
             except StorageError as e:
                 refused[file.name] = reason(e)
+
+    if isinstance(store, LocalFolder):
+        broken = (name for name in store.entries() if role_of(name) and name not in files)
+        refused |= dict.fromkeys(broken, "no file: a symbolic link to nothing, or a folder")
 
     def read(name: str) -> bytes:
         try:

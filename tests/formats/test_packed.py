@@ -252,6 +252,14 @@ def test_the_scheme_that_fits_is_taken(tmp_path: Path) -> None:
     assert "several ways" in message_of(tmp_path / "neither", tensors, COMPRESSED | {"config_groups": alike})
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_of_two_schemes_that_differ_by_their_zeros_the_tensors_tell(tmp_path: Path, zeros: bool) -> None:
+    both = scheme(4, 32)["config_groups"] | {"group_1": scheme(4, 32, symmetric=False)["config_groups"]["group_0"]}
+    tensors = int4() | ({"x.weight_zero_point": np.full((1, 2), 0x11111111, np.int32)} if zeros else {})
+    encoding = encoding_of(tmp_path, tensors, COMPRESSED | {"config_groups": both})
+    assert set(decode(encoding).ravel()) == {-1.0 if zeros else -8.0}
+
+
 def test_the_config_may_stand_in_text_config(tmp_path: Path) -> None:
     """As in Kimi-K2.5 and K2.6; and without `weight_shape`, groups settle it."""
     tensors = int4()

@@ -62,11 +62,14 @@ def test_small_files_of_a_folder(tmp_path: Path) -> None:
     outside = tmp_path.parent / f"{tmp_path.name}-secret"
     outside.write_text("secret")
     os.symlink(outside, tmp_path / "LICENSE-2")
+    os.symlink("gone", tmp_path / "LICENSE-3")
+    (tmp_path / "LICENSE-4").mkdir()
     store = open_store(tmp_path)
     files = small_files(store)
     assert dict(files) == {name: name.encode() for names in TAKEN.values() for name in names}
-    assert files.left.keys() == {"LICENSE-2"}
+    assert files.left.keys() == {"LICENSE-2", "LICENSE-3", "LICENSE-4"}
     assert files.left["LICENSE-2"].startswith("a symbolic link that leads out of the folder")
+    assert files.left["LICENSE-3"] == files.left["LICENSE-4"] == "no file: a symbolic link to nothing, or a folder"
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
