@@ -144,7 +144,9 @@ AROUND = [*sandwich_norms(), rule("layer_scalar", "layer_scalar", "1", "-")]  # 
 
 def routed(t, layout):
     """The experts, and the dense MLP beside them that MaxText calls shared."""
-    block, fused = "mlp/moe_block/MoeBlock_0", is_fused(layout, f"{HF}layers.0.experts")
+    block = "mlp/moe_block/MoeBlock_0"
+    # transformers has them so, and reads no others; what nobody has written yet is for it
+    fused = not layout.names or is_fused(layout, f"{HF}layers.0.experts")
     norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     return [
         *gated_mlp("mlp/moe_block/shared_experts"),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from weightbeam.formats.storage.strict_json import read_json
 CHECKPOINTS = "checkpoints"  # the folder of steps in MaxText's folder of a run
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
 # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
-STEP = re.compile(r"(?:\w*_)?(\d{1,18})")
+STEP = re.compile(r"(?:([A-Za-z]\w*)_)?(\d{1,18})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,28 @@ def list_steps(run: Store) -> list[SeenStep]:
     On disk a step gets its name by a rename once it is whole. In a bucket it grows under its name, and
     `commit_success.txt` comes last.
 
+    All steps of a run have one prefix, or none: beside those without one a `best_100` is none of them.
+
     Raises:
       OSError: the folder can't be listed.
+      StorageError: several prefixes are there, or a number twice: which are the run's isn't known.
     """
-    found = (_seen(file) for file in run.below([_mark_of(run)]) if _is_regular(run, file.name))
-    return sorted((seen for seen in found if seen), key=lambda seen: seen.number)
+    found: dict[str, list[SeenStep]] = {}
+    for file in run.below([_mark_of(run)]):
+        if (seen := _seen(file)) and _is_regular(run, file.name):
+            found.setdefault(_prefix_of(seen.folder), []).append(seen)
+    steps = sorted(found.get("", next(iter(found.values()), [])), key=lambda seen: seen.number)
+    twice = next((pair for pair in itertools.pairwise(steps) if pair[0].number == pair[1].number), ())
+    if unclear := twice or ([each[-1] for each in found.values()] if len(found) > 1 and "" not in found else ()):
+        names = " and ".join(seen.folder for seen in unclear)
+        raise StorageError(f"{run}: {names} can't both be the run's steps; move what is none of them elsewhere")
+    return steps
+
+
+def _prefix_of(folder: str) -> str:
+    """The prefix of a step's folder; empty where it has none."""
+    match = STEP.fullmatch(folder)
+    return (match and match[1]) or ""
 
 
 def _is_regular(run: Store, name: str) -> bool:
@@ -149,7 +167,7 @@ def _seen(mark: File) -> SeenStep | None:
     folder = mark.name.rpartition("/")[0]
     told = json.dumps([mark.size, mark.version, mark.inode])
     match = STEP.fullmatch(folder)
-    return SeenStep(int(match[1]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
+    return SeenStep(int(match[2]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
 
 
 def growing_steps(run: Store) -> bool:

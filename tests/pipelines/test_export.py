@@ -403,6 +403,13 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # configuratio
         "Llama4Text", dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=128, interleave_moe_layer_step=1, rope_parameters=SCALED),
         dict(architectures=["Llama4ForCausalLM"]),
     ),
+    "gemma4 of experts": (
+        "Gemma4Text", dict(
+            num_hidden_layers=6, sliding_window=16, global_head_dim=32, hidden_size_per_layer_input=0, num_global_key_value_heads=2, enable_moe_block=True,
+            num_experts=4, top_k_experts=2, moe_intermediate_size=32, layer_types=[*["sliding_attention"] * 5, "full_attention"],
+        ),
+        {},
+    ),
     "deepseek_v2": ("DeepseekV2", LATENT | dict(head_dim=8, q_lora_rank=None, topk_method="greedy"), dict(q_lora_rank=None)),
     "deepseek_v3": ("DeepseekV3", LATENT | dict(head_dim=8, q_lora_rank=32, n_group=2, topk_group=1), dict(q_lora_rank=32)),
     "deepseek_v3 without dense layers": (
@@ -451,6 +458,26 @@ def test_what_has_no_release_is_what_transformers_loads(tmp_path: Path, case: st
         torch.testing.assert_close(logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
     if config["vocab_size"] == SMALL["vocab_size"]:  # of padded rows the metadata says that they are a release's
         assert call("verify", tmp_path / "out") == 0
+
+
+def test_rows_of_tokens_that_the_release_lacks_are_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens were added to the model that the checkpoint was made of. Without a record they may be padding, which is said."""
+    source, like = (make_release(tmp_path / str(size), LLAMA | {"vocab_size": size}) for size in (72, 64))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    words = ("--output", tmp_path / "out", "--like", like, "--maxtext_model", "llama2-7b")
+    assert call("export", "--source", step, *words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has 64 tokens, and the checkpoint's model 72, by its record: 8 rows of the vocabulary would be lost" in said
+    assert not (tmp_path / "out").exists()
+    items = shutil.copytree(step / "items", tmp_path / "trained")
+    assert call("export", "--source", items, *words) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "8 rows of the vocabulary are left out as padding, behind the 64 of" in said
+    padded = convert(like, tmp_path / "padded", "--maxtext_model", "llama2-7b", "--vocab_size", "72")
+    assert call("export", "--source", padded, *words, "--overwrite") == 0
+    assert "padding" not in capsys.readouterr().err
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from support import begin_run, call
 from training_run import write
 
 from weightbeam.formats.staging import MARKER
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.pipelines.watching.config import RunTarget, config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.places import OWNER
@@ -57,14 +57,38 @@ def entries(folder: Path) -> list[str]:
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_a_folder_whose_number_is_no_steps(place: str, tmp_path: Path) -> None:
     """Of 200 digits, or one more than numbers of steps have: as any other folder."""
-    names = ["7", "checkpoint_8", "9" * 18, "1" * 19, "1" * 200, f"checkpoint_{'1' * 200}", "lost+found"]
+    names = ["7", "9" * 18, "1" * 19, "1" * 200, f"checkpoint_{'1' * 200}", "lost+found", "1_000", "\uff11\uff12"]
     with FakeGcs("bucket") as server, asking(server):
         store = open_store(tmp_path if place == "folder" else "gs://bucket/run")
         for name in names:
             (tmp_path / name).mkdir()
             for mark in ("_CHECKPOINT_METADATA", MARKER):
                 store.write(f"{name}/{mark}", b"{}")
-        assert [seen.folder for seen in list_steps(store)] == ["7", "checkpoint_8", "9" * 18]
+        assert [seen.folder for seen in list_steps(store)] == ["7", "9" * 18]
+
+
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [
+        (["7", "best_100", "backup_20261128"], ["7"]),
+        (["checkpoint_7", "checkpoint_12"], ["checkpoint_7", "checkpoint_12"]),
+        (["best_7", "checkpoint_12"], None),
+        (["checkpoint_7", "7", "8"], ["7", "8"]),
+        (["7", "0007", "8"], None),
+        (["0007", "0010"], ["0007", "0010"]),
+    ],
+)
+def test_the_steps_of_a_run_have_one_prefix(names: list[str], steps: list[str] | None, tmp_path: Path) -> None:
+    """What is none of them is never published for the newest, and never makes `keep` remove one."""
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_CHECKPOINT_METADATA").write_text("{}")
+    store = open_store(tmp_path)
+    if steps is None:
+        with pytest.raises(StorageError, match="can't both be the run's steps; move what is none of them elsewhere"):
+            list_steps(store)
+    else:
+        assert [seen.folder for seen in list_steps(store)] == steps
 
 
 def test_a_step_whose_metadata_are_no_file(tmp_path: Path) -> None:

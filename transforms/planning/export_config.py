@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.config import NEXTN, Config
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.quantizing import (
     Given,
     quantization_config,
@@ -35,8 +37,7 @@ def config_edits(
     """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers and towers that aren't there,
     the class of the language model alone.
     """
-    nested = table.config.get("text_config")
-    text = nested if isinstance(nested, dict) else table.config
+    text = _text(table.config)
     edits = _vocabulary(text, fit, tensors)
     if _lacks_predictions(drops, tensors):
         edits |= {field: 0 for field in NEXTN if text.get(field)}
@@ -123,6 +124,42 @@ def warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> It
             f"parts that the checkpoint doesn't hold stay out ({len(towers) - described:,} tensors of {of}), and config.json says so "
             f"({', '.join(fields)}): {hint}"
         )
+
+
+def lost_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) -> Iterator[Problem]:
+    """Rows of tokens that the checkpoint's record knows, and the release hasn't: they are no padding."""
+    known, wanted = _recorded_tokens(source), _text(config).get("vocab_size")
+    if known is not None and isinstance(wanted, int) and known > wanted:
+        message = (
+            f"has {wanted:,} tokens, and the checkpoint's model {known:,}, by its record: {known - wanted:,} rows of the "
+            "vocabulary would be lost; a folder with that model's own config.json and tokenizer will do"
+        )
+        yield Problem("like", like.root or "config.json", message)
+
+
+def warn_of_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) -> Iterator[str]:
+    """Rows that may be padding, or tokens: no record tells."""
+    held = source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
+    wanted = _text(config).get("vocab_size")
+    if _recorded_tokens(source) is None and isinstance(wanted, int) and held > wanted:
+        yield (
+            f"{held - wanted:,} rows of the vocabulary are left out as padding, behind the {wanted:,} of "
+            f"{like.root or 'config.json'}; if tokens were added, name a release that has them (--like)"
+        )
+
+
+def _recorded_tokens(source: OrbaxCheckpoint) -> int | None:
+    """How many tokens the model of a checkpoint has, by its record, of those that are in it; None where that says none."""
+    before = source.record.get("config")
+    said = _text(before).get("vocab_size") if isinstance(before, Mapping) else None
+    held = source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
+    return min(said, held) if type(said) is int else None
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's section of a `config.json`."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
 
 
 def warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:

@@ -275,7 +275,7 @@ def audit_tensors(
       taken from the release is none.
     """
     shapes = _tensor_shapes(fit.arrays)
-    specs = _specs(shapes, table.released, drops.copies, table.form) | _coded_specs(fit.arrays, shapes)
+    specs = _specs(fit.arrays, shapes, table.released, drops.copies, table.form) | _coded_specs(fit.arrays, shapes)
     dropped, found = audit(fit.arrays, specs, drops.reasons, table.family.name)
     explained = {fit.lacking[name] for name in drops.variables}
     problems = [one for one in fit.problems if one.kind != "missing" or one.subject not in explained]
@@ -303,17 +303,32 @@ def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
 
 
 def _specs(
-    shapes: Mapping[str, tuple[int, ...]], released: Mapping[str, Released], copies: Mapping[str, str], like: Like
+    arrays: Iterable[Array],
+    shapes: Mapping[str, tuple[int, ...]],
+    released: Mapping[str, Released],
+    copies: Mapping[str, str],
+    like: Like,
 ) -> dict[str, TensorSpec]:
     """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for
     copies of others.
     """
     said = DTYPES[dtype_of_model(like.config) or "bfloat16"]
-    specs = {name: TensorSpec(shape, said, like.root or "the table") for name, shape in shapes.items()}
+    integers = {
+        name: array.dtype for array in arrays for part in array.parts if part.rule.integer for name in part.tensors
+    }
+    specs = {
+        name: TensorSpec(shape, _integer(integers[name]) if name in integers else said, like.root or "the table")
+        for name, shape in shapes.items()
+    }
     for name, (dtype, shape, file, _) in released.items():
         if name not in copies:
             specs[name] = TensorSpec(shapes.get(name, shape), _dtype(dtype), file)
     return specs
+
+
+def _integer(dtype: np.dtype) -> np.dtype:
+    """The dtype of a tensor of integers, by that of its array: training stores them as floats."""
+    return dtype if np.issubdtype(dtype, np.integer) else np.dtype(np.int64)
 
 
 def _coded_specs(arrays: Iterable[Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:

@@ -61,7 +61,9 @@ from weightbeam.transforms.cutting.rows import VALUES, made_here
 from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.planning.export_config import (
     config_edits,
+    lost_rows,
     quantization_of,
+    warn_of_rows,
     warn_of_towers,
     warn_of_variables,
 )
@@ -125,6 +127,7 @@ def plan_export(
         *without_kept(options, source, view),
         *without_scales(view),
         *find_lost(source.record, source.arrays),
+        *lost_rows(source, table.config, like),
         *cause,
         *_another_model(problems, source, like, table.config),
         *problems,
@@ -153,6 +156,7 @@ def plan_export(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
             *warn_of_variables(tensors.taken, like),
+            *warn_of_rows(source, table.config, like),
             *warn_of_codes(written.quantized),
         ),
         tuple(adapters),
