@@ -85,7 +85,7 @@ class Resharded(Shown):
             )
         if planned.tree.is_maxtext:
             lines += maxtext_lines(self.maxtext, step, planned.tree.maxtext is not None)
-            if planned.tree.maxtext is None and FILE in planned.model.files:
+            if planned.tree.maxtext is None and FILE in planned.beside:
                 lines.append(f"            with what else {step}/{FILE} says of the model")
         if not planned.taken:
             lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
@@ -104,6 +104,7 @@ class Resharded(Shown):
             flags |= planned.tree.maxtext.flags()
         else:
             flags |= {} if planned.tree.scan is None else {"scan_layers": planned.tree.scan}
+            flags |= {"param_scan_axis": planned.tree.scan_axis} if planned.tree.scan_axis not in (None, 1) else {}
             name = "" if planned.tree.misfit else planned.tree.model or planned.model.name
             flags |= {"model_name": printable(name)} if name else {}
         return {name: scalar(value) for name, value in (flags | storage_flags(planned.format)).items()}

@@ -460,9 +460,7 @@ def test_what_has_no_release_is_what_transformers_loads(tmp_path: Path, case: st
         assert call("verify", tmp_path / "out") == 0
 
 
-def test_rows_of_tokens_that_the_release_lacks_are_not_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_tokens_that_the_release_lacks_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens were added to the model that the checkpoint was made of. Without a record they may be padding, which is said."""
     source, like = (make_release(tmp_path / str(size), LLAMA | {"vocab_size": size}) for size in (72, 64))
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")

@@ -473,6 +473,23 @@ def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], 
         assert total(load_of(spec, partition_spec(axes[spec.key], rules), mesh) for spec in specs).worst == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"), [("--scan_layers false", "scan_layers=false"), ("--param_scan_axis 0", "param_scan_axis=0"), ("--mesh fsdp=2", "")]
+)  # fmt: skip
+def test_of_another_layout_the_old_maxtext_yml_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, told: str
+) -> None:
+    """Where a release of other sizes leaves MaxText untold of the new one, too."""
+    step = convert(make_release(tmp_path / "hf", LLAMA), tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    other = make_release(tmp_path / "other", LLAMA | {"intermediate_size": 64})
+    assert (step / "maxtext.yml").exists()
+    assert call("reshard", step, tmp_path / "out", "--like", other, *asked.split()) == 0
+    said = capsys.readouterr()
+    assert "so nothing is said of it to MaxText" in said.err
+    assert told in said.out
+    assert (tmp_path / "out/0/maxtext.yml").exists() == (not told)
+
+
 def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None:
     """Its chunks are ranges of the release's files; the copy refers to none, and has the values that `materialize`
     writes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.adapters.modules import EXPERT
 from weightbeam.formats.encodings import Encoding, Plain, quantizing
+from weightbeam.formats.encodings.quantizing import FUSED
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -29,6 +31,12 @@ from weightbeam.transforms.cutting.row_blocks import row_units
 from weightbeam.transforms.planning.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.planning.merging import KEPT_MODULES, Merge
 from weightbeam.transforms.planning.options import MergeOptions, options_from
+
+# the weights that vLLM joins into one tensor (`packed_modules_mapping` of its models, vllm/model_executor/models), beside experts
+JOINED = re.compile(
+    r"(?P<module>.*)\.((?P<qkv>[qkv]_proj)|(?P<gate_up>(gate|up)_proj)|(?P<latent>q_a_proj|kv_a_proj_with_mqa)"
+    r"|(?P<in_proj_qkvz>in_proj_(qkv|z))|(?P<in_proj_ba>in_proj_[ab]))\.weight"
+)
 
 
 def load(inputs: Mapping[str, Any]) -> Merge:
@@ -98,21 +106,30 @@ def plan_merge(
 
 
 def _with_neighbours(touched: Mapping[str, Encoding], source: ReleaseTensors) -> dict[str, Encoding]:
-    """The same and, where a quantised expert is among them, the other quantised ones of its layer: engines join a layer's
-    experts into one tensor, which is of codes or of values.
+    """The same and, where a quantised one is among them, the other quantised ones that engines join with it into one
+    tensor, which is of codes or of values: a layer's experts, or its q, k and v.
     """
-    layers = _layers_of(name for name in touched if source.encodings[name].label)
+    joined = {_joined_as(name) for name in touched if source.encodings[name].label} - {None}
     others = {
-        name: encoding
-        for name, encoding in source.encodings.items()
-        if encoding.label and not layers.isdisjoint(_layers_of([name]))
+        name: encoding for name, encoding in source.encodings.items() if encoding.label and _joined_as(name) in joined
     }
     return {**others, **touched}
 
 
-def _layers_of(names: Iterable[str]) -> set[str]:
-    """The modules of experts that weights of single experts are in."""
-    return {expert["experts"] for name in names if (expert := EXPERT.match(name))}
+def _joined_as(name: str) -> tuple[str, str] | None:
+    """The module that a weight is in, and what engines join it into there; None for what stays alone."""
+    if experts := _experts_of(name):
+        return experts, "experts"
+    if match := JOINED.fullmatch(name):
+        return match["module"], next(kind for kind, found in match.groupdict().items() if found and kind != "module")
+    return None
+
+
+def _experts_of(name: str) -> str | None:
+    """The module of experts that a weight of one expert, or of all of them, is in."""
+    if expert := EXPERT.match(name):
+        return expert["experts"]
+    return name.rpartition(".")[0] if FUSED.fullmatch(name) else None
 
 
 def _replaced(
@@ -219,7 +236,10 @@ def _quantization(
         return None, [Problem("quantised", sorted(merged)[0], message)]
     kept = said.get(field)
     default = [] if isinstance(kept, list) else ["lm_head"]  # what transformers takes where the field is missing
-    modules = [*(name.removesuffix(".weight") for name in sorted(merged)), *sorted(_layers_of(merged))]
+    modules = [
+        *(name.removesuffix(".weight") for name in sorted(merged)),
+        *sorted({experts for name in merged if (experts := _experts_of(name))}),
+    ]
     return {
         **said,
         field: [

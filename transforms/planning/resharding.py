@@ -301,11 +301,21 @@ class Reshard(ComparesSource, Transfer):
             see=odd_values.see_array,
         )
 
+    @property
+    def beside(self) -> dict[str, bytes]:
+        """The source's small files, and what MaxText must be told, where they don't say it: of another layout their
+        `maxtext.yml` doesn't.
+        """
+        files = dict(self.new_model.files)
+        if self.tree.is_moved or self.taken:
+            files.pop(FILE, None)
+        if self.tree.maxtext:
+            files.setdefault(FILE, self.tree.maxtext.to_yaml().encode())
+        return files
+
     def bring(self, place: Staging, how: Delivery) -> None:
-        """Puts the source's small files there, and what MaxText must be told, where they don't say it."""
-        files, naming = dict(self.new_model.files), self.naming(place.final.url)
-        if self.tree.maxtext and (self.tree.is_moved or FILE not in files):
-            files[FILE] = self.tree.maxtext.to_yaml().encode()
+        """Puts the small files there."""
+        files, naming = self.beside, self.naming(place.final.url)
         for name, data in files.items():
             place.aside.write(name, name_in_archive(data, naming) if name == ARCHIVE else data)
 
