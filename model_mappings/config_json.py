@@ -132,10 +132,10 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
 
 
 def _names(family: Family, kind: str, name: str, keys: Mapping[str, Any]) -> Iterator[str | None]:
-    """The names under which MaxText may run a model: the one that is given, then of each other variant of its family's the
-    one that is most like it.
+    """The names under which MaxText may run a model: the one that is given, unless it is of another kind, such as a model
+    with towers whose language model this is; then of each other variant of its family's the one that is most like it.
     """
-    own = None if name == "default" else name
+    own = name if name != "default" and (not family.models or kind in family.types_of(name)) else None
     yield own
     others: dict[object, list[str]] = {}
     for other in models():

@@ -460,6 +460,22 @@ def test_what_has_no_release_is_what_transformers_loads(tmp_path: Path, case: st
         assert call("verify", tmp_path / "out") == 0
 
 
+def test_the_language_model_of_one_with_towers_needs_no_release(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `convert` says of it is enough, whatever MaxText calls the whole model; what has towers has a release."""
+    source = generated / "models" / "qwen3_vl"
+    words = ("--scan_layers", "false")
+    step = convert(source, tmp_path / "text", *words)
+    assert call("export", step, tmp_path / "out", "--maxtext_config", step / "maxtext.yml") == 0
+    assert call("verify", tmp_path / "out") == 0
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    step = convert(source, tmp_path / "whole", *words, "--multimodal", "true")
+    capsys.readouterr()
+    assert call("export", step, tmp_path / "none", "--maxtext_config", step / "maxtext.yml") == 2
+    assert "doesn't say it; name a release of the model in its place (--like)" in capsys.readouterr().err
+
+
 def test_rows_of_tokens_that_the_release_lacks_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens were added to the model that the checkpoint was made of. Without a record they may be padding, which is said."""
     source, like = (make_release(tmp_path / str(size), LLAMA | {"vocab_size": size}) for size in (72, 64))

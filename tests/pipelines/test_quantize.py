@@ -337,6 +337,24 @@ def test_an_adapter_of_one_expert(tmp_path: Path) -> None:
     assert {experts, module, f"{experts}.0.up_proj"} <= {*kept}
 
 
+def test_what_engines_join_has_one_dtype(tmp_path: Path) -> None:
+    """vLLM refuses a q in values beside a k in codes, and a gate beside an up; what it joins with nothing stays as it is."""
+    source = make_release(tmp_path / "source", LLAMA | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128})
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    layer = "model.layers.1"
+    modules = [f"{layer}.self_attn.q_proj", f"{layer}.mlp.gate_proj"]
+    shapes = {module: open_hf(source).tensors[f"{module}.weight"].shape for module in modules}
+    lora, _ = peft_adapter(tmp_path / "lora", shapes)
+    assert call("merge", tmp_path / "fp8", tmp_path / "merged", "--lora", lora) == 0
+    made = open_hf(tmp_path / "merged")
+    values = {*(f"{layer}.self_attn.{each}_proj" for each in "qkv"), f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"}
+    linear = {name.removesuffix(".weight"): tensor.dtype for name, tensor in made.tensors.items() if "_proj" in name}
+    assert {name for name, dtype in linear.items() if dtype == BF16} == values
+    assert values <= {*made.config["quantization_config"]["modules_to_not_convert"]}
+    lost = open_hf(tmp_path / "fp8").tensors.keys() - made.tensors.keys()
+    assert lost == {f"{name}.weight_scale_inv" for name in values}
+
+
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
     """Like a release that has them: left out where they aren't asked for, else its codes and scales as they are."""
     source, like = generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "fp8"

@@ -84,6 +84,8 @@ def without_table(
     """The export of a model that there is no table for, or whose `config.json` a table can't do with: the one problem."""
     kind = "config" if isinstance(error, ConfigError) else "family"
     text = str(error).removeprefix("config.json: ").removeprefix("config.json ")
+    if isinstance(error, ConfigError) and options.maxtext_config:
+        text += f", and {options.maxtext_config} doesn't say it; name a release of the model in its place (--like)"
     return Export(
         options,
         source,

@@ -390,7 +390,7 @@ class ExportOptions(ReleaseOptions):
     """
 
     like: str | None = option("the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://", settles=False)
-    save_dtype: str = option(f"dtype of every float tensor; auto: as --like has it; {CODED}: FP8 codes and scales of the checkpoint "
+    save_dtype: str = option(f"dtype of every float tensor; auto: as --like has it, without a release bfloat16; {CODED}: FP8 codes and scales of the checkpoint "
                              "as they are", AUTO, choices=(AUTO, *RELEASED, CODED))
     maxtext_model: str | None = option("the MaxText model, where neither the checkpoint nor config.json settles it")
     param_scan_axis: int | None = option("where the layers are stacked, where the shapes fit several axes")
