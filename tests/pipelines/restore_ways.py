@@ -1,9 +1,9 @@
-"""Restores checkpoints in every way that stock Orbax and MaxText have, and prints what came out: `python
-restore_ways.py 4x2 STEP…`.
+"""Restores checkpoints in every way that stock Orbax and MaxText have, and writes what came out into a file: `python
+restore_ways.py FILE 4x2 STEP…`.
 
 `4x2` is the mesh of all devices. A process of its own, since the number of devices is settled when JAX starts
 (`--xla_force_host_platform_device_count` in `XLA_FLAGS`).
-Prints JSON: `{step: {way: {"arrays": {key: [shape, dtype, sha256]}, "devices": [of each array], "warnings": […]}}}`.
+The file is JSON: `{step: {way: {"arrays": {key: [shape, dtype, sha256]}, "devices": [of each array], "warnings": […]}}}`.
 """
 
 from __future__ import annotations
@@ -134,4 +134,5 @@ def restore_each_way(step: Path, sizes: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({step: restore_each_way(Path(step), sys.argv[1]) for step in sys.argv[2:]}))
+    told, mesh, *steps = sys.argv[1:]
+    Path(told).write_text(json.dumps({step: restore_each_way(Path(step), mesh) for step in steps}))
