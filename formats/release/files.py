@@ -177,7 +177,7 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
             except StorageError as e:
                 refused[file.name] = reason(e)
 
-    if isinstance(store, LocalFolder):
+    if isinstance(store, LocalFolder) and listed:
         broken = (name for name in store.entries() if role_of(name) and name not in files)
         refused |= dict.fromkeys(broken, "no file: a symbolic link to nothing, or a folder")
 
