@@ -201,9 +201,9 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 MERGE = """\
-Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In
-float32 with one cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam
-pipeline.
+Merges PEFT adapters into a release: the same safetensors files with the adapters in them; tokenizer, code and licence
+as they were. In float32 with one cast; what no adapter reaches is carried over byte for byte, quantised weights
+included. As a Beam pipeline.
 
   weightbeam merge hf://Qwen/Qwen3-8B qwen3-8b-tuned --lora my-adapter
   weightbeam merge ~/models/Qwen3-8B both --lora math,0.7 --lora code,0.3
