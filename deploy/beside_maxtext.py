@@ -100,4 +100,5 @@ def _where(found: Mapping[str, Any]) -> str:
         return "behind the layers that can be compared"
     kinds = ", ".join(f"`{kind}`" for kind in parts["tensors"])
     module = f", `{parts['module']}`: {kinds}" if parts["module"] else ""
-    return ". ".join([f"layer {parts['layer']}{module}", *found["limits"]])
+    layer = "before the first layer" if parts["layer"] is None else f"layer {parts['layer']}"
+    return ". ".join([f"{layer}{module}", *found["limits"]])

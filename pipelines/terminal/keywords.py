@@ -204,8 +204,9 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     value = _as_text(value)
     if option.raw or isinstance(value, Unsaid):
         return value
-    if hasattr(value, "tolist"):  # an array's numbers, such as a tokenizer makes
-        value = value.tolist()
+    if not isinstance(value, type) and getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+        numbers = value.tolist()  # of an array; a tokenizer makes one of one text
+        value = numbers[0] if value.ndim == 2 and len(numbers) == 1 else numbers
     if value == "":
         raise Refused(f"{option.name}={value!r} says nothing; leave it out")
     if option.name == "sharding_rules":

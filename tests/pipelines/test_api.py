@@ -223,6 +223,7 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
     ("keywords", "error", "words"),
     [
         (dict(save_dtype="fp8"), wb.Refused, "save_dtype='fp8' should be bfloat16 or float32"),
+        (dict(save_dtype=np.float32), wb.Refused, "should be bfloat16 or float32"),
         (dict(vocab_size=-1), wb.Refused, "vocab_size"),
         (dict(unit_bytes="much"), wb.Refused, "unit_bytes"),
         (dict(mesh="fdsp=2"), wb.Refused, "fdsp"),

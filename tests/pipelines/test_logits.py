@@ -139,7 +139,7 @@ def test_a_fault_in_the_embedding_is_named(tmp_path: Path, capsys: pytest.Captur
     """And not the first module that it runs through. An array's numbers name tokens, too."""
     good, bad = (write(tmp_path / name, "qwen3_moe") for name in ("good", "bad"))
     change(bad, "model.embed_tokens.weight", lambda values: 1.5 * values)
-    found = wb.logits(str(good), str(bad), token_ids=np.array(TOKENS), progress=False).beside
+    found = wb.logits(str(good), str(bad), token_ids=np.array([TOKENS]), progress=False).beside
     place = {"layer": None, "module": "embedding", "tensors": ["model.embed_tokens.weight"]}
     assert {**found.to_dict()["parts_at"], "tensors": [*found.tensors]} == place
     assert call("logits", good, bad, "--token_ids", "1,5,9") == 1
