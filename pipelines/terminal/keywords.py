@@ -204,9 +204,7 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     value = _as_text(value)
     if option.raw or isinstance(value, Unsaid):
         return value
-    if not isinstance(value, type) and getattr(value, "ndim", 0) and hasattr(value, "tolist"):
-        numbers = value.tolist()  # of an array; a tokenizer makes one of one text
-        value = numbers[0] if value.ndim == 2 and len(numbers) == 1 else numbers
+    value = _as_list(value)
     if value == "":
         raise Refused(f"{option.name}={value!r} says nothing; leave it out")
     if option.name == "sharding_rules":
@@ -229,6 +227,14 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.choices and found not in option.choices:
         raise Refused(f"{option.name}={value!r} should be {' or '.join(option.choices)}")
     return found
+
+
+def _as_list(value: Any) -> Any:
+    """An array's numbers, of one text's tokens without the batch; anything else as it is."""
+    if isinstance(value, type) or not getattr(value, "ndim", 0) or not hasattr(value, "tolist"):
+        return value
+    numbers = value.tolist()
+    return numbers[0] if value.ndim == 2 and len(numbers) == 1 else numbers
 
 
 def check_said(options: Any, where: str) -> None:
