@@ -326,8 +326,8 @@ def export(
       full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
         a folder, names on the hub, names of this machine's folders in gs://).
       like: the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://.
-      save_dtype: dtype of every float tensor; auto: as like= has it; float8_e4m3fn: FP8 codes and scales of the
-        checkpoint as they are.
+      save_dtype: dtype of every float tensor; auto: as like= has it, without a release bfloat16; float8_e4m3fn: FP8
+        codes and scales of the checkpoint as they are.
       maxtext_model: the MaxText model, where neither the checkpoint nor config.json settles it.
       param_scan_axis: where the layers are stacked, where the shapes fit several axes.
       step: which step, where the root has several.

@@ -19,13 +19,20 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepare_as
-from weightbeam.pipelines.running.prepare import open_source, options_of, options_of_export, read_record, refuse
+from weightbeam.pipelines.running.prepare import (
+    open_source,
+    options_of,
+    options_of_export,
+    read_record,
+    refuse,
+    said_of,
+)
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.comparing.release_faults import find_dtype_faults, find_release_faults
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import COPY
-from weightbeam.transforms.planning.layouts import TOWERS, scan_axis_of
+from weightbeam.transforms.planning.layouts import TOWERS
 
 COPIED = "those that they are copies of"
 
@@ -69,7 +76,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     if SINGLE in dict((*faults, *notes)):  # put beside the export's own files: that is told, and may be accepted
         others = tuple(problem for problem in exported.problems if problem.subject != SINGLE)
         exported = dataclasses.replace(exported, problems=others)
-    axis = asked.get("param_scan_axis", scan_axis_of(opened))
+    axis = asked.get("param_scan_axis", said_of(items).get("param_scan_axis"))
     conversion = prepare_as(options, exported, weights, is_settled=axis is not None)
     refuse(_problems(conversion), conversion.source)
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))

@@ -30,7 +30,15 @@ from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepar
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
-from weightbeam.pipelines.running.prepare import open_adapters, open_source, options_of, read_record, reading, refuse
+from weightbeam.pipelines.running.prepare import (
+    open_adapters,
+    open_source,
+    options_of,
+    read_record,
+    reading,
+    refuse,
+    said_of,
+)
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.array_sums import known_digests
 from weightbeam.transforms.comparing.counterparts import copied
@@ -70,8 +78,7 @@ def plan_verification(
         with held_item(find_items(checkpoint)) as items:
             found = _open_checkpoint(items, checkpoint, source, given)
             options = _options(found, given)
-            told = (given, record_of(items).get("options", {}))
-            is_settled = any(said.get("param_scan_axis") is not None for said in told)
+            is_settled = any(said.get("param_scan_axis") is not None for said in (given, said_of(items)))
             conversion = prepare_as(options, found.source, found.arrays, open_adapters(options), is_settled)
             subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
     refuse(_with_whole(conversion.plan.problems, options), conversion.source)
@@ -202,7 +209,11 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
     """
     options = options_of(found.items, found.arrays, given, found.source.config)
     merged = read_record(found.source.root) if options.lora and not given.get("lora") else {}
-    if merged.get("kind") == "merge" and merged.get("source") == record_of(found.items).get("source"):
+    if (
+        merged.get("kind") == "merge"
+        and merged.get("adapters")
+        and merged.get("source") == record_of(found.items).get("source")
+    ):
         raise Refused(
             f"{found.source.root}: adapters were merged into it already, and {found.items} is compared with its base and "
             f"these; both are compared by\n  {diff_command(found.source.root, str(found.items))}"

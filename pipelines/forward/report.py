@@ -94,7 +94,8 @@ class Beside:
             most = max(whole, key=lambda each: each.relative, default=None)
             furthest = f"; the largest is {most.relative:.3g}, in layer {most.name}" if most and most.relative else ""
             return f"no layer parts by more than {self.tolerance:g}{furthest}"
-        layer, part = _place(first).values()
+        place = _place(first)
+        layer, part = place["layer"], place["module"]
         named = f", in {part} ({', '.join(self.tensors)})" if part and self.tensors else f", in {part}" if part else ""
         where = "before the first layer" if layer is None else f"in layer {layer}"
         return f"they part {where}{named}: by {first.relative:.3g} of what it makes"

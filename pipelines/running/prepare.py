@@ -172,17 +172,19 @@ def options_of_export(release: str | Store) -> dict[str, Any]:
     return said | ({"multimodal": False} if made.get("multimodal") is False else {})  # the language model alone
 
 
+def said_of(items: Store) -> dict[str, Any]:
+    """The options that a checkpoint says it was made with; empty where it doesn't."""
+    about = item_metadata(items).get("weightbeam")
+    return dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+
+
 def options_of(
     items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Options:
     """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays
     show; `config` is its release's.
     """
-    custom = item_metadata(items)
-    about = custom.get("weightbeam")
-    said: dict[str, Any] = (
-        dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
-    )
+    custom, said = item_metadata(items), said_of(items)
     if has_scales(stores):
         said["save_dtype"] = CODES
     if "scan_layers" in custom:

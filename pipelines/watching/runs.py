@@ -27,7 +27,7 @@ from weightbeam.formats.storage.strict_json import read_json
 CHECKPOINTS = "checkpoints"  # the folder of steps in MaxText's folder of a run
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
 # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
-STEP = re.compile(r"(?:([A-Za-z]\w*)_)?(\d{1,18})", re.ASCII)
+STEP = re.compile(r"(?:((?=[\d_]*[^\W\d_])\w*)_)?([0-9]{1,18})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -476,7 +476,9 @@ def test_the_language_model_of_one_with_towers_needs_no_release(
     assert "doesn't say it; name a release of the model in its place (--like)" in capsys.readouterr().err
 
 
-def test_rows_of_tokens_that_the_release_lacks_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_tokens_that_the_release_lacks_are_not_lost(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Tokens were added to the model that the checkpoint was made of. Without a record they may be padding, which is said."""
     source, like = (make_release(tmp_path / str(size), LLAMA | {"vocab_size": size}) for size in (72, 64))
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
@@ -491,6 +493,9 @@ def test_rows_of_tokens_that_the_release_lacks_are_not_lost(tmp_path: Path, caps
     assert "8 rows of the vocabulary are left out as padding, behind the 64 of" in said
     padded = convert(like, tmp_path / "padded", "--maxtext_model", "llama2-7b", "--vocab_size", "72")
     assert call("export", "--source", padded, *words, "--overwrite") == 0
+    gemma = generated / "cases/gemma2"  # MaxText pads it itself
+    items = shutil.copytree(convert(gemma, tmp_path / "gemma") / "items", tmp_path / "padded by MaxText")
+    assert call("export", "--source", items, "--output", tmp_path / "gemma2 again", "--like", gemma) == 0
     assert "padding" not in capsys.readouterr().err
 
 

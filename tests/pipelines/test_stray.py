@@ -73,6 +73,7 @@ def test_a_folder_whose_number_is_no_steps(place: str, tmp_path: Path) -> None:
         (["7", "best_100", "backup_20261128"], ["7"]),
         (["checkpoint_7", "checkpoint_12"], ["checkpoint_7", "checkpoint_12"]),
         (["best_7", "checkpoint_12"], None),
+        (["2b_7", "2b_12"], ["2b_7", "2b_12"]),
         (["checkpoint_7", "7", "8"], ["7", "8"]),
         (["7", "0007", "8"], None),
         (["0007", "0010"], ["0007", "0010"]),

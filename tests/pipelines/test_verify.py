@@ -217,6 +217,10 @@ def test_adapters_are_not_merged_twice(tmp_path: Path, capsys: pytest.CaptureFix
     assert call("verify", merged, step) == 2
     assert "adapters were merged into it already" in " ".join(capsys.readouterr().err.split())
     assert call("verify", source, step) == 0
+    assert (
+        call("cut", source, tmp_path / "cut", "--layers", "0:2") == 0
+    )  # all of it, of which nobody has merged anything
+    assert call("verify", tmp_path / "cut", step) == 0
     assert call("verify", merged, convert(merged, tmp_path / "twice", *MODEL, "--lora", str(adapter))) == 0
 
 

@@ -207,7 +207,8 @@ def plan_adapter(
         problems.append(Problem("config", "config.json", str(e)))
         return AdapterExport(source, like, {}, rank, alpha, tuple(problems), None)
     faults = [list(_find_faults(parts, weights)) for parts, _ in tried]
-    parts, unknown = tried[faults.index(min(faults, key=len))]
+    fewest = min(faults, key=len)
+    parts, unknown = tried[faults.index(fewest)]
     fitting = [other for (other, _), wrong in zip(tried, faults, strict=True) if not wrong]
     if any(_places(other) != _places(parts) for other in fitting):
         message = (
@@ -218,7 +219,7 @@ def plan_adapter(
         Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
         for key in unknown
     ]
-    problems += min(faults, key=len)
+    problems += fewest
     return AdapterExport(source, like, parts, rank, float(alpha), tuple(problems), family)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.config import NEXTN, Config
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
-from weightbeam.model_mappings.plan import Problem
+from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.transforms.cutting.quantizing import (
     Given,
     quantization_config,
@@ -137,11 +138,14 @@ def lost_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) ->
         yield Problem("like", like.root or "config.json", message)
 
 
-def warn_of_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) -> Iterator[str]:
-    """Rows that may be padding, or tokens: no record tells."""
+def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, like: Like) -> Iterator[str]:
+    """Rows that may be padding, or tokens: neither a record tells, nor are they MaxText's own padding of the family."""
     held = source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
-    wanted = _text(config).get("vocab_size")
+    wanted = _text(table.config).get("vocab_size")
     if _recorded_tokens(source) is None and isinstance(wanted, int) and held > wanted:
+        usual = expand(table.family, table.config, dataclasses.replace(fit.layout, vocab=None))
+        if any(key_of(path) == EMBEDDING and parts[0].shape[0] == held for path, parts in usual.items()):
+            return
         yield (
             f"{held - wanted:,} rows of the vocabulary are left out as padding, behind the {wanted:,} of "
             f"{like.root or 'config.json'}; if tokens were added, name a release that has them (--like)"

@@ -156,7 +156,7 @@ def plan_export(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
             *warn_of_variables(tensors.taken, like),
-            *warn_of_rows(source, table.config, like),
+            *warn_of_rows(source, table, fit, like),
             *warn_of_codes(written.quantized),
         ),
         tuple(adapters),
