@@ -254,7 +254,7 @@ def before_renaming() -> Iterator[tuple[threading.Event, threading.Event]]:
         if on and event == "os.rename" and ".replaced-" in str(arguments[1]):
             on.clear()  # a hook stays
             waits.set()
-            may.wait(30)
+            may.wait(120)  # a busy machine has stopped a command only after 30 s
 
     sys.addaudithook(hook)
     yield waits, may
