@@ -193,6 +193,7 @@ class Part:
         """See `Cell.pieces`."""
         if (tensor := cell.tensor) is None:
             return
+        # as if the cell were the first, in a box around it alone; then put where it is
         indices, corner, at = list(cell.indices), list(box), []
         for axis, which in self._selectors:
             index, (start, stop) = indices[which], box[axis]

@@ -123,8 +123,11 @@ def list_steps(run: Store) -> list[SeenStep]:
         if (seen := _seen(file)) and _is_regular(run, file.name):
             found.setdefault(_prefix_of(seen.folder), []).append(seen)
     steps = sorted(found.get("", next(iter(found.values()), [])), key=lambda seen: seen.number)
-    twice = next((pair for pair in itertools.pairwise(steps) if pair[0].number == pair[1].number), ())
-    if unclear := twice or ([each[-1] for each in found.values()] if len(found) > 1 and "" not in found else ()):
+    if len(found) > 1 and "" not in found:
+        unclear = tuple(each[-1] for each in found.values())
+    else:
+        unclear = next((pair for pair in itertools.pairwise(steps) if pair[0].number == pair[1].number), ())
+    if unclear:
         names = " and ".join(seen.folder for seen in unclear)
         raise StorageError(f"{run}: {names} can't both be the run's steps; move what is none of them elsewhere")
     return steps

@@ -476,6 +476,17 @@ def test_the_language_model_of_one_with_towers_needs_no_release(
     assert "doesn't say it; name a release of the model in its place (--like)" in capsys.readouterr().err
 
 
+def test_routing_tables_need_no_release(generated: Path, tmp_path: Path) -> None:
+    """DeepSeek V4's are integers in training's tree, and stay so where no release says it."""
+    step = convert(generated / "models" / "deepseek_v4", tmp_path / "ours", "--scan_layers", "false")
+    words = ("--maxtext_config", step / "maxtext.yml")
+    assert call("export", step, tmp_path / "out", *words) == 0
+    tables = {name: values for name, values in read_tensors(tmp_path / "out").items() if "tid2eid" in name}
+    assert tables
+    assert all(values.dtype == np.int64 and values.any() for values in tables.values())
+    assert call("verify", tmp_path / "out") == 0
+
+
 def test_rows_of_tokens_that_the_release_lacks_are_not_lost(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

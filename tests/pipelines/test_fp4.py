@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pairs import each, some
+from safetensors.numpy import save_file
 from support import (
     BF16,
     DEEPSEEK,
@@ -128,6 +129,31 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
         gate = next(values for key, values in arrays.items() if key.endswith("layers_1.GptOssMlp.wi_0"))
         wanted = np.stack([twin[f"model.layers.{layer}.mlp.experts.gate_up_proj"][..., 0::2] for layer in (1, 3)], 1)
         np.testing.assert_array_equal(gate, wanted.astype(gate.dtype))
+
+
+def test_an_adapter_of_one_projection_of_the_experts(tmp_path: Path) -> None:
+    """The other one of the same module becomes values, too: engines have codes in a module, or values; other layers' stay."""
+    tensors, module, rng = gpt_oss(), "model.layers.1.mlp.experts", np.random.default_rng(1)
+    source = save(tmp_path / "mxfp4", GPT_OSS, *split(tensors, 3))
+    experts, rows, columns = dequantised(tensors)[f"{module}.gate_up_proj"].shape
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    factors = {"A": (2 * experts, rows), "B": (columns, 2 * experts)}
+    save_file(
+        {
+            f"base_model.model.{module}.lora_{name}.weight": rng.standard_normal(shape, F32)
+            for name, shape in factors.items()
+        },
+        adapter / "adapter_model.safetensors",
+    )
+    said = dict(peft_type="LORA", r=2, lora_alpha=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    assert call("merge", source, tmp_path / "out", "--lora", adapter) == 0
+    made = read_tensors(tmp_path / "out")
+    assert made[f"{module}.gate_up_proj"].dtype == made[f"{module}.down_proj"].dtype == BF16
+    codes = {name for name in tensors if name.endswith(("_blocks", "_scales"))}
+    assert codes - made.keys() == {name for name in codes if name.startswith(f"{module}.")}
+    assert module in read_config(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def _align(
         region   made[0:2, 0]  ─▸  (2, 3, 4)      axis 1 lies within one shard, and stays one axis
     """
     rank = len(origin)
-    if all(count == 1 for count in made.shape[:rank]):
+    if all(count == 1 for count in made.shape[:rank]):  # one shard, so that no axis is two
         return source, target.of(made.reshape(made.shape[rank:], copy=False), origin)
     numbers: list[int | slice] = []  # of shards, on each axis
     within: list[int | slice] = []  # a shard, on each axis

@@ -199,9 +199,10 @@ def plan_adapter(
         check_made_for(family, source.record, naming.model, source.root)
         layout = _layout(source, naming.model)
         axis = recorded if axis is None else axis
+        axes = SCAN_AXES if axis is None else (axis,)
         tried = [
             _parts(family, config, dataclasses.replace(layout, scan_axis=each), rank, weights)
-            for each in (SCAN_AXES if axis is None and layout.scan else [layout.scan_axis if axis is None else axis])
+            for each in (axes if layout.scan else axes[:1])
         ]
     except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         problems.append(Problem("config", "config.json", str(e)))

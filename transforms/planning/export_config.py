@@ -8,7 +8,8 @@ from typing import Any
 
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
-from weightbeam.model_mappings.config import NEXTN, Config
+from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS, Config
+from weightbeam.model_mappings.configuration import lookup
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.transforms.cutting.quantizing import (
@@ -38,7 +39,8 @@ def config_edits(
     """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers and towers that aren't there,
     the class of the language model alone.
     """
-    text = _text(table.config)
+    nested = table.config.get("text_config")
+    text = nested if isinstance(nested, dict) else table.config
     edits = _vocabulary(text, fit, tensors)
     if _lacks_predictions(drops, tensors):
         edits |= {field: 0 for field in NEXTN if text.get(field)}
@@ -129,8 +131,8 @@ def warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> It
 
 def lost_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) -> Iterator[Problem]:
     """Rows of tokens that the checkpoint's record knows, and the release hasn't: they are no padding."""
-    known, wanted = _recorded_tokens(source), _text(config).get("vocab_size")
-    if known is not None and isinstance(wanted, int) and known > wanted:
+    known, wanted = _recorded_tokens(source), _tokens_of(config)
+    if known is not None and wanted is not None and known > wanted:
         message = (
             f"has {wanted:,} tokens, and the checkpoint's model {known:,}, by its record: {known - wanted:,} rows of the "
             "vocabulary would be lost; a folder with that model's own config.json and tokenizer will do"
@@ -140,9 +142,8 @@ def lost_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) ->
 
 def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, like: Like) -> Iterator[str]:
     """Rows that may be padding, or tokens: neither a record tells, nor are they MaxText's own padding of the family."""
-    held = source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
-    wanted = _text(table.config).get("vocab_size")
-    if _recorded_tokens(source) is None and isinstance(wanted, int) and held > wanted:
+    held, wanted = _held_rows(source), _tokens_of(table.config)
+    if _recorded_tokens(source) is None and wanted is not None and held > wanted:
         usual = expand(table.family, table.config, dataclasses.replace(fit.layout, vocab=None))
         if any(key_of(path) == EMBEDDING and parts[0].shape[0] == held for path, parts in usual.items()):
             return
@@ -155,15 +156,19 @@ def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, li
 def _recorded_tokens(source: OrbaxCheckpoint) -> int | None:
     """How many tokens the model of a checkpoint has, by its record, of those that are in it; None where that says none."""
     before = source.record.get("config")
-    said = _text(before).get("vocab_size") if isinstance(before, Mapping) else None
-    held = source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
-    return min(said, held) if type(said) is int else None
+    said = _tokens_of(before) if isinstance(before, Mapping) else None
+    return None if said is None else min(said, _held_rows(source))
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's section of a `config.json`."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
+def _tokens_of(config: Mapping[str, Any]) -> int | None:
+    """How many tokens the language model of a `config.json` has; None where it doesn't say it."""
+    said = (lookup(config, ".".join((*section, "vocab_size"))) for section in reversed(TEXT_SECTIONS))
+    return next((tokens for tokens in said if type(tokens) is int), None)
+
+
+def _held_rows(source: OrbaxCheckpoint) -> int:
+    """How many rows of the vocabulary a checkpoint has."""
+    return source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
 
 
 def warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -32,11 +31,19 @@ from weightbeam.transforms.planning.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.planning.merging import KEPT_MODULES, Merge
 from weightbeam.transforms.planning.options import MergeOptions, options_from
 
-# the weights that vLLM joins into one tensor (`packed_modules_mapping` of its models, vllm/model_executor/models), beside experts
-JOINED = re.compile(
-    r"(?P<module>.*)\.((?P<qkv>[qkv]_proj)|(?P<gate_up>(gate|up)_proj)|(?P<latent>q_a_proj|kv_a_proj_with_mqa)"
-    r"|(?P<in_proj_qkvz>in_proj_(qkv|z))|(?P<in_proj_ba>in_proj_[ab]))\.weight"
-)
+# the weights of a module that vLLM joins into one tensor, beside experts (`packed_modules_mapping` of its models,
+# vllm-project/vllm, vllm/model_executor/models)
+JOINED = {
+    name: together
+    for together in (
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("in_proj_qkv", "in_proj_z"),
+        ("in_proj_b", "in_proj_a"),
+    )
+    for name in together
+}
 
 
 def load(inputs: Mapping[str, Any]) -> Merge:
@@ -116,13 +123,12 @@ def _with_neighbours(touched: Mapping[str, Encoding], source: ReleaseTensors) ->
     return {**others, **touched}
 
 
-def _joined_as(name: str) -> tuple[str, str] | None:
-    """The module that a weight is in, and what engines join it into there; None for what stays alone."""
+def _joined_as(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The module that a weight is in, and which of its weights engines join with it; None for what stays alone."""
     if experts := _experts_of(name):
-        return experts, "experts"
-    if match := JOINED.fullmatch(name):
-        return match["module"], next(kind for kind, found in match.groupdict().items() if found and kind != "module")
-    return None
+        return experts, ()  # all of them
+    module, _, own = name.removesuffix(".weight").rpartition(".")
+    return (module, JOINED[own]) if own in JOINED else None
 
 
 def _experts_of(name: str) -> str | None:
