@@ -243,7 +243,7 @@ def schemes_of(quantization: Quantization) -> list[Scheme]:
 def layouts(
     schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None
 ) -> Iterator[WordLayout]:
-    """The layouts that fit a tensor's shapes.
+    """The layouts that fit a tensor's shapes; one group of a whole row is a channel.
 
     Args:
       schemes: those to choose from.
@@ -261,7 +261,7 @@ def layouts(
         alike = scheme.bits in BYTEWISE or longest <= WORD // scheme.bits  # nothing could straddle a word
         for dense in (True,) if alike else (True, False):
             if width(columns, scheme.bits, dense) == words and zeros in (None, width(rows, scheme.bits, dense)):
-                yield WordLayout(scheme, columns, dense)
+                yield WordLayout(scheme._replace(group=None) if scheme.group == columns else scheme, columns, dense)
 
 
 def make_rows(parts: QuantizedTensor) -> Encoding:
@@ -301,9 +301,9 @@ def _layout_of(parts: QuantizedTensor) -> WordLayout:
     packed, scale, zero, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_shape")
     schemes, count = schemes_of(parts.quantization), scale.shape[-1]
     find = functools.partial(layouts, schemes, packed.shape, count, zeros=zero.shape[-2] if zero else None)
-    fits = list(find(inputs=None))
+    fits = list(dict.fromkeys(find(inputs=None)))
     if shape_tensor and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
-        fits = list(find(inputs=int(parts.read(shape_tensor).reshape(-1)[-1])))
+        fits = list(dict.fromkeys(find(inputs=int(parts.read(shape_tensor).reshape(-1)[-1]))))
     if len(fits) > 1:  # a symmetric scheme has no zeros
         fits = [fit for fit in fits if fit.scheme.symmetric == (zero is None)] or fits
     if len(fits) != 1:

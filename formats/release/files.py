@@ -41,6 +41,11 @@ TEMPLATES = "additional_chat_templates"
 MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33 MB
 MAX_BYTES = 256 << 20  # of all together
 MAX_FILES = 250
+SHOWN = 8
+# what nobody expects beside new weights, and isn't named: hidden files, weights, their index and our record of them
+APART = re.compile(
+    rf"^\.|^{TEMPLATES}$|^weightbeam\.json$|\.index\.json$|\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$"
+)
 
 ROLES: Mapping[str, re.Pattern[str]] = {
     "config": re.compile(r"config\.json"),
@@ -197,13 +202,20 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
 
 
 def carried_files(url: str, known: Iterable[Seen] = ()) -> SmallFiles:
-    """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said.
+    """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said, and other
+    files that lie there (`modules.json` and `1_Pooling/` of an embedding model, say).
 
     Raises:
       StorageError: it can't be listed or read, or was changed meanwhile.
     """
     store = open_store(url)
     _say_left(files := small_files(store, known=known), store, "carried over")
+    if others := [name for name in store.entries() if not (role_of(name) or name in files.left or APART.search(name))]:
+        more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
+        LOGGER.warning(
+            "%s has files that aren't carried over: %s%s; copy those that its users need",
+            store.url, ", ".join(others[:SHOWN]), more,
+        )  # fmt: skip
     return files
 
 

@@ -252,6 +252,12 @@ def test_the_scheme_that_fits_is_taken(tmp_path: Path) -> None:
     assert "several ways" in message_of(tmp_path / "neither", tensors, COMPRESSED | {"config_groups": alike})
 
 
+def test_one_group_of_a_whole_row_is_a_channel(tmp_path: Path) -> None:
+    both = scheme(4, 64)["config_groups"] | {"group_1": scheme(4, None)["config_groups"]["group_0"]}
+    encoding = encoding_of(tmp_path, int4(group=64), COMPRESSED | {"config_groups": both})
+    assert (encoding.shape, encoding.label) == ((8, 64), "int4 with a scale for each output")
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_of_two_schemes_that_differ_by_their_zeros_the_tensors_tell(tmp_path: Path, zeros: bool) -> None:
     both = scheme(4, 32)["config_groups"] | {"group_1": scheme(4, 32, symmetric=False)["config_groups"]["group_0"]}

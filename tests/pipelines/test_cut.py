@@ -357,6 +357,9 @@ def test_small_files_that_are_not_carried_over_are_said(
     (source / "tokenizer.json").symlink_to(tmp_path / "secret")
     (source / "merges.txt").touch()
     os.truncate(source / "merges.txt", MAX_FILE_BYTES + 1)
+    (source / "1_Pooling").mkdir()
+    for name in ("modules.json", "1_Pooling/config.json", ".gitattributes", "pytorch_model.bin"):
+        (source / name).touch()
     words = {
         "cut": ("cut", source, tmp_path / "out", "--layers", "0:1"),
         "quantize": ("quantize", source, tmp_path / "out"),
@@ -369,6 +372,7 @@ def test_small_files_that_are_not_carried_over_are_said(
     said = capsys.readouterr().err
     assert f"{source}/tokenizer.json isn't carried over: a symbolic link that leads out of the folder" in said
     assert f"{source}/merges.txt isn't carried over: has {MAX_FILE_BYTES + 1:,} bytes" in said
+    assert f"{source} has files that aren't carried over: 1_Pooling, modules.json; copy" in said
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
