@@ -16,7 +16,7 @@ from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import MaxTextConfigError, contradictions, number, read, write
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import is_idle
-from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
+from weightbeam.model_mappings.maxtext_models import SIZES, base, differences, keys_of, models, nearest, run_as
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
@@ -69,20 +69,63 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     (AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, `init_rotary_embedding`, e591f30).
 
     Raises:
-      MaxTextConfigError: MaxText has no such model.
+      MaxTextConfigError: MaxText has no such model, or its sizes can't be scaled as the file says.
     """
     name = given.get("model_name") or "default"
     said = base() if name == "default" else keys_of(str(name))
     if said is None:
         raise MaxTextConfigError(f"model_name is {name!r}, which MaxText (e591f30) hasn't got")
     # a run's own config.yml has null where base.yml says 0
-    set_by_file = {key: base().get(key) if value is None else _clean(value) for key, value in given.items()}
-    keys = {**said, **set_by_file, "model_name": name}
+    set_by_file = {key: base().get(key) if is_none(value) else _clean(value) for key, value in given.items()}
+    keys = _scaled({**said, **set_by_file, "model_name": name})
     longest, trained = "max_position_embeddings", given.get("max_target_length")
     if type(trained) is int and trained > 0 and keys[longest] == base()[longest] and is_idle(longest, keys):
         keys[longest] = trained  # base.yml's own number is of no model
     rope = "llama3.1" if str(run_as(str(name))).startswith("llama3.1") else str(keys["rope_type"]).lower()
     return keys | {"rope_type": rope}
+
+
+def is_dump(given: Mapping[str, Any]) -> bool:
+    """Whether a configuration is what MaxText itself wrote of a run (`save_config_to_gcs`): it has what MaxText derives."""
+    return "emb_dim" in given
+
+
+def is_none(value: Any) -> bool:
+    """Whether MaxText takes a value for none: its text says so, too (src/maxtext/configs/pyconfig.py, e591f30)."""
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys with the sizes that `global_parameter_scale` makes of them: 2 doubles heads and `mlp`, 4 `embed`, too, 8
+    layers, too, and so on (src/maxtext/configs/types.py, `get_individual_scales`, e591f30).
+
+    Raises:
+      MaxTextConfigError: it isn't a power of two.
+    """
+    scale = keys.pop("global_parameter_scale", 1)
+    if type(scale) is not int or scale < 1 or scale.bit_count() != 1:
+        raise MaxTextConfigError(f"global_parameter_scale is {scale!r}, which isn't a power of two")
+    each, rest = divmod(scale.bit_length() - 1, 3)
+    doubled = {
+        "base_num_query_heads": each + (rest > 0), "base_num_kv_heads": each + (rest > 0), "base_mlp_dim": each + (rest > 0),
+        "base_moe_mlp_dim": each + (rest > 0), "base_emb_dim": each + (rest > 1), "base_num_decoder_layers": each,
+    }  # fmt: skip
+    return keys | {key: keys[key] << times for key, times in doubled.items() if times and type(keys[key]) is int}
+
+
+def contradicted(given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a configuration says otherwise than the model that it names, where MaxText may have run with either:
+    `{key: (the configuration's value, the model's)}`.
+
+    MaxText takes the model's where it was given the file, and the file's where that is a model's own or the run's dump, or
+    `override_model_config` says so. Sizes tell: had they been the model's, the arrays wouldn't be the file's.
+    """
+    name = str(given.get("model_name") or "default")
+    if is_dump(given) or given.get("override_model_config"):
+        return {}
+    said = {key: _clean(value) for key, value in given.items() if not is_none(value)}
+    found = differences(said, name)
+    return {} if found.keys() & {*SIZES, "vocab_size"} else found
 
 
 def _clean(value: Any) -> Any:

@@ -50,6 +50,11 @@ def keys_of(model: str) -> Mapping[str, Any] | None:
     return None if said is None else base() | said
 
 
+def base_of(model: str) -> dict[str, Any]:
+    """What the base says of the keys that a model's file does."""
+    return {key: base().get(key) for key in _table()["models"].get(own_name(model), {})}
+
+
 def differences(keys: Mapping[str, Any], model: str, among: Iterable[str] | None = None) -> dict[str, tuple[Any, Any]]:
     """The keys that a configuration and a model say otherwise: `{key: (the configuration's value, the model's)}`; empty
     for an unknown model.

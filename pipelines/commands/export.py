@@ -24,7 +24,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import NEXTN
-from weightbeam.model_mappings.config_json import config_json
+from weightbeam.model_mappings.config_json import config_json, contradicted
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
@@ -49,7 +49,8 @@ from weightbeam.pipelines.running.prepare import describe, open_adapters, refuse
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, Written
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, read_maxtext_yaml, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
@@ -336,6 +337,13 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
         made = config_json(given)
     except MaxTextConfigError as e:
         raise Refused(f"--maxtext_config={file}: {e}") from e
+    if either := contradicted(given):
+        listed = ", ".join(f"{key}: {said!r}, not {theirs!r}" for key, (said, theirs) in either.items())
+        LOG.warning(
+            "%s says other than its model_name, %s: %s; given this file, MaxText takes the model's. Take these lines out if it was; "
+            "else say override_model_config: true",
+            file, given["model_name"], listed,
+        )  # fmt: skip
     if made.unknown:
         LOG.warning("%s: nothing in config.json says %s", file, ", ".join(made.unknown))
     for limit in made.limits:

@@ -19,7 +19,8 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_con
 from weightbeam.pipelines.running.prepare import describe, open_source
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import keywords_of, read_maxtext_yaml, takes
+from weightbeam.pipelines.terminal.keywords import keywords_of, takes
+from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 

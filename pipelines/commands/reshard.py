@@ -32,7 +32,8 @@ from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, parse_maxtext_yaml, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_parts, storage_flags, units_text
 from weightbeam.pipelines.terminal.shell import STDOUT, say

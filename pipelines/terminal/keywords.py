@@ -308,60 +308,6 @@ def read_lora(text: str) -> tuple[str, float]:
         raise Refused(f"--lora={e}") from e
 
 
-MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
-
-
-class _MaxTextLoader(yaml.SafeLoader):
-    """YAML with the tags that Python's dump leaves: a tuple is a list, an enum its value. Nothing is made but these."""
-
-
-def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.ScalarNode):
-        return loader.construct_scalar(node)
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    values = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
-    return values[0] if tag.startswith("object/apply:") and len(values) == 1 else values
-
-
-_MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
-
-
-def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
-    """The keys that a MaxText configuration says, a run's own `config.yml` too; `where` it is, for messages.
-
-    Raises:
-      Refused: it is no YAML, says no keys, or is larger than any that is meant: to parse it takes seconds for each MB.
-    """
-    try:
-        given = parse_yaml(text, _MaxTextLoader)
-    except (UnicodeDecodeError, yaml.YAMLError) as e:
-        raise Refused(f"{where}: no YAML: {e}") from e
-    if not isinstance(given, dict):
-        raise Refused(f"{where}: it should hold keys and values, but is {type(given).__name__}")
-    return given
-
-
-def read_maxtext_yaml(option: str, file: str, above: Sequence[Path] = ()) -> dict[str, Any]:
-    """The keys that a file of MaxText's (`.yml`) says, over those of the file beside it that its `base_config` names;
-    `option` is what named it, for messages; `above` are the files whose base it is.
-
-    Raises:
-      Refused: it can't be read, or says no keys; or the files are each other's base.
-    """
-    try:
-        given = parse_maxtext_yaml(read_named(file), f"{option}={file}")
-    except OSError as e:
-        raise Refused(f"{option}={file}: {e.strerror}") from e
-    base = Path(file).parent / str(given.pop("base_config", ""))  # MaxText's own base.yml isn't there
-    if base.is_file() and base.resolve() != Path(file).resolve():
-        above = (*above, Path(file).resolve())
-        if base.resolve() in above or len(above) > MAX_BASES:
-            raise Refused(f"{option}={file}: its base_config leads back to it, or through more than {MAX_BASES} files")
-        return read_maxtext_yaml(option, str(base), above) | given
-    return given
-
-
 def sharding_rules(given: object, model: str | None) -> Rules | None:
     """The rules that `sharding_rules` asks for, for the MaxText model that was named; None without any.
 

@@ -12,6 +12,10 @@ import yaml
 from support import call
 
 from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
+from weightbeam.model_mappings.config_json import full_keys
+from weightbeam.pipelines.commands.export import read_maxtext_config
+from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 
 NAMES = "abcdefghij"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -77,3 +81,58 @@ def test_configurations_that_are_each_others_base(
         (tmp_path / f"{name}.yml").write_text(f"base_config: {base}.yml\n")
     assert call("fit", source, tmp_path / "one.yml") == 2
     assert "its base_config leads back to it" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_key_that_is_there_twice_is_refused_as_maxtext_refuses_it(tmp_path: Path) -> None:
+    (tmp_path / "twice.yml").write_text("base_emb_dim: 64\nhead_dim: 16\nbase_emb_dim: 32\n")
+    with pytest.raises(Refused, match="'base_emb_dim' is there twice"):
+        read_maxtext_yaml("--maxtext_config", str(tmp_path / "twice.yml"))
+
+
+@pytest.mark.parametrize("beside", ["configs/models", "models"])
+def test_a_model_s_own_file_beside_a_configuration_is_above_it(
+    tmp_path: Path, beside: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As MaxText merges them; what the table knows of the model is out of force then. `override_model_config` turns it."""
+    (tmp_path / beside).mkdir(parents=True)
+    (tmp_path / "configs").mkdir(exist_ok=True)
+    (tmp_path / beside / "llama3-8b.yml").write_text("base_emb_dim: 64\nnormalization_layer_epsilon: 1.e-3\n")
+    mine = tmp_path / "configs" / "mine.yml"
+    mine.write_text(
+        "model_name: llama3-8b\nbase_config: base.yml\nnormalization_layer_epsilon: 1.e-6\nvocab_size: 100\n"
+    )
+    keys = full_keys(read_maxtext_yaml("--maxtext_config", str(mine)))
+    asked = ("base_emb_dim", "normalization_layer_epsilon", "vocab_size", "rope_max_timescale")
+    assert [keys[key] for key in asked] == [64, 1e-3, 100, 10_000]
+    mine.write_text(f"{mine.read_text()}override_model_config: true\n")
+    assert full_keys(read_maxtext_yaml("--maxtext_config", str(mine)))["normalization_layer_epsilon"] == 1e-6
+    read_maxtext_config(str(tmp_path / beside / "llama3-8b.yml").replace("/models/", "/models/../models/"))
+    assert not caplog.records
+
+
+def test_what_maxtext_may_have_taken_otherwise_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A configuration beside the model that it names, or a base that isn't there; not a run's dump, nor other sizes."""
+    file = tmp_path / "mine.yml"
+
+    def said(text: str) -> str:
+        caplog.clear()
+        file.write_text(text)
+        read_maxtext_config(str(file))
+        return caplog.text
+
+    other = "model_name: llama3-8b\nrope_max_timescale: 1234\n"
+    assert "rope_max_timescale: 1234, not 500000" in said(other)
+    assert "its base_config, ours.yml, isn't there" in said(f"{other}base_config: ours.yml\n")
+    assert not said(f"{other}override_model_config: true\n")
+    assert not said(f"{other}base_config: src/maxtext/configs/base.yml\nbase_emb_dim: 64\n")
+    assert not said(f"{other}override_model_config: false\nemb_dim: 4096\nbase_config: ours.yml\n")
+    assert not said("model_name: llama3-8b\nattn_logits_soft_cap: None\nfinal_logits_soft_cap: none\n")
+
+
+@pytest.mark.parametrize(
+    ("scale", "sizes"), [(1, (8, 32, 128, 3)), (2, (16, 32, 256, 3)), (4, (16, 64, 256, 3)), (16, (32, 64, 512, 6))]
+)
+def test_a_scaled_model(scale: int, sizes: tuple[int, ...]) -> None:
+    given = {"base_num_query_heads": 8, "base_emb_dim": 32, "base_mlp_dim": 128, "base_num_decoder_layers": 3}
+    keys = full_keys(given | {"global_parameter_scale": scale})
+    assert tuple(keys[key] for key in given) == sizes

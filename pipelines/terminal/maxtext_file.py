@@ -1,0 +1,111 @@
+"""A MaxText configuration in a file, with the other files that MaxText reads for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weightbeam.formats.storage import read_named
+from weightbeam.formats.storage.strict_yaml import parse_yaml
+from weightbeam.model_mappings.config_json import is_dump
+from weightbeam.model_mappings.maxtext_models import base_of, models, own_name
+from weightbeam.pipelines.terminal.errors import Refused
+
+LOG = logging.getLogger("weightbeam")
+OWN_BASE = "base.yml"
+MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
+
+
+class _MaxTextLoader(yaml.SafeLoader):
+    """YAML as MaxText reads it, in which no key is there twice, with the tags that Python's dump leaves: a tuple is a
+    list, an enum its value. Nothing is made but these.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        made = super().construct_mapping(node, deep)
+        if len(made) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            raise yaml.YAMLError(f"{twice!r} is there twice")
+        return made
+
+
+def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return loader.construct_scalar(node)
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    values = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
+    return values[0] if tag.startswith("object/apply:") and len(values) == 1 else values
+
+
+_MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
+
+
+def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
+    """The keys that a MaxText configuration says, a run's own `config.yml` too; `where` it is, for messages.
+
+    Raises:
+      Refused: it is no YAML, says no keys, or is larger than any that is meant: to parse it takes seconds for each MB.
+    """
+    try:
+        given = parse_yaml(text, _MaxTextLoader)
+    except (UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"{where}: no YAML: {e}") from e
+    if not isinstance(given, dict):
+        raise Refused(f"{where}: it should hold keys and values, but is {type(given).__name__}")
+    return given
+
+
+def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
+    """The keys that a file of MaxText's (`.yml`) says, with those of the files that MaxText reads for it, and looks for in
+    the same places (AI-Hypercomputer/maxtext, src/maxtext/configs/pyconfig.py, `_initialize_pydantic`, e591f30):
+
+        configs/our_base.yml           below those of the file
+        configs/mine.yml               base_config: our_base.yml, model_name: llama3-8b
+        configs/models/llama3-8b.yml   above them, unless the file says override_model_config; also in ../models
+
+    `option` is what named it, for messages.
+
+    Raises:
+      Refused: one of them can't be read, or says no keys; or files are each other's base.
+    """
+    given = _read_with_base(option, file)
+    name = own_name(str(given.get("model_name")))
+    places = (folder / "models" / f"{name}.yml" for folder in (Path(file).parent, Path(file).parent.parent))
+    path = next((path for path in places if name in models() and path.is_file()), None)
+    if path is None or path.samefile(file) or is_dump(given):
+        return given
+    theirs = _read(option, path)  # in the place of what is known of the model
+    if given.get("override_model_config"):
+        return base_of(name) | theirs | given
+    return base_of(name) | given | theirs | {"override_model_config": True}
+
+
+def _read(option: str, file: str | Path) -> dict[str, Any]:
+    try:
+        return parse_maxtext_yaml(read_named(file), f"{option}={file}")
+    except OSError as e:
+        raise Refused(f"{option}={file}: {e.strerror}") from e
+
+
+def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[str, Any]:
+    """The keys of a file over those of its base; `above` are the files whose base it is."""
+    given = _read(option, file)
+    named = str(given.pop("base_config", ""))
+    base = Path(file).parent / named
+    if named and not base.is_file() and base.name != OWN_BASE and not is_dump(given):
+        LOG.warning(
+            "%s=%s: its base_config, %s, isn't there; what it says isn't known, so MaxText's %s is taken",
+            option, file, named, OWN_BASE,
+        )  # fmt: skip
+    if base.is_file() and base.resolve() != Path(file).resolve():
+        above = (*above, Path(file).resolve())
+        if base.resolve() in above or len(above) > MAX_BASES:
+            raise Refused(f"{option}={file}: its base_config leads back to it, or through more than {MAX_BASES} files")
+        return _read_with_base(option, str(base), above) | given
+    return given
