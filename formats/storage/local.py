@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -178,13 +179,13 @@ def sync_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, unless they are there: durably, where the folders above may be read."""
-    if not path.is_dir():
-        if path.is_symlink():
-            raise FileNotFoundError(errno.ENOENT, f"{path} is a link to nothing")
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+    missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), (path, *path.parents)))
+    for folder in reversed(missing):
+        if folder.is_symlink():
+            raise FileNotFoundError(errno.ENOENT, f"{folder} is a link to nothing")
+        folder.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):
-            sync_folder(path.parent)
+            sync_folder(folder.parent)
 
 
 TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being written

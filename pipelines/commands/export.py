@@ -311,7 +311,8 @@ def find_form(
                 f"the checkpoint was made of {url}, which can't be read ({reason(e)}); name a release that it should be like with --like"
             ) from e
     raise Refused(
-        "--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none"
+        "--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none; "
+        "for a model without a release --maxtext_config names its MaxText configuration"
     )
 
 

@@ -52,8 +52,8 @@ class Beside:
 
     @property
     def ok(self) -> bool:
-        """Whether no layer parts, nor the logits."""
-        return self.parts_at is None and self.logits.relative <= self.tolerance
+        """Whether no layer parts, nor the logits, which are numbers."""
+        return self.parts_at is None and self.logits.relative <= self.tolerance and not self.logits.odd
 
     def to_dict(self) -> dict[str, Any]:
         first = self.parts_at
@@ -88,6 +88,8 @@ class Beside:
         """Where they part, in a sentence."""
         if (first := self.parts_at) is None:
             whole = self.whole
+            if self.logits.odd:
+                return f"the logits of {count(self.logits.odd, 'token')} aren't numbers, of which nothing is told"
             if not self.ok:
                 behind = "they part behind the last layer: in the last norm or the head"
                 return behind if whole else "no layer was compared: none makes one vector for each token"
@@ -163,6 +165,8 @@ class Logits(Shown):
         for position, token, likely, logit in rows[-SHOWN:]:
             table.add_row(str(position), str(token), str(likely), f"{logit:.4g}")
         yield table
+        if odd := int(np.isnan(self.logits).any(-1).sum()):
+            yield f"the logits of {count(odd, 'token')} aren't numbers: look for odd weights with `weightbeam verify`"
         if self.beside:
             yield ""
             yield from self.beside.blocks()

@@ -21,6 +21,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
 from weightbeam.pipelines.terminal.wording import in_python
 from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.planning.options import Option, Options, Unsaid, options_of
@@ -329,7 +330,7 @@ def sharding_rules(given: object, model: str | None) -> Rules | None:
         try:
             rules = parse_json(raw)
         except JsonError:
-            rules = parse_yaml(raw.decode("utf-8"))
+            rules = parse_yaml(raw.decode("utf-8"), MaxTextLoader)
         return read_rules(rules, model_rules(model))
     except OSError as e:
         raise Refused(f"--sharding_rules={given}: {e.strerror}") from e

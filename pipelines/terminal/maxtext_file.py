@@ -20,7 +20,7 @@ OWN_BASE = "base.yml"
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
-class _MaxTextLoader(yaml.SafeLoader):
+class MaxTextLoader(yaml.SafeLoader):
     """YAML as MaxText reads it, in which no key is there twice, with the tags that Python's dump leaves: a tuple is a
     list, an enum its value. Nothing is made but these.
     """
@@ -43,7 +43,7 @@ def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
     return values[0] if tag.startswith("object/apply:") and len(values) == 1 else values
 
 
-_MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
+MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
 
 
 def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
       Refused: it is no YAML, says no keys, or is larger than any that is meant: to parse it takes seconds for each MB.
     """
     try:
-        given = parse_yaml(text, _MaxTextLoader)
+        given = parse_yaml(text, MaxTextLoader)
     except (UnicodeDecodeError, yaml.YAMLError) as e:
         raise Refused(f"{where}: no YAML: {e}") from e
     if not isinstance(given, dict):

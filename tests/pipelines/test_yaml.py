@@ -15,6 +15,7 @@ from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
 from weightbeam.model_mappings.config_json import full_keys
 from weightbeam.pipelines.commands.export import read_maxtext_config
 from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.keywords import sharding_rules
 from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 
 NAMES = "abcdefghij"
@@ -127,6 +128,13 @@ def test_what_maxtext_may_have_taken_otherwise_is_said(tmp_path: Path, caplog: p
     assert not said(f"{other}base_config: src/maxtext/configs/base.yml\nbase_emb_dim: 64\n")
     assert not said(f"{other}override_model_config: false\nemb_dim: 4096\nbase_config: ours.yml\n")
     assert not said("model_name: llama3-8b\nattn_logits_soft_cap: None\nfinal_logits_soft_cap: none\n")
+
+
+def test_rules_of_a_run_s_dump(tmp_path: Path) -> None:
+    """Python's tuples, as MaxText wrote them."""
+    dump = {"mesh_axes": ["fsdp"], "logical_axis_rules": (("embed", ("fsdp",)), ("heads", ()))}
+    (tmp_path / "config.yml").write_text(yaml.dump(dump))
+    assert sharding_rules(tmp_path / "config.yml", None) == (("embed", ("fsdp",)), ("heads", ()))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
+from weightbeam.pipelines.forward.report import Beside
 from weightbeam.transforms.comparing.logits import LayerDifference, LogitsDifference, compare_traces
 
 
@@ -24,6 +26,18 @@ def test_what_is_not_finite_parts() -> None:
     assert LayerDifference.of("0", one, nan).beyond(1e9)
     assert not LayerDifference.of("0", nan, nan).beyond(0)
     assert LayerDifference.of("0", 0 * one, one).beyond(1e9)
+
+
+@pytest.mark.parametrize(("a", "b", "odd"), [(0.0, 0.0, 0), (math.nan, 0.0, 1), (math.nan, math.nan, 1)])
+def test_logits_that_are_no_numbers_are_the_same_as_none(a: float, b: float, odd: int) -> None:
+    """Of two models that make nothing of a token it can't be told that they are the same."""
+    first, second = (np.array([[1.0, 2.0], [1.0, value]], np.float32) for value in (a, b))
+    found = LogitsDifference.of(first, second)
+    assert found.odd == odd
+    assert Beside("other", found, (), 0.0).ok == (odd == 0)
+    assert (
+        any("the logits of 1 token aren't numbers" in str(line) for line in Beside("b", found, (), 9.0).blocks()) == odd
+    )
 
 
 def test_layers_are_compared_as_far_as_both_have_them() -> None:

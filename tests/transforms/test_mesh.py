@@ -154,6 +154,9 @@ def test_a_list_and_a_whole_configuration_replace_the_rules() -> None:
         rules | {"mesh_axes": ["fsdp"]},
         rules | {"base_config": "base.yml"},
         rules | {"override_logical_axis_rules": True},
+        tuple(
+            (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in PURE_FSDP
+        ),  # as MaxText holds them
     ):
         assert read_rules(given_file, base_rules()) == expected
 

@@ -66,6 +66,7 @@ class LogitsDifference:
       kl: KL(a || b) of the next token's probabilities in nats, the mean over the tokens; and the largest.
       top1: at how many of the tokens both have the same most likely next one.
       tokens: how many there are.
+      odd: of how many of them a logit of one of both isn't a number, so that nothing is told of them.
     """
 
     largest: float
@@ -74,6 +75,7 @@ class LogitsDifference:
     largest_kl: float
     top1: int
     tokens: int
+    odd: int = 0
 
     @classmethod
     def of(cls, a: np.ndarray, b: np.ndarray) -> LogitsDifference:
@@ -82,7 +84,8 @@ class LogitsDifference:
         first, second = (_log_softmax(side) for side in (a, b))
         kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0.0)
         same = int((a.argmax(-1) == b.argmax(-1)).sum())
-        return cls(whole.largest, whole.relative, float(kl.mean()), float(kl.max()), same, len(a))
+        odd = int((np.isnan(a) | np.isnan(b)).any(-1).sum())
+        return cls(whole.largest, whole.relative, float(kl.mean()), float(kl.max()), same, len(a), odd)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -82,6 +82,7 @@ def read_rules(given: Any, base: Rules) -> Rules:
             raise RulesError("it has no logical_axis_rules")
         merged = not given.get("override_logical_axis_rules", any(key in given for key in WHOLE))
         given = given["logical_axis_rules"]
+    given = _as_lists(given)
     if not isinstance(given, list) or not given:
         raise RulesError("logical_axis_rules should be a list of rules, such as [[embed, [fsdp]], [heads, tensor]]")
     for rule in given:
@@ -96,6 +97,11 @@ def read_rules(given: Any, base: Rules) -> Rules:
                 f"{printable(json.dumps(rule, default=str), 200)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]"
             )
     return merge_rules(base, _rules(given)) if merged else _rules(given)
+
+
+def _as_lists(given: Any) -> Any:
+    """Lists in the place of tuples: MaxText's own configuration, once read, and flax have them."""
+    return [_as_lists(each) for each in given] if isinstance(given, list | tuple) else given
 
 
 def axes_in(rules: Rules) -> tuple[str, ...]:
