@@ -12,7 +12,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
-from weightbeam.pipelines.running.prepare import prepare_conversion, refuse
+from weightbeam.pipelines.running.prepare import prepare_conversion, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of
 from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
 from weightbeam.pipelines.terminal import report, tables
@@ -199,7 +199,11 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
       >>> {array.key: array.shape for array in plan.arrays}["params.params.decoder.layers.mlp.wi_0.kernel"]
       (64, 2, 128)
     """
-    return _plan(source, asked, simulation, token.hf_token_secret, beam)
+    made = _plan(source, asked, simulation, token.hf_token_secret, beam)
+    if not made.problems:  # `convert` may come later: the small files are those of now
+        with reading(source):
+            _ = made.conversion.small_hashes
+    return made
 
 
 def _plan(

@@ -177,6 +177,12 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
         else:
             try:
                 target.sharding.shard_shape(target.shape)
+            except AttributeError:  # a PartitionSpec that no mesh was named for, or whose axes it hasn't
+                why = f"{target.sharding!r} is no sharding: name a mesh that has its axes, or give the leaf a NamedSharding"
+                problems.append(_problem("sharding", target.key, why))
+            except AssertionError:
+                why = "the axes of its mesh are Manual, which says nothing of how an array lies; take AxisType.Auto or Explicit"
+                problems.append(_problem("sharding", target.key, why))
             except ValueError as e:
                 problems.append(_problem("sharding", target.key, str(e)))
     if unknown:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
@@ -52,6 +53,7 @@ from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.report import count
+from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.options import Options
 
@@ -255,18 +257,27 @@ def _prepare(
 
 
 def _shard(abstract: Abstract, source: ArraySource, mesh: Mesh, rules: Any) -> Abstract:
-    """Shardings by logical axis rules for the targets that have none."""
-    targets = []
+    """Shardings by logical axis rules for the targets that have none, and on the mesh for those with a partition spec."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    targets, by_rules = [], False
     for target in abstract.targets:
         array = source.arrays.get(target.key)
-        if (
+        if isinstance(target.sharding, PartitionSpec):
+            with contextlib.suppress(ValueError):  # of axes that the mesh hasn't, which `mismatches` says
+                target = dataclasses.replace(target, sharding=NamedSharding(mesh, target.sharding))
+        elif (
             target.sharding is None
             and array is not None
             and array.shape == target.shape
             and (array.has_axes or mesh.size == 1 or len(array.shape) < 2)
         ):
             target = dataclasses.replace(target, sharding=named_sharding(target.shape, array.axes, mesh, rules))
+            by_rules = True
         targets.append(target)
+    if by_rules and mesh.size > 1 and not set(mesh.axis_names).intersection(axes_in(rules)):
+        named = ", ".join(map(str, mesh.axis_names))
+        LOG.warning("no rule speaks of an axis of the mesh (%s), so that each device has all of each array", named)
     return dataclasses.replace(abstract, targets=tuple(targets))
 
 

@@ -47,13 +47,13 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
     if not isinstance(mesh, str):
         raise RefusedError(f"mesh={mesh!r} should be a jax.sharding.Mesh, or a text such as fsdp=4,tensor=2")
     try:
-        sizes = MeshSizes.parse(mesh, axes_in(rules))
-    except MeshError as e:
-        raise RefusedError(str(e)) from e
-    try:
         devices = len(jax.devices())
     except RuntimeError as e:  # in a job of several processes where one ends meanwhile, too
         raise FailedError(f"JAX's devices can't be opened: {e}") from e
+    try:
+        sizes = MeshSizes.parse(mesh, axes_in(rules), devices)
+    except MeshError as e:
+        raise RefusedError(str(e)) from e
     if sizes.devices != devices:
         raise RefusedError(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {devices:,}")
     auto = (jax.sharding.AxisType.Auto,) * len(sizes.sizes)

@@ -24,7 +24,7 @@ from weightbeam.pipelines.loading.scaled import DecodedOrbax
 from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.prepare import describe, open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import read_options
+from weightbeam.pipelines.terminal.keywords import as_place, read_options
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
@@ -125,7 +125,7 @@ def find_source(
         raise Refused(
             f"release={release}: tells the logical axes of MaxText's arrays, and as_is=True opens arrays under their own names; leave one out"
         )
-    with reading(where):
+    with reading(where := as_place("source", where)):
         store = open_store(where)
         store.check_readable()
         if not any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):

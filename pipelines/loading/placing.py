@@ -220,7 +220,9 @@ def _exchange_and_update(way: _Way) -> Callable[..., jax.Array]:
 def settle(
     arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shardings: Mapping[str, Sharding]
 ) -> dict[str, jax.Array]:
-    """The arrays in their dtypes and shardings, in the buffers in which they lie."""
+    """The arrays in their dtypes and shardings, in the buffers in which they lie, but for those that a sharding wants in
+    another memory than the device's own.
+    """
     import jax
 
     settled = dict(arrays)
@@ -241,12 +243,18 @@ def settle(
         kinds = tuple(dtypes[key] for key in keys)
         for key, array in zip(keys, _typed(kinds)(made), strict=True):
             settled[key] = array
-    return {
-        key: jax.make_array_from_single_device_arrays(
-            array.shape, shardings[key], [shard.data for shard in array.addressable_shards]
-        )
-        for key, array in settled.items()
-    }
+    placed: dict[str, jax.Array] = {}
+    for key in list(settled):
+        array, sharding = settled.pop(key), shardings[key]
+        shards = [shard.data for shard in array.addressable_shards]
+        kind = next(iter(sharding.device_set)).default_memory().kind
+        if sharding.memory_kind in (None, kind):
+            placed[key] = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+        else:
+            own = sharding.with_memory_kind(kind)
+            array = jax.make_array_from_single_device_arrays(array.shape, own, shards)
+            placed[key] = jax.device_put(array, sharding)
+    return placed
 
 
 @functools.cache

@@ -83,7 +83,18 @@ def _read_own(parameter: inspect.Parameter, value: Any) -> Any:
         if is_place and value == "" and parameter.default is None:
             raise Refused(f"{parameter.name}={value!r} names nothing; leave it out")
         return value
-    raise Refused(f"{parameter.name}={value!r} should be a text: a path, a URL or a name")
+    return as_place(parameter.name, value)
+
+
+def as_place(name: str, value: Any) -> str:
+    """The text of a place, by the name of its parameter.
+
+    Raises:
+      Refused: it is no path, URL or name.
+    """
+    if isinstance(text := _as_text(value), str):
+        return text
+    raise Refused(f"{name}={value!r} should be a text: a path, a URL or a name")
 
 
 def _is_texts(values: Iterable[Any]) -> bool:

@@ -4,7 +4,9 @@ a loader.
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,74 @@ def test_all_mismatches_at_once(folder: Path) -> None:
         ("dtype", "layers.mlp.wo.kernel"),
         ("sharding", "decoder_norm.scale"),
     }
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_the_memory_that_a_sharding_names(folder: Path, kind: str) -> None:
+    """Arrays on the host, as MaxText offloads them: the same bits, in that memory."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    like = {key: jax.ShapeDtypeStruct(values.shape, BF16, sharding=here) for key, values in wanted().items()}
+    made = wb.load(str(folder), like=like)
+    assert {array.sharding.memory_kind for array in made.values()} == {kind}
+    assert_same_bits(numpy(made), wanted())
+
+
+@pytest.mark.parametrize(
+    ("spec", "mesh", "said"),
+    [
+        ("fsdp", "fsdp=-1", None),
+        ("fsdp", None, r"is no sharding: name a mesh"),
+        ("other", "fsdp=1", r"is no sharding: name a mesh that has its axes"),
+    ],
+)
+def test_a_partition_spec_takes_the_mesh(folder: Path, spec: str, mesh: str | None, said: str | None) -> None:
+    """What has no devices yet, and what says nothing of a layout, are told like all other problems."""
+    asked = jax.sharding.PartitionSpec(spec)
+    like = {
+        key: types.SimpleNamespace(shape=values.shape, dtype=BF16, sharding=asked) for key, values in wanted().items()
+    }
+    if said is None:
+        assert_same_bits(numpy(wb.load(str(folder), like=like, mesh=mesh)), wanted())
+        return
+    with pytest.raises(wb.Refused, match=said) as refused:
+        wb.load(str(folder), like=like, mesh=mesh)
+    assert len(refused.value.problems) == len(like)
+
+
+def test_meshes_of_several_devices(folder: Path) -> None:
+    """Without an axis of the rules each device has all of each array, which is said, unless the leaves' shardings say so;
+    an axis takes the devices that are left; of Manual axes nobody knows how an array lies.
+    """
+    code = """
+        import sys, jax, weightbeam as wb
+        one, two = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (1, 2))
+        made = wb.load(sys.argv[1], mesh=one)
+        spread = jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec())
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread), made)
+        wb.load(sys.argv[1], like, mesh=two)
+        print("so far", file=sys.stderr, flush=True)
+        wb.load(sys.argv[1], mesh=two)
+        made = wb.load(sys.argv[1], mesh="tensor=-1")
+        print(*{str(dict(each.sharding.mesh.shape)) for each in jax.tree.leaves(made)})
+        try:
+            wb.load(sys.argv[1], mesh=jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Manual,)))
+        except wb.Refused as e:
+            print(e)
+        """
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    ran = run(sys.executable, "-c", textwrap.dedent(code), folder, env=environment, status=0)
+    before, _, after = ran.stderr.partition("so far")
+    assert "no rule speaks of an axis" not in before
+    assert "no rule speaks of an axis of the mesh (x), so that each device has all of each array" in after
+    assert "{'tensor': 2}" in ran.stdout
+    assert "the axes of its mesh are Manual" in ran.stdout
+
+
+@pytest.mark.parametrize("place", [None, 3, b"x", ["a"]])
+def test_a_source_that_is_no_text(place: Any) -> None:
+    for call in (wb.open, lambda source: wb.load(source, mesh="fsdp=1")):
+        with pytest.raises(wb.Refused, match="should be a text: a path, a URL or a name"):
+            call(place)
 
 
 def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from quantised import fp8_llama
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, make_release, restore, stop_midway
 
+import weightbeam as wb
 from weightbeam.formats.targets import orbax, release
 
 MODEL = ("--maxtext_model", "llama2-7b")
@@ -363,3 +364,15 @@ def test_a_checkpoint_that_moves_between_a_stop_and_resume(
     why = resume_and_compare(arguments, moved, quiet, capsys)
     named = f"(another README.md, which names its source: {here}"
     assert named in why if name == "export" else not why
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_what_changes_between_a_plan_and_its_conversion_is_refused(tmp_path: Path, name: str) -> None:
+    """The plan has seen all of the release, whenever it is carried out."""
+    source = add_small(make_release(tmp_path / "source"))
+    planned = wb.plan(str(source))
+    file = source / (name if (source / name).exists() else next(source.glob("*.safetensors")).name)
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises((wb.Refused, wb.Failed), match=file.name.replace(".", r"\.")):
+        wb.convert(planned, str(tmp_path / "out"), progress=False)
+    assert not (tmp_path / "out" / "0").exists()

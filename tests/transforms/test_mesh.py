@@ -132,6 +132,17 @@ def test_a_mesh_that_cant_be_read(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("fsdp=-1", [8]), ("fsdp=2,tensor=-1", [2, 4]), ("fsdp=-1,tensor=2", [4, 2]), ("fsdp=16,tensor=-1", [16, 1])],
+)
+def test_an_axis_takes_the_devices_that_are_left(text: str, sizes: list[int]) -> None:
+    """Where it is known how many there are; only one can."""
+    assert sorted(Mesh.parse(text, devices=8).sizes.values()) == sorted(sizes)
+    with pytest.raises(MeshError, match="all devices that are left"):
+        Mesh.parse(f"{text},expert=-1,stage=-1", devices=8)
+
+
 # --- rules of the user's own, and of a model's ------------------------------------------------------------------------
 
 PURE_FSDP = [["embed", ["fsdp"]], ["embed_vocab", ["fsdp"]], ["exp_with_fsdp", "fsdp"], ["heads", None], ["kv", []]]

@@ -122,16 +122,20 @@ class Mesh:
     sizes: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str, axes: Collection[str] | None = None) -> Mesh:
-        """Reads `fsdp=16,expert=4`, where `axes` are the names that a mesh may have; None for MaxText's own.
+    def parse(cls, text: str, axes: Collection[str] | None = None, devices: int = 0) -> Mesh:
+        """Reads `fsdp=16,expert=4`, where `axes` are the names that a mesh may have; None for MaxText's own. An axis may
+        be -1, all that are left, where the number of `devices` is known.
 
         Raises:
           MeshError: says what is wrong with it.
         """
         sizes: dict[str, int] = {}
+        rest = ""
         axes = mesh_axes() if axes is None else axes
         for item in text.split(","):
             name, separator, size = (part.strip() for part in item.partition("="))
+            if size == "-1" and devices and not rest:
+                rest, size = name, "1"
             if size == "-1":
                 raise MeshError(
                     f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number"
@@ -152,6 +156,8 @@ class Mesh:
             if name in sizes:
                 raise MeshError(f"--mesh={text}: the axis {name} is named twice")
             sizes[name] = int(digits[:10])  # which is too many, whatever comes then
+        if rest:
+            sizes[rest] = max(devices // math.prod(sizes.values()), 1)
         mesh = cls(text, sizes)
         if mesh.devices > MAX_DEVICES:
             raise MeshError(f"--mesh={text}: has more than {MAX_DEVICES:,} devices, which is all that is planned for")
