@@ -19,6 +19,7 @@ from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.options import DiffOptions
 
@@ -57,7 +58,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         name_secret(asked.hf_token_secret)
         pair = open_pair(args.a, args.b, asked.maxtext_model, asked.family, asked.state)
         shared, alone = [*filter(pair.shared, pair.first)], len(pair.first.keys() ^ pair.second.keys())
-        print(f"would compare {count(len(shared), 'tensor')} of {args.a} and {args.b}; {alone:,} are on one side alone")
+        sentence = (
+            f"would compare {count(len(shared), 'tensor')} of {args.a} and {args.b}; {alone:,} are on one side alone"
+        )
+        say(args, Intended(sentence, {"a": args.a, "b": args.b, "tensors": len(shared), "on_one_side": alone}))
         return 0
     found = diff(**keywords_of(args, diff))
     say(args, found)

@@ -33,6 +33,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.terminal.shell import say, why_unwritable, write_bytes
+from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces
 from weightbeam.transforms.planning.options import LogitsOptions
@@ -87,7 +88,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         asked = asked_of(args, LogitsOptions)
         name_secret(asked.hf_token_secret)
         ready = _prepare(args.source, args.other, asked)
-        print(f"would run {_memory(ready.models, len(ready.tokens))}")
+        figures = {"source": args.source, "other": args.other, "tokens": list(ready.tokens)}
+        figures |= {"layers": len(ready.models[0].layers), "bytes": sum(model.nbytes for model in ready.models)}
+        say(args, Intended(f"would run {_memory(ready.models, len(ready.tokens))}", figures))
         return 0
     found = logits(**keywords_of(args, logits))
     say(args, found)

@@ -24,6 +24,7 @@ from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import Report, quiet, reporter, roots, watch_progress
 from weightbeam.pipelines.terminal.shell import say
+from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.comparing.verification import compared_elements, is_compared, tasks
 from weightbeam.transforms.planning.options import VerifyOptions
@@ -81,10 +82,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         asked = asked_of(args, VerifyOptions)
         subject = plan_verification(args.checkpoint, args.source, _given(asked), args.hf_token_secret, rest)
         conversion = subject.conversion
-        nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
-        print(
-            f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.source.root}"
-        )
+        arrays, items, source = conversion.plan.arrays, subject.items, conversion.source.root
+        nbytes = sum(compared_bytes(array, args.sample) for array in arrays)
+        sentence = f"would compare {count(len(arrays), 'array')}, {human(nbytes)}, of {items} with {source}"
+        figures = {"checkpoint": str(items), "source": source, "arrays": len(arrays), "bytes": nbytes}
+        say(args, Intended(sentence, figures))
         subject.found({}, args.sample).check()
         return 0
     found = verify(**keywords_of(args, verify), beam=rest)

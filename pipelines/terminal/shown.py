@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from weightbeam.model_mappings.values import Value
 from weightbeam.pipelines.terminal import tables
@@ -40,6 +42,20 @@ class Shown(Value):
 
     def _repr_html_(self) -> str:
         return tables.page(_worded(self.whole()))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Intended(Shown):
+    """What a dry run of a command that only reads says: what it would do, in a sentence, and as figures."""
+
+    sentence: str
+    figures: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.figures)
+
+    def blocks(self) -> list[str]:
+        return [self.sentence]
 
 
 def _worded(blocks: Iterable[tables.Block]) -> Iterator[tables.Block]:

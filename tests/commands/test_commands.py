@@ -107,6 +107,20 @@ def test_diff(checkpoint: Path, release: Path, exported: Path, capsys: pytest.Ca
     assert "model.norm.weight" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["verify", "diff", "logits"])
+def test_what_a_command_that_only_reads_would_do(
+    checkpoint: Path, release: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """For a person and a program."""
+    words = {"verify": (checkpoint,), "diff": (release, checkpoint), "logits": (release, "--token_ids", "1,2")}
+    assert call(command, *words[command], "--dry_run") == 0
+    assert "would " in capsys.readouterr().out
+    assert call(command, *words[command], "--dry_run", "--json", "-") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert str(release) in (figures.get("source"), figures.get("a"))
+    assert figures.get("arrays") == 12 or figures.get("tensors") == 12 or figures["layers"] == 2
+
+
 def test_virtual_and_materialize(release: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert call("convert", release, tmp_path / "virtual", *MODEL, "--virtual", "--link", "copy") == 0
     assert call("materialize", tmp_path / "virtual", tmp_path / "made", "--mesh", "fsdp=2") == 0
