@@ -107,6 +107,8 @@ def check_written(args: argparse.Namespace) -> None:
             there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)
         ):
             problems.append(f"--{option}={file}: is a file of {there}, and would be changed; name another")
+        elif isinstance(output := getattr(args, "output", None), str) and path == Path(os.path.realpath(output)):
+            problems.append(f"--{option}={file}: is where the result goes; name another")
         elif path.is_file() and path.stat().st_nlink > 1:
             problems.append(
                 f"--{option}={file}: has another name, too (a hard link), which would be changed; name another file"

@@ -408,6 +408,8 @@ def test_what_cant_be_written_is_told_before_the_work(
     ]
     assert call("convert", source, tmp_path / "out", "--json", tmp_path / ("x" * 300)) == 2
     assert capfd.readouterr().err.endswith(": File name too long\n")
+    assert call("convert", source, tmp_path / "out", "--json", tmp_path / "x/../out") == 2
+    assert capfd.readouterr().err.endswith("/out: is where the result goes; name another\n")
     assert not (tmp_path / "out").exists()
 
 
