@@ -140,7 +140,7 @@ class SmallFiles(Mapping[str, bytes]):
         """The same files, some with another content."""
         sizes = {name: len(others[name]) if name in others else size for name, size in self.sizes.items()}
         versions = {name: version for name, version in self._versions.items() if name not in others}
-        made = SmallFiles(sizes, lambda name: others[name] if name in others else self[name], None, versions)
+        made = SmallFiles(sizes, functools.partial(_read_first, [others, self]), None, versions)
         made.left |= self.left
         return made
 
@@ -158,6 +158,10 @@ class SmallFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+
+def _read_first(places: Sequence[Mapping[str, bytes]], name: str) -> bytes:
+    return next(place for place in places if name in place)[name]
 
 
 def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] = ()) -> SmallFiles:
@@ -186,19 +190,21 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
         broken = (name for name in store.entries() if role_of(name) and name not in files)
         refused |= dict.fromkeys(broken, "no file: a symbolic link to nothing, or a folder")
 
-    def read(name: str) -> bytes:
-        try:
-            return read_whole(store, files[name])
-        except StorageError:
-            raise
-        except OSError as e:
-            raise StorageError(f"{store.path(name)}: {reason(e)}") from e
-
     versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
+    read = functools.partial(_read_small, store, files)
     made = SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
     if made.hashes:  # by which each is known from here on
         check_together(store, (files[name] for name in made), _listed(store))
     return made
+
+
+def _read_small(store: Store, files: Mapping[str, File], name: str) -> bytes:
+    try:
+        return read_whole(store, files[name])
+    except StorageError:
+        raise
+    except OSError as e:
+        raise StorageError(f"{store.path(name)}: {reason(e)}") from e
 
 
 def carried_files(url: str, known: Iterable[Seen] = ()) -> SmallFiles:
@@ -337,23 +343,24 @@ def packed_files(step: Store) -> SmallFiles | None:
         stored = step.read(ARCHIVE)
         if stored.count(ENTRY) > MAX_ENTRIES:  # each takes a kilobyte of memory once it is open
             raise StorageError(f"{step.path(ARCHIVE)}: has more than {MAX_ENTRIES:,} entries; that can't be meant")
-        archive = zipfile.ZipFile(io.BytesIO(stored))
+        entries = zipfile.ZipFile(io.BytesIO(stored)).infolist()
     except (zipfile.BadZipFile, ValueError) as e:
         raise StorageError(f"{step.path(ARCHIVE)}: isn't a ZIP archive: {e}") from e
+    read = functools.partial(_read_packed, stored, step.path(ARCHIVE))
+    return SmallFiles({entry.filename: entry.file_size for entry in entries if role_of(entry.filename)}, read)
 
-    def read(name: str) -> bytes:
-        try:
-            return archive.read(name)
-        except (
-            zipfile.BadZipFile,
-            zlib.error,
-            RuntimeError,
-            ValueError,
-            EOFError,
-        ) as e:  # RuntimeError: encrypted, or compressed by something else
-            raise StorageError(f"{step.path(ARCHIVE)}: {name} can't be read: {e}") from e
 
-    return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
+def _read_packed(archive: bytes, where: str, name: str) -> bytes:
+    try:
+        return zipfile.ZipFile(io.BytesIO(archive)).read(name)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        RuntimeError,
+        ValueError,
+        EOFError,
+    ) as e:  # RuntimeError: encrypted, or compressed by something else
+        raise StorageError(f"{where}: {name} can't be read: {e}") from e
 
 
 def kept_files(source: Store, allow_links: bool = False, known: Iterable[Seen] = ()) -> SmallFiles:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from lazily import lazily
 from processes import run
+from servers.clients import at_hub
 from support import LLAMA, assert_same_bits, make_release, random_tensors, restore, save
 
 import weightbeam as wb
@@ -411,6 +412,22 @@ def test_a_plan_that_is_older_than_its_source(source: Path, tmp_path: Path) -> N
         wb.convert(plan, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     assert wb.convert(wb.plan(copy), tmp_path / "out", progress=False).state == "done"
+
+
+def test_values_go_from_process_to_process(source: Path, tmp_path: Path) -> None:
+    """As a pool of processes gives them back, of folders and of the hub."""
+    converted = wb.convert(source, tmp_path / "out", progress=False)
+    virtual = wb.convert(source, tmp_path / "virtual", virtual=True, link="copy", progress=False)
+    values = [converted, virtual, wb.plan(source), wb.verify(tmp_path / "out", progress=False)]
+    values += [wb.materialize(tmp_path / "virtual", tmp_path / "own", progress=False)]
+    with at_hub() as hub:
+        hub.add("org/model", source)
+        values += [wb.plan("hf://org/model"), wb.convert("hf://org/model", tmp_path / "of_hub", progress=False)]
+        for value in values:
+            sent = pickle.loads(pickle.dumps(value))
+            assert (repr(sent), sent.to_dict()) == (repr(value), value.to_dict())
+        planned = pickle.loads(pickle.dumps(values[2]))
+        assert wb.convert(planned, tmp_path / "planned", progress=False).state == "done"
 
 
 class Place:
