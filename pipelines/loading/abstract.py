@@ -24,6 +24,9 @@ PREFIXES = ("", f"{PREFIX}.", PARAMETERS)
 COLLECTIONS = tuple(f"{PREFIX}.{name}." for name in VARIABLES.values())  # of variables that are no parameters
 
 
+KEY = np.dtype(np.uint32)  # of a random state's key, as Orbax stores it
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestedArray:
     """An array that is asked for."""
@@ -104,9 +107,8 @@ def read_tree(tree: Any) -> Abstract:
             names = [PREFIX, collection, *names]
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
-        targets.append(
-            RequestedArray(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None))
-        )
+        dtype = KEY if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype)
+        targets.append(RequestedArray(".".join(names), tuple(leaf.shape), dtype, getattr(leaf, "sharding", None)))
     return Abstract(tuple(targets), lambda arrays: jax.tree_util.tree_unflatten(structure, arrays))
 
 

@@ -67,10 +67,7 @@ def choose(given: Mapping[str, Any]) -> Options:
         raise TypeError(
             f"unknown options: {', '.join(unknown)}; those that say what the tree is are {', '.join(sorted(CHOICES))}"
         )
-    values = dict(given)
-    if not isinstance(dtype := values.get("save_dtype", ""), str | None):
-        values["save_dtype"] = np.dtype(dtype).name
-    return read_options(values)
+    return read_options(given)
 
 
 def find_commits(source: str, options: Options, release: str | None = None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import inspect
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
 
 from weightbeam.formats.storage import StorageError, open_store, read_named
@@ -25,6 +27,7 @@ from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
 from weightbeam.pipelines.terminal.wording import in_python
 from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.planning.options import Option, Options, Unsaid, options_of
+from weightbeam.transforms.planning.values import dtype_name
 
 Kind = TypeVar("Kind")
 Result = TypeVar("Result")
@@ -230,8 +233,13 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
         if not _is_texts(texts):
             raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
         return texts
+    if option.metavar in PLACES:
+        value = as_place(option.name, value)
     if isinstance(value, bool):
         value = str(value).lower()
+    if option.read is dtype_name and not isinstance(value, str):
+        with contextlib.suppress(TypeError):
+            value = np.dtype(value).name
     try:
         found = option.read(",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value))
     except argparse.ArgumentTypeError as e:
@@ -239,6 +247,9 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.choices and found not in option.choices:
         raise Refused(f"{option.name}={value!r} should be {' or '.join(option.choices)}")
     return found
+
+
+PLACES = ("URL", "FILE")  # what stands for options that are paths
 
 
 def _as_list(value: Any) -> Any:

@@ -199,6 +199,13 @@ def test_meshes_of_several_devices(folder: Path) -> None:
     assert "the axes of its mesh are Manual" in ran.stdout
 
 
+def test_random_states_are_asked_for_as_all_else(folder: Path) -> None:
+    """Of a module with dropout: its key has a dtype of JAX's own."""
+    state = nnx.state(nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
+    with pytest.raises(wb.Refused, match=r"key.*the tree asks for it, the source doesn't have it"):
+        wb.load(str(folder), like=state)
+
+
 @pytest.mark.parametrize("place", [None, 3, b"x", ["a"]])
 def test_a_source_that_is_no_text(place: Any) -> None:
     for call in (wb.open, lambda source: wb.load(source, mesh="fsdp=1")):

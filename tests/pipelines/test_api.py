@@ -224,7 +224,9 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
     ("keywords", "error", "words"),
     [
         (dict(save_dtype="fp8"), wb.Refused, "save_dtype='fp8' should be bfloat16 or float32"),
-        (dict(save_dtype=np.float32), wb.Refused, "should be bfloat16 or float32"),
+        (dict(save_dtype=np.int32), wb.Refused, "should be bfloat16 or float32"),
+        (dict(save_dtype=object()), wb.Refused, "should be bfloat16 or float32"),
+        (dict(hf_token_secret=3), wb.Refused, "secret"),
         (dict(vocab_size=-1), wb.Refused, "vocab_size"),
         (dict(unit_bytes="much"), wb.Refused, "unit_bytes"),
         (dict(mesh="fdsp=2"), wb.Refused, "fdsp"),
@@ -244,6 +246,21 @@ def test_wrong_keywords(source: Path, keywords: dict, error: type[Exception], wo
     """What the command line would refuse is refused, and a keyword that isn't there is Python's own mistake."""
     with pytest.raises(error, match=words):
         wb.plan(str(source), **keywords)
+
+
+def test_dtypes_are_taken_as_numpy_and_jax_name_them(source: Path) -> None:
+    for dtype in (np.float32, np.dtype("float32"), jax.numpy.float32, "float32", "fp32"):
+        assert {array.dtype.name for array in wb.plan(source, save_dtype=dtype).arrays} == {"float32"}
+
+
+def test_a_place_is_a_text(source: Path, tmp_path: Path) -> None:
+    for call in (
+        lambda: wb.export(source, tmp_path / "out", like=3),
+        lambda: wb.export(source, tmp_path / "out", maxtext_config={"base_emb_dim": 3}),
+        lambda: wb.logits(source, token_ids=[1], save_logits=3),
+    ):
+        with pytest.raises(wb.Refused, match="should be a text: a path, a URL or a name"):
+            call()
 
 
 def test_a_plan_is_a_value(source: Path) -> None:
