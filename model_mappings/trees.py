@@ -214,6 +214,11 @@ def _refuse(paths: list[Path]) -> None:
         raise TreeError(
             "a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of"
         )
+    if has("pipeline_module"):
+        raise TreeError(
+            "a checkpoint of pipeline parallelism, whose layers are stacked by stages (pipeline_module); take one of a run whose "
+            "ici_pipeline_parallelism and dcn_pipeline_parallelism are 1"
+        )
     if any(component.endswith("_packed") for component in components):
         raise TreeError(
             "MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of"

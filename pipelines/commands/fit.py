@@ -24,6 +24,8 @@ from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 
+PIPELINES = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")  # in MaxText's configurations
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fit(Shown):
@@ -139,6 +141,9 @@ def fit(source: str, maxtext_model: str) -> Fit:
         needed = _under_that_name(needed, family, config, dataclasses.replace(layout, model=named, shapes=shapes))
     except (ConfigError, UnknownFamilyError) as e:
         raise Refused(str(e)) from e
+    if staged := [key for key in PIPELINES if theirs.get(key) not in (None, 1)]:
+        limit = f"{' and '.join(staged)} other than 1 make it stack layers by stages, which no checkpoint of Weightbeam's has"
+        needed = dataclasses.replace(needed, limits=(*needed.limits, limit))
     return Fit(source, maxtext_model, needed, compare(needed, theirs))
 
 

@@ -78,6 +78,9 @@ def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFi
     # the tensors are missing, and the file is written all the same
     assert call("plan", qwen, "--maxtext_config", tmp_path / "mine.yml") == 2
     assert call("fit", qwen, "--maxtext_model", tmp_path / "mine.yml") == 0
+    (tmp_path / "staged.yml").write_text((tmp_path / "mine.yml").read_text() + "ici_pipeline_parallelism: 2\n")
+    assert call("fit", qwen, "--maxtext_model", tmp_path / "staged.yml") == 1
+    assert "ici_pipeline_parallelism other than 1 make it stack layers by stages" in capsys.readouterr().out
     unscanned = (tmp_path / "mine.yml").read_text().replace("scan_layers: true", "scan_layers: false")
     (tmp_path / "unscanned.yml").write_text(unscanned)  # which convert does, too
     assert call("fit", qwen, "--maxtext_model", tmp_path / "unscanned.yml") == 0

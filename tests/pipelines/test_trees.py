@@ -208,6 +208,10 @@ REFUSED: dict[str, Any] = {  # name: the tree, and what the message says of it
         lambda w: below("params.params.", w) | {"params.params.decoder.moe_layers.wi_0_scale": np.ones(1, F32)},
         "FP8 scales",
     ),
+    "pipeline parallelism": (
+        lambda w: below("params.params.", {key.replace("decoder.", "decoder.pipeline_module."): w[key] for key in w}),
+        "stacked by stages (pipeline_module)",
+    ),
     "14 MXFP4 experts": (
         lambda w: {
             "params.params.decoder.e.wi_0_packed": np.zeros((2, 4, 4), np.uint8),
