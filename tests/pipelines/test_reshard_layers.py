@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pairs import each
-from support import LLAMA, QWEN3_MOE, assert_same_bits, call, converted, make_release, read_config, restore
+from support import LLAMA, QWEN3_MOE, assert_same_bits, call, convert, converted, make_release, read_config, restore
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
@@ -241,3 +241,33 @@ def test_layers_apart_may_be_any(tmp_path: Path) -> None:
     assert call("convert", source, tmp_path / "ckpt", *model) == 0
     step = reshard(tmp_path / "ckpt", tmp_path / "out", "--layers", "0,3", "--scan_layers", "true")
     assert_same_bits(restore(step), converted(source, tmp_path / "wanted", "--layers", "0,3", *model[:2]))
+
+
+@pytest.mark.parametrize("option", [["--scan_layers", "false"], ["--param_scan_axis", "0"], []], ids=" ".join)
+def test_a_tree_of_layers_apart_and_stacked(
+    tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It counts as unscanned, and isn't: with a layout it is refused, without one copied as it is."""
+    import orbax.checkpoint as ocp
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    source = make_release(tmp_path / "hf", LLAMA | dict(num_hidden_layers=3))
+    step = convert(source, tmp_path / "whole", "--maxtext_model", "llama2-7b")
+    mixed = {}
+    for path, values in flatten_dict(ocp.PyTreeCheckpointer().restore(step / "items")).items():
+        if "layers" not in path:
+            mixed[path] = values
+            continue
+        at = path.index("layers")
+        mixed[path] = values[:, 1:]
+        mixed[*path[:at], "layers_0", *path[at + 1 :]] = values[:, 0]
+    ocp.PyTreeCheckpointer().save(tmp_path / "mixed" / "0" / "items", unflatten_dict(mixed))
+    asked = ("reshard", tmp_path / "mixed", tmp_path / "out", "--like", source, "--maxtext_model", "llama2-7b")
+    capsys.readouterr()
+    if not option:
+        assert call(*asked) == 0
+        assert_same_bits(arrays(tmp_path / "out"), arrays(tmp_path / "mixed"))
+        return
+    assert call(*asked, *option) == 2
+    assert "it is stacked, though other layers of the checkpoint stand apart" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

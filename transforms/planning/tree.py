@@ -61,7 +61,8 @@ def make_tree(
     wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
     repeats = layouts.repeats(*wanted) if old.is_bare else {}
     is_moving = layouts.is_other(*wanted) or layouts.lacks(repeats)
-    if problems := [*layouts.check(scan, is_moving), *layouts.check_version(old)]:
+    mixed = layouts.still_stacked(old) if (scan, scan_axis) != (None, None) and not is_moving else []
+    if problems := [*layouts.check(scan, is_moving), *layouts.check_version(old), *mixed]:
         return NewTree(kind=old.kind), problems
     names = layouts.names(*wanted)
     try:

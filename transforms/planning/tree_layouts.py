@@ -203,6 +203,16 @@ class TreeLayouts:
             ]
         return []
 
+    def still_stacked(self, old: OldTree) -> list[Problem]:
+        """The weights that are stacked in a tree that counts as unscanned, since others of its layers stand apart."""
+        if self.scan is not False or self.family is None or "scanned" not in self.family.layouts:
+            return []
+        scanned, unscanned = self.stacks(True, self.axis), self.stacks(False, None)
+        keys = {stored.key for stored in self.weights.values()}
+        paths = [path for path, held in old.arrays.items() if held.key in keys]
+        message = "it is stacked, though other layers of the checkpoint stand apart; leave the layout as it is, or make the tree anew"
+        return [unused_array(path, message) for path in paths if scanned.find(path) and not unscanned.find(path)]
+
     @property
     def unsettled(self) -> str:
         """Why it isn't known where the layers are stacked; empty if it is."""
