@@ -21,6 +21,7 @@ CONFIG = "adapter_config.json"
 USED = frozenset({
     "peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "bias", "fan_in_fan_out",
     "target_parameters", "modules_to_save", "init_lora_weights", "base_model_name_or_path", "revision",
+    "ensure_weight_tying",
 })  # fmt: skip
 
 # What was trained is told by the tensors; the rest is of training or initialisation alone.
@@ -51,6 +52,7 @@ class AdapterConfig:
       fan_in_fan_out: whether matrices are said to be (in, out); PEFT itself goes by the module's class.
       target_parameters: ends of the names of parameters that aren't modules.
       modules_to_save: ends of the names of modules that were trained as a whole, each a copy beside the base's own.
+      ensure_weight_tying: whether what adapts the embedding adapts a head that is tied to it as one; from PEFT 0.18 on.
       base: `base_model_name_or_path`, as it is.
       version: of PEFT, (major, minor); None where that isn't told, or a version between two releases is.
     """
@@ -65,6 +67,7 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
     base: str | None = None
     version: tuple[int, int] | None = None
 
@@ -107,6 +110,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]
         fan_in_fan_out=bool(get("fan_in_fan_out")),
         target_parameters=tuple(get("target_parameters") or ()),
         modules_to_save=tuple(name for name in saved if isinstance(name, str)) if isinstance(saved, list) else (),
+        ensure_weight_tying=bool(get("ensure_weight_tying")),
         base=get("base_model_name_or_path") if isinstance(get("base_model_name_or_path"), str) else None,
         version=_version(get("peft_version")),
     )
@@ -119,7 +123,7 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
     if kind != "LORA":
         yield f"peft_type is {str(kind)[:80]!r}; only LORA is supported"
         return
-    for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"):
+    for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(fields.get(field), bool | None):
             yield f"{field} is {str(fields[field])[:80]!r}; it should be true or false"
     if not _is_rank(rank := fields.get("r", 8)):

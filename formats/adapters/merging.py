@@ -204,6 +204,13 @@ def _apply(
             continue
         twice: dict[str, str] = {}
         is_head = files.is_tied_head(f"{target.module}.weight")
+        if adapter.config.ensure_weight_tying and {*files.tied.values()}.intersection(tensor for tensor, _ in deltas):
+            yield (
+                target.a.name,
+                "adapts the embedding and the head that is tied to it as one (ensure_weight_tying), and PEFT's own merge adds it to "
+                "their weight twice; give the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
+            )
+            continue
         for tensor, delta in deltas:
             *experts, rows, columns = delta.reach(files.encodings[tensor].shape)
             for expert in range(*experts[0]) if experts else (0,):
@@ -231,7 +238,9 @@ def _apply(
             )
         elif not is_copy and adapter.weight != 1:
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
-        elif is_copy and not files.is_tied_head(name) and (head := _tied_copy(base, contents.copies, files)):
+        elif not files.is_tied_head(name) and (
+            head := _tied_copy(base, contents.copies if is_copy else contents.whole, files)
+        ):
             used[tensor.name] = f"the same as {head.name}, by the base's tied head"
         else:
             (changes[base].copies if is_copy else changes[base].whole).append(tensor)
@@ -240,14 +249,16 @@ def _apply(
 
 def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
     """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base."""
+    if adapter.config.ensure_weight_tying:
+        return False
     module = name.removesuffix(".weight")
     is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)
     return files.is_tied_head(name) or (is_saved and files.find(name) in files.tied.values())
 
 
 def _tied_copy(base: str, copies: Mapping[str, Tensor], files: ModuleFiles) -> Tensor | None:
-    """The copy of a tied head, which PEFT loads into the embedding after the embedding's own (the base's modules in their
-    order).
+    """The copy, or the whole tensor, of a tied head, which PEFT loads into the embedding after the embedding's own (the
+    base's modules in their order).
     """
     return next(
         (tensor for name, tensor in copies.items() if files.is_tied_head(name) and files.find(name) == base), None

@@ -29,6 +29,8 @@ MERGED = (
     "head-tied",
     "both-tied",
     "embedding-dora-tied",
+    "saved-embedding-tying",
+    "saved-head-tying",
     "head-dora-tied",
     "both-tied-gemma",
     "both-tied-starcoder2",
@@ -116,6 +118,20 @@ def test_what_peft_unties_is_refused(written: Path, tmp_path: Path, case: str, w
     assert message in "\n".join(map(str, found))
     convert(base, tmp_path / "ckpt", "--maxtext_model", model)
     assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", base, "--lora", adapter) == 2
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_factors_that_are_tied_are_refused(written: Path, tmp_path: Path, with_head: bool) -> None:
+    """PEFT's merge isn't what its adapter computes: twice what it should be. Of a base that isn't tied it says nothing."""
+    base = base_of(written, tmp_path / "base", "embedding-tying", with_head)
+    assert "adds it to their weight twice" in merge_problems(base, written / "embedding-tying" / "adapter")
+    wanted = read_file(written / "embedding-tying" / "merged.safetensors")
+    before, factors = (
+        read_tensors(base)[EMBEDDING],
+        read_file(written / "embedding-tying/adapter/adapter_model.safetensors"),
+    )
+    a, b = (factors[f"base_model.model.model.embed_tokens.lora_embedding_{side}"] for side in "AB")
+    np.testing.assert_allclose(wanted[EMBEDDING], before + 2 * 1.5 * (b @ a).T, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("with_head", [False, True])
