@@ -113,19 +113,25 @@ def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
     return keys | {key: keys[key] << times for key, times in doubled.items() if times and type(keys[key]) is int}
 
 
-def contradicted(given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What a configuration says otherwise than the model that it names, where MaxText may have run with either:
-    `{key: (the configuration's value, the model's)}`.
+def as_taken(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """What MaxText takes of a configuration that says other than the model that it names, and what is to be said of it.
 
-    MaxText takes the model's where it was given the file, and the file's where that is a model's own or the run's dump, or
-    `override_model_config` says so. Sizes tell: had they been the model's, the arrays wouldn't be the file's.
+    MaxText takes the model's where it was given the file, as one with a `base_config` is. It takes the file's where that
+    is a model's own or the run's dump, or `override_model_config` says so; and where sizes differ: had they been the
+    model's, the arrays wouldn't be the file's.
     """
-    name = str(given.get("model_name") or "default")
     if is_dump(given) or given.get("override_model_config"):
-        return {}
+        return given, ""
     said = {key: _clean(value) for key, value in given.items() if not is_none(value)}
-    found = differences(said, name)
-    return {} if found.keys() & {*SIZES, "vocab_size"} else found
+    found = differences(said, name := str(given.get("model_name") or "default"))
+    if not found or found.keys() & {*SIZES, "vocab_size"}:
+        return given, ""
+    listed = ", ".join(f"{key}: {here!r}, not {theirs!r}" for key, (here, theirs) in found.items())
+    told = f"it says other than its model_name, {name}: {listed}; MaxText takes the model's"
+    over = "say override_model_config: true if its command line did"
+    if "base_config" in given:
+        return {key: value for key, value in given.items() if key not in found}, f"{told}, and so is done here; {over}"
+    return given, f"{told} where it is given this file. Take these lines out if it was; {over}"
 
 
 def _clean(value: Any) -> Any:

@@ -24,7 +24,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import NEXTN
-from weightbeam.model_mappings.config_json import config_json, contradicted
+from weightbeam.model_mappings.config_json import as_taken, config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
@@ -333,18 +333,13 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
     Raises:
       Refused: the file can't be read, or no family's model is like that.
     """
-    given = read_maxtext_yaml("--maxtext_config", file)
+    given, told = as_taken(read_maxtext_yaml("--maxtext_config", file))
+    if told:
+        LOG.warning("%s: %s", file, told)
     try:
         made = config_json(given)
     except MaxTextConfigError as e:
         raise Refused(f"--maxtext_config={file}: {e}") from e
-    if either := contradicted(given):
-        listed = ", ".join(f"{key}: {said!r}, not {theirs!r}" for key, (said, theirs) in either.items())
-        LOG.warning(
-            "%s says other than its model_name, %s: %s; given this file, MaxText takes the model's. Take these lines out if it was; "
-            "else say override_model_config: true",
-            file, given["model_name"], listed,
-        )  # fmt: skip
     if made.unknown:
         LOG.warning("%s: nothing in config.json says %s", file, ", ".join(made.unknown))
     for limit in made.limits:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.config_json import full_keys
+from weightbeam.model_mappings.config_json import as_taken, full_keys
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, effect_of, maxtext_config
@@ -24,6 +25,7 @@ from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 
+LOG = logging.getLogger("weightbeam")
 PIPELINES = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")  # in MaxText's configurations
 
 
@@ -165,8 +167,11 @@ def _read(maxtext_model: str) -> dict[str, Any]:
     option = f"--maxtext_model={maxtext_model}"
     named = maxtext_model.endswith((".yml", ".yaml"))
     given = read_maxtext_yaml("--maxtext_model", maxtext_model) if named else {"model_name": maxtext_model}
+    taken, told = as_taken(given)
+    if told:
+        LOG.warning("%s: %s", maxtext_model, told)
     try:
-        return full_keys(given)
+        return full_keys(taken)
     except MaxTextConfigError as e:
         raise Refused(f"{option}: {e}") from e
 

@@ -96,7 +96,7 @@ def _read(option: str, file: str | Path) -> dict[str, Any]:
 def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[str, Any]:
     """The keys of a file over those of its base; `above` are the files whose base it is."""
     given = _read(option, file)
-    named = str(given.pop("base_config", ""))
+    named = str(given.get("base_config") or "")
     base = Path(file).parent / named
     if named and not base.is_file() and base.name != OWN_BASE and not is_dump(given):
         LOG.warning(

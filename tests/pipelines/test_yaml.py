@@ -122,7 +122,10 @@ def test_what_maxtext_may_have_taken_otherwise_is_said(tmp_path: Path, caplog: p
         return caplog.text
 
     other = "model_name: llama3-8b\nrope_max_timescale: 1234\n"
-    assert "rope_max_timescale: 1234, not 500000" in said(other)
+    assert "rope_max_timescale: 1234, not 500000; MaxText takes the model's where it is given" in said(other)
+    assert read_maxtext_config(str(file))[0].config["rope_parameters"]["rope_theta"] == 1234
+    assert "MaxText takes the model's, and so is done here" in said(f"{other}base_config: base.yml\n")
+    assert read_maxtext_config(str(file))[0].config["rope_parameters"]["rope_theta"] == 500_000
     assert "its base_config, ours.yml, isn't there" in said(f"{other}base_config: ours.yml\n")
     assert not said(f"{other}override_model_config: true\n")
     assert not said(f"{other}base_config: src/maxtext/configs/base.yml\nbase_emb_dim: 64\n")
