@@ -271,3 +271,18 @@ def test_a_tree_of_layers_apart_and_stacked(
     assert call(*asked, *option) == 2
     assert "it is stacked, though other layers of the checkpoint stand apart" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_array_that_no_table_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import orbax.checkpoint as ocp
+
+    source = make_release(tmp_path / "hf", LLAMA)
+    tree = ocp.PyTreeCheckpointer().restore(
+        convert(source, tmp_path / "whole", "--maxtext_model", "llama2-7b") / "items"
+    )
+    tree["params"]["params"]["decoder"]["foo"] = np.ones(3, np.float32)
+    ocp.PyTreeCheckpointer().save(tmp_path / "odd" / "0" / "items", tree)
+    asked = ("reshard", tmp_path / "odd", tmp_path / "out", "--like", source, "--maxtext_model", "llama2-7b")
+    capsys.readouterr()
+    assert call(*asked, "--scan_layers", "false") == 2
+    assert "(on axis 1: decoder.foo is (3,) here, and isn't there)" in capsys.readouterr().err

@@ -217,7 +217,8 @@ class TreeLayouts:
     def unsettled(self) -> str:
         """Why it isn't known where the layers are stacked; empty if it is."""
         if self.scan and self.axis is None:
-            return f"the checkpoint's shapes aren't those of {self.of}, wherever the layers are stacked"
+            first = f" (on axis 1: {misfit})" if (misfit := self.misfit()) else ""
+            return f"the checkpoint's shapes aren't those of {self.of}, wherever the layers are stacked{first}"
         if self.ambiguous:
             choices = " or ".join(map(str, self.ambiguous))
             return f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say"
