@@ -236,4 +236,5 @@ def assemble(
         }
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     check_replaced(staging, target, overwrite)
+    staging.drop_others()
     staging.publish(overwrite)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import hash_each, remove_others
-from weightbeam.formats.staging import FolderStaging, Staging
-from weightbeam.formats.storage import LocalFolder, drop_pages, sync_folder
+from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, Staging
+from weightbeam.formats.staging.staging import FAILURE, UNITS
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, drop_pages, sync_folder
 from weightbeam.formats.storage.local import make_folder, names_file
-from weightbeam.formats.targets.published import RECORD
+from weightbeam.formats.targets.published import RECORD, others_in
 
+LOG = logging.getLogger("weightbeam")
+STAGED = (UNITS, UNPACKED, FAILURE, JOB, PLAN)
 SMALL = "small.json"  # in the ledger: what the record says of the small files
 INTO = "into"  # in a unit's ledger entry: the names of the files that it wrote to
 
@@ -66,6 +70,9 @@ class ReleasePlace(Staging):
     def others_there(self) -> Sequence[str]:
         """What others have put where the release will be read, and beginning anew would delete."""
         return ()
+
+    def drop_others(self) -> None:
+        """Removes what others have put where the whole release lies, and only this command works."""
 
     @abc.abstractmethod
     def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> Mapping[str, Any]:
@@ -148,6 +155,21 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                     f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}"
                 )
         sync_folder(Path(self.checkpoint.url))
+
+    def drop_others(self) -> None:
+        """Loaders would take some of it for a part of the model, such as an adapter's config."""
+        for name in others_in(self.checkpoint):
+            if name.partition("/")[0] in STAGED or name.endswith(TEMPORARY):
+                continue
+            try:
+                self.checkpoint.delete(name)
+                LOG.warning("%s isn't of the release, and is removed", self.checkpoint.path(name))
+                os.removedirs(os.path.dirname(self.checkpoint.path(name)))
+            except OSError:  # of a folder that isn't empty; or it may not be removed, and `verify` names it
+                continue
+        for name in self.checkpoint.folders():
+            with contextlib.suppress(OSError):  # it isn't empty
+                os.rmdir(self.checkpoint.path(name))
 
     def made(self, files: Iterable[tuple[str, bytes, int]]) -> dict[str, bytes | Path]:
         """What the units have made of the release, once it is published: the paths of its safetensors files, and its

@@ -27,6 +27,7 @@ from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets.release_bucket import CONFIG, ReleaseBucket
+from weightbeam.formats.targets.release_place import ReleaseFolder
 from weightbeam.transforms.planning.inputs import MOST_BYTES, MOST_VALUES, unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer
 
@@ -353,6 +354,37 @@ def test_another_model_where_an_export_was_stopped(
         store.delete(name)
     assert call(*words, "--resume") == 0
     assert call("verify", checkpoint, place) == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_others_put_where_a_release_grows_is_not_published(
+    checkpoint: Path, tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder only the command works where it grows; transformers would load an adapter whose config lies there."""
+    words, out = ("export", checkpoint, tmp_path / "out"), tmp_path / "out"
+    others = ["adapter_config.json", "pytorch_model.bin", "sub/y", "additional_chat_templates/x.jinja", "precious.txt"]
+    seal = ReleaseFolder.seal
+
+    def put(folder: Path) -> None:
+        for name in others:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(b"mine")
+
+    def meet(self: ReleaseFolder, *arguments: Any) -> None:
+        seal(self, *arguments)
+        put(Path(self.checkpoint.url))
+        if not late:
+            raise StorageError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReleaseFolder, "seal", meet)
+        assert call(*words) == (0 if late else 1)
+    if not late:
+        assert call(*words, "--resume") == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert all(f"{name} isn't of the release, and is removed" in said for name in others if late or "chat" not in name)
+    assert not any((out / Path(name).parts[0]).exists() for name in others)
+    assert call("verify", checkpoint, out) == 0
 
 
 @pytest.mark.parametrize("place", ["bucket"], indirect=True)
