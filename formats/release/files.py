@@ -42,9 +42,9 @@ MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33
 MAX_BYTES = 256 << 20  # of all together
 MAX_FILES = 250
 SHOWN = 8
-# what nobody expects beside new weights, and isn't named: hidden files, weights, their index and our record of them
+# what nobody expects beside new weights, and isn't named: hidden files, weights, their index, and what is made anew
 APART = re.compile(
-    rf"^\.|^{TEMPLATES}$|^weightbeam\.json$|\.index\.json$|\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$"
+    rf"^\.|^{TEMPLATES}$|^(weightbeam\.json|maxtext\.yml)$|\.index\.json$|\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$"
 )
 
 ROLES: Mapping[str, re.Pattern[str]] = {

@@ -16,6 +16,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (
     about,
     check_places,
+    check_stays,
     going_to,
     loading,
     make_small_files,
@@ -152,6 +153,7 @@ def plan_with(
     if not source:
         raise Refused(no_source("merge"))
     checkpoint = open_source(source, cut=asked.cut)
+    check_stays(source, output, checkpoint.root)
     options = going_to(output, asked)
     try:
         planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)

@@ -213,6 +213,25 @@ def repo_of(url: str) -> tuple[str, str]:
     return repo, revision
 
 
+def check_stays(source: str, output: str | None, root: str) -> None:
+    """Makes sure that a release isn't made of what it replaces on the hub: the same command, after a stop or a lost answer,
+    would be carried out on its own result. A commit stays.
+
+    Args:
+      source: the release, as it was named.
+      root: the same, at the commit at which it is read.
+
+    Raises:
+      Refused: the source is the output, by a name that moves.
+    """
+    (repo, revision), (target, branch) = repo_of(source), repo_of(output or "")
+    if source.startswith(HUB) and (repo, revision or "main") == (target, branch or "main"):
+        raise Refused(
+            f"--source={source}: is the output, too, and the same command would be carried out on its own result; "
+            f"name the commit: {root}"
+        )
+
+
 def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tuple[str, str]:
     """A card's title, which is the name of the place, and the code in it that loads a release: of a repository by its
     name, elsewhere in its folder.

@@ -12,7 +12,7 @@ import pytest
 from processes import running, wait_until
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import call, convert, make_release
+from support import call, convert, make_release, peft_adapter
 
 from weightbeam.formats.targets.hub import look
 
@@ -241,3 +241,29 @@ def test_others_who_came_meanwhile_are_told_with_what_helps(
     assert call("export", checkpoints[0], URL) == 2
     assert call("export", checkpoints[0], URL, "--overwrite") == 0
     assert cached(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("merge", ["--lora", "{adapter}"]), ("cut", ["--layers", "0:1"]), ("quantize", [])]
+)
+def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, options: list[str]
+) -> None:
+    """The same command, as after a lost answer, would be carried out on its own result: an adapter merged twice. Of a
+    commit it makes one.
+    """
+    source = make_release(tmp_path / "hf")
+    modules = {f"model.layers.{layer}.self_attn.q_proj": (32, 32) for layer in range(2)}
+    peft_adapter(tmp_path / "adapter", modules)
+    repo = hub.add(REPO, source)
+    repo.writers.add(TOKEN)
+    before = repo.branches["main"].sha
+    words = (*(option.format(adapter=tmp_path / "adapter") for option in options), "--overwrite")
+    for named in (URL, f"{URL}@main"):
+        for more in ([], ["--dry_run"], ["--create_pr"]):
+            assert call(command, named, URL, *words, *more) == 2
+            assert f"name the commit: {URL}@{before}" in capsys.readouterr().err
+    assert len(repo.commits) == 2
+    for _ in range(2):
+        assert call(command, f"{URL}@{before}", URL, *words) == 0
+        assert len(repo.commits) == 3
