@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.formats.record.provenance import RECORD
+from weightbeam.formats.staging import ITEMS
+from weightbeam.formats.storage import LocalFolder, Store
 from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
 from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
@@ -74,7 +76,7 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
         raise Refused("--checkpoint is missing: the virtual checkpoint")
     try:
         with reading(checkpoint):
-            items = find_items(checkpoint)
+            items = _replaced(find_items(checkpoint))
             if not is_virtual(items):
                 raise Refused(
                     f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
@@ -96,6 +98,17 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
         )
         options = dataclasses.replace(made, virtual=False, **given)
         return dataclasses.replace(plan_with(options, source), made_of=str(record["source"]))
+
+
+def _replaced(items: Store) -> Store:
+    """The item; or the virtual one whose place it has taken, where a command that replaced it was killed before it could
+    remove that.
+    """
+    step, root = items.parent, items.parent.parent
+    if is_virtual(items) or not isinstance(root, LocalFolder):
+        return items
+    beside = (root / name / ITEMS for name in root.folders() if name.startswith(f"{step.name}.replaced-"))
+    return next(filter(is_virtual, beside), items)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ import weightbeam as wb
 from weightbeam.formats.orbax import find_items, ocdbt
 from weightbeam.formats.staging import folder, links
 from weightbeam.formats.staging.links import SOURCE
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.pipelines.checking import virtual
 
 ocp = lazily("orbax.checkpoint")
@@ -568,6 +569,31 @@ def test_materialize_needs_no_source_and_can_take_the_place(mixed: Path, tmp_pat
     assert not (step / "items" / SOURCE).exists()
     assert (step / "release.zip").read_bytes() == release
     assert call("materialize", tmp_path / "out", "--output", tmp_path / "again") == 2
+
+
+def test_materialize_in_place_that_is_killed_behind_its_end(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The virtual checkpoint is replaced, and lies beside the ordinary one: the same command removes it."""
+    wanted = restore(convert(mixed, tmp_path / "out", "--virtual"))
+    words = ["materialize", tmp_path / "out", tmp_path / "out", "--overwrite", "-q"]
+    code = """
+        import os, sys
+        from weightbeam.formats.staging import folder
+        from weightbeam.pipelines.cli import main
+        remove = folder._remove
+        folder._remove = lambda place: os._exit(9) if "replaced-" in str(place) else remove(place)
+        sys.exit(main(sys.argv[1:]))
+        """
+    run(sys.executable, "-c", textwrap.dedent(code), *words, status=9)
+    (replaced,) = (tmp_path / "out").glob("0.replaced-*")
+    assert not virtual.is_virtual(find_items(tmp_path / "out"))
+    assert virtual.is_virtual(open_store(replaced / "items"))
+    capsys.readouterr()
+    assert call(*words[:-1], "--resume") == 0
+    assert "is finished already" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
+    assert_same_bits(restore(tmp_path / "out" / "0"), wanted)
 
 
 def test_materialize_for_rules_of_ones_own(source: Path, tmp_path: Path) -> None:
