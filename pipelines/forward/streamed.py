@@ -32,6 +32,7 @@ from weightbeam.formats.heaps import trim_heaps
 from weightbeam.formats.release.files import QUANTIZATIONS
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.identity import as_read
 from weightbeam.formats.text.installing import install
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import pattern
@@ -196,7 +197,7 @@ class StreamedModel:
             with torch.inference_mode():
                 made = self._speaking(input_ids=ids, use_cache=False)
         except (StorageError, ContentError) as e:
-            raise Failed(f"  {e}") from e
+            raise Failed(f"  {as_read(str(e))}") from e
         except (RuntimeError, NotImplementedError) as e:
             raise Failed(f"  {self.side.where}: transformers' {type(self.model).__name__} failed: {e}") from e
         finally:

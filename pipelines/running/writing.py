@@ -120,7 +120,10 @@ def write(
     else:
         _write_at_once(planned, place, how)
     if planned.target.made_by(place.final) != planned.hash:
-        raise Failed(f"  the pipeline ended, but {place.final} isn't its result")
+        raise Failed(
+            f"  the pipeline ended, but {place.final} isn't its result; another command may have replaced it since. "
+            "The same command with --overwrite writes it anew"
+        )
     made = told(planned, place, time.monotonic() - start, written)
     for line in odd_values.describe(made.record):
         LOG.warning(printable(line))

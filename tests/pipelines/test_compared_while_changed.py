@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
@@ -32,6 +33,7 @@ COMMANDS = {
     "diff of releases": (wb.diff, "hf", "tuned"),
     "diff of both kinds": (wb.diff, "tuned", "ckpt"),
     "diff of a checkpoint": (wb.diff, "ckpt", "ckpt"),
+    "logits": (functools.partial(wb.logits, token_ids=[1, 2, 3], tolerance=1), "hf", "tuned"),
 }
 
 
