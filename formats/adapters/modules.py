@@ -18,8 +18,12 @@ from weightbeam.model_mappings.family import rename
 
 PARAMETERS = ("gate_up_proj", "down_proj")  # of fused experts, in the order in which a module defines them
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of one expert: gate, up, down
-# in memory and in files
-SPELLINGS = (("", ""), (".mlp.", ".block_sparse_moe."), (".block_sparse_moe.", ".mlp."))
+# in memory and in files, those of LLaVA's and Mistral 3's kind last (transformers 5.23, conversion_mapping.py)
+SPELLINGS = (
+    ("", ""), (".mlp.", ".block_sparse_moe."), (".block_sparse_moe.", ".mlp."), ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."), ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)  # fmt: skip
 
 # By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
 IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})

@@ -40,6 +40,20 @@ GPT_OSS = (
     t.GptOssForCausalLM,
     t.GptOssConfig(**SIZES | dict(num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)),
 )
+LLAVA = (
+    t.LlavaForConditionalGeneration,
+    t.LlavaConfig(
+        text_config=t.LlamaConfig(**SIZES),
+        vision_config=t.CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+    ),
+)
 GPT2 = (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 # the model, and the adapter's LoraConfig
@@ -74,6 +88,7 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "untied-tying": (LLAMA, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "v_proj"], ensure_weight_tying=True)),
     "both-tied-gemma": (GEMMA, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
     "both-tied-starcoder2": (STARCODER2, dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "v_proj"])),
+    "llava": (LLAVA, dict(r=4, lora_alpha=6, target_modules=[*LINEAR, "lm_head", "linear_1", "fc1"], use_dora=True)),
     "fan_in_fan_out": (GPT2, dict(r=4, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "fan_in_fan_out-dora": (GPT2, dict(r=4, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
     "experts": (QWEN3_MOE, dict(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=FUSED)),

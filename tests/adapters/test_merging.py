@@ -28,7 +28,7 @@ CASES = (
     "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
     "experts-gpt_oss", "router-mixtral", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18", "embedding-own-rows", "fan_in_fan_out-linear",
-    "untied-tying",
+    "untied-tying", "llava",
 )  # fmt: skip
 
 
@@ -55,7 +55,10 @@ def in_memory(merged: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def spelled(name: str) -> str:
-    """Mixtral's router, as transformers v5 has it in memory."""
+    """Mixtral's router, and LLaVA's parts, as transformers v5 has them in memory."""
+    if name.startswith(("vision_tower.", "multi_modal_projector.")):
+        return f"model.{name}"
+    name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head.")
     return name if ".experts." in name else name.replace(".block_sparse_moe.", ".mlp.")
 
 
