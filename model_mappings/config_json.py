@@ -16,7 +16,7 @@ from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import MaxTextConfigError, contradictions, number, read, write
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import is_idle
-from weightbeam.model_mappings.maxtext_models import SIZES, base, differences, keys_of, models, nearest, run_as
+from weightbeam.model_mappings.maxtext_models import SIZES, base, differences, keys_of, models, nearest, run_as, said_by
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
@@ -102,7 +102,9 @@ def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
     Raises:
       MaxTextConfigError: it isn't a power of two.
     """
-    scale = keys.pop("global_parameter_scale", 1)
+    scale = keys.pop("global_parameter_scale", None)
+    if scale is None:
+        return keys
     if type(scale) is not int or scale < 1 or scale.bit_count() != 1:
         raise MaxTextConfigError(f"global_parameter_scale is {scale!r}, which isn't a power of two")
     each, rest = divmod(scale.bit_length() - 1, 3)
@@ -123,7 +125,8 @@ def as_taken(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     if is_dump(given) or given.get("override_model_config"):
         return given, ""
     said = {key: _clean(value) for key, value in given.items() if not is_none(value)}
-    found = differences(said, name := str(given.get("model_name") or "default"))
+    name = str(given.get("model_name") or "default")
+    found = differences(said, name, said_by(name))
     if not found or found.keys() & {*SIZES, "vocab_size"}:
         return given, ""
     listed = ", ".join(f"{key}: {here!r}, not {theirs!r}" for key, (here, theirs) in found.items())

@@ -44,15 +44,14 @@ def run_as(model: str) -> str:
     return _table()["run_as"].get(own_name(model), model)
 
 
+def said_by(model: str) -> Mapping[str, Any] | None:
+    """What a model's file itself says; None where MaxText has no such model."""
+    return _table()["models"].get(own_name(model))
+
+
 def keys_of(model: str) -> Mapping[str, Any] | None:
     """What a model's file says, on top of the base; None where MaxText has no such model."""
-    said = _table()["models"].get(own_name(model))
-    return None if said is None else base() | said
-
-
-def base_of(model: str) -> dict[str, Any]:
-    """What the base says of the keys that a model's file does."""
-    return {key: base().get(key) for key in _table()["models"].get(own_name(model), {})}
+    return None if (said := said_by(model)) is None else {**base(), **said}
 
 
 def differences(keys: Mapping[str, Any], model: str, among: Iterable[str] | None = None) -> dict[str, tuple[Any, Any]]:

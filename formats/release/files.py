@@ -208,8 +208,8 @@ def _read_small(store: Store, files: Mapping[str, File], name: str) -> bytes:
 
 
 def carried_files(url: str, known: Iterable[Seen] = ()) -> SmallFiles:
-    """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said, and other
-    files that lie there (`modules.json` and `1_Pooling/` of an embedding model, say).
+    """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said,
+    and other files that lie there, such as `modules.json` and `1_Pooling/` of an embedding model.
 
     Raises:
       StorageError: it can't be listed or read, or was changed meanwhile.

@@ -236,5 +236,6 @@ def assemble(
         }
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     check_replaced(staging, target, overwrite)
-    staging.drop_others()
+    if small := staging.small_noted().get("files"):
+        staging.drop_others({RECORD, *small, *target.own, *(name for name, *_ in target.files)})
     staging.publish(overwrite)

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, Stagi
 from weightbeam.formats.staging.staging import FAILURE, UNITS
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, drop_pages, sync_folder
 from weightbeam.formats.storage.local import make_folder, names_file
-from weightbeam.formats.targets.published import RECORD, others_in
+from weightbeam.formats.targets.published import RECORD
 
 LOG = logging.getLogger("weightbeam")
 STAGED = (UNITS, UNPACKED, FAILURE, JOB, PLAN)
@@ -71,8 +71,8 @@ class ReleasePlace(Staging):
         """What others have put where the release will be read, and beginning anew would delete."""
         return ()
 
-    def drop_others(self) -> None:
-        """Removes what others have put where the whole release lies, and only this command works."""
+    def drop_others(self, own: Container[str]) -> None:
+        """Removes what others have put where the whole release lies, and only this command works: all but its own."""
 
     @abc.abstractmethod
     def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> Mapping[str, Any]:
@@ -156,20 +156,17 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 )
         sync_folder(Path(self.checkpoint.url))
 
-    def drop_others(self) -> None:
+    def drop_others(self, own: Container[str]) -> None:
         """Loaders would take some of it for a part of the model, such as an adapter's config."""
-        for name in others_in(self.checkpoint):
-            if name.partition("/")[0] in STAGED or name.endswith(TEMPORARY):
+        for name in self.checkpoint.names():
+            if name in own or name.partition("/")[0] in STAGED or name.endswith(TEMPORARY):
                 continue
-            try:
+            with contextlib.suppress(OSError):  # it may not be removed, and `verify` names it
                 self.checkpoint.delete(name)
                 LOG.warning("%s isn't of the release, and is removed", self.checkpoint.path(name))
-                os.removedirs(os.path.dirname(self.checkpoint.path(name)))
-            except OSError:  # of a folder that isn't empty; or it may not be removed, and `verify` names it
-                continue
-        for name in self.checkpoint.folders():
+        for folder, *_ in os.walk(self.checkpoint.url, topdown=False):
             with contextlib.suppress(OSError):  # it isn't empty
-                os.rmdir(self.checkpoint.path(name))
+                os.rmdir(folder)
 
     def made(self, files: Iterable[tuple[str, bytes, int]]) -> dict[str, bytes | Path]:
         """What the units have made of the release, once it is published: the paths of its safetensors files, and its

@@ -247,11 +247,11 @@ def settle(
     for key in list(settled):
         array, sharding = settled.pop(key), shardings[key]
         shards = [shard.data for shard in array.addressable_shards]
-        kind = next(iter(sharding.device_set)).default_memory().kind
-        if sharding.memory_kind in (None, kind):
+        kinds = [device.default_memory().kind for device in sharding.addressable_devices]
+        if sharding.memory_kind in (None, *kinds) or not kinds:
             placed[key] = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
         else:
-            own = sharding.with_memory_kind(kind)
+            own = sharding.with_memory_kind(kinds[0])
             array = jax.make_array_from_single_device_arrays(array.shape, own, shards)
             placed[key] = jax.device_put(array, sharding)
     return placed

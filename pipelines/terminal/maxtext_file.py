@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from weightbeam.formats.storage import read_named
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.model_mappings.config_json import is_dump
-from weightbeam.model_mappings.maxtext_models import base_of, models, own_name
+from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
 LOG = logging.getLogger("weightbeam")
@@ -26,12 +27,10 @@ class MaxTextLoader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        made = super().construct_mapping(node, deep)
-        if len(made) < len(node.value):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-            raise yaml.YAMLError(f"{twice!r} is there twice")
-        return made
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key, times in Counter(keys).items() if times > 1]:
+            raise yaml.YAMLError(f"{', '.join(twice)} is there twice")
+        return super().construct_mapping(node, deep)
 
 
 def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
@@ -76,14 +75,15 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     """
     given = _read_with_base(option, file)
     name = own_name(str(given.get("model_name")))
+    known = said_by(name)
     places = (folder / "models" / f"{name}.yml" for folder in (Path(file).parent, Path(file).parent.parent))
-    path = next((path for path in places if name in models() and path.is_file()), None)
-    if path is None or path.samefile(file) or is_dump(given):
+    path = next((path for path in places if known is not None and path.is_file()), None)
+    if known is None or path is None or path.samefile(file) or is_dump(given):
         return given
-    theirs = _read(option, path)  # in the place of what is known of the model
+    theirs, instead = _read(option, path), {key: base().get(key) for key in known}
     if given.get("override_model_config"):
-        return base_of(name) | theirs | given
-    return base_of(name) | given | theirs | {"override_model_config": True}
+        return instead | theirs | given
+    return instead | given | theirs | {"override_model_config": True}
 
 
 def _read(option: str, file: str | Path) -> dict[str, Any]:

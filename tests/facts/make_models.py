@@ -4,8 +4,8 @@ depends on it.
     python tests/facts/make_models.py MODELS.json
 
 `MODELS.json` holds `base`, the defaults of MaxText's `base.yml` for the keys that a model's file sets, and `models`,
-what each file says (`src/maxtext/configs/models`). Kept are the keys of the architecture, and of a model's what differs
-from the base. What no file of `MODELS.json` says is `OTHERS`: MaxText's remaining models, as changes of one that is
+what each file says (`src/maxtext/configs/models`). Kept are the keys of the architecture, of a model's those that its
+file says, also as the base does. What no file of `MODELS.json` says is `OTHERS`: MaxText's remaining models, as changes of one that is
 like them, and names that Weightbeam takes for models that MaxText runs under another one's.
 """
 
@@ -117,20 +117,17 @@ def compact(found: dict[str, Any]) -> dict[str, Any]:
         | BRANCHES
         | {VISION: ""}
     )
-    full = {
-        name: base | {key: clean(value) for key, value in said.items() if key in base}
+    models = {
+        name: {key: clean(value) for key, value in said.items() if key in base}
         for name, said in found["models"].items()
         if not UNSUPPORTED.match(name)
     }
     for name, (like, changes) in OTHERS.items():
-        full[name] = full.get(like, base) | changes
-    for name in full:  # to MaxText the name says it
+        models[name] = models.get(like, {}) | changes
+    for name in models:  # to MaxText the name says it
         if name.startswith("llama3.1-"):
-            full[name]["rope_type"] = "llama3.1"
-    models = {
-        name: {key: value for key, value in sorted(said.items()) if value != base[key]}
-        for name, said in sorted(full.items())
-    }
+            models[name]["rope_type"] = "llama3.1"
+    models = {name: dict(sorted(said.items())) for name, said in sorted(models.items())}
     return {"base": dict(sorted(base.items())), "run_as": RUN_AS, "models": models}
 
 

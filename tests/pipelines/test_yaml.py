@@ -86,8 +86,10 @@ def test_configurations_that_are_each_others_base(
 
 def test_a_key_that_is_there_twice_is_refused_as_maxtext_refuses_it(tmp_path: Path) -> None:
     (tmp_path / "twice.yml").write_text("base_emb_dim: 64\nhead_dim: 16\nbase_emb_dim: 32\n")
-    with pytest.raises(Refused, match="'base_emb_dim' is there twice"):
+    with pytest.raises(Refused, match="base_emb_dim is there twice"):
         read_maxtext_yaml("--maxtext_config", str(tmp_path / "twice.yml"))
+    (tmp_path / "once.yml").write_text("sizes: &sizes {a: 1, b: 2}\nmore: {<<: *sizes, a: 3}\nhead_dim: 16\n")
+    assert read_maxtext_yaml("--maxtext_config", str(tmp_path / "once.yml"))["more"] == {"a": 3, "b": 2}
 
 
 @pytest.mark.parametrize("beside", ["configs/models", "models"])
@@ -126,6 +128,12 @@ def test_what_maxtext_may_have_taken_otherwise_is_said(tmp_path: Path, caplog: p
     assert read_maxtext_config(str(file))[0].config["rope_parameters"]["rope_theta"] == 1234
     assert "MaxText takes the model's, and so is done here" in said(f"{other}base_config: base.yml\n")
     assert read_maxtext_config(str(file))[0].config["rope_parameters"]["rope_theta"] == 500_000
+    assert not said(
+        "base_config: base.yml\nmodel_name: llama3-8b\nrope_type: yarn\nrope_factor: 4\nrope_interleave: false\n"
+    )  # which only base.yml says
+    assert "normalization_layer_epsilon: 1e-06, not 1e-05" in said(
+        "model_name: llama3-8b\nnormalization_layer_epsilon: 1.e-6\n"
+    )
     assert "its base_config, ours.yml, isn't there" in said(f"{other}base_config: ours.yml\n")
     assert not said(f"{other}override_model_config: true\n")
     assert not said(f"{other}base_config: src/maxtext/configs/base.yml\nbase_emb_dim: 64\n")
