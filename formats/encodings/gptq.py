@@ -233,8 +233,10 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
-    # GPTQModel's `dynamic` gives modules bits and groups of their own
+    # GPTQModel's `dynamic` gives modules bits, groups, an order and zeros of their own
     bits, per_module = fields.get("bits"), "dynamic" in fields
+    rules = fields["dynamic"].values() if isinstance(fields.get("dynamic"), Mapping) else ()
+    of_modules = {field for rule in rules if isinstance(rule, Mapping) for field in rule}
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
@@ -246,7 +248,9 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         raise MismatchError(
             f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"
         )
-    inputs, ordered = weight.shape[0] * WORD // bits, not fields.get("desc_act", False)
+    inputs = weight.shape[0] * WORD // bits
+    ordered = not (fields.get("desc_act", False) or (index and "desc_act" in of_modules))
+    symmetric = bool(fields.get("sym", False)) and "sym" not in of_modules
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:
@@ -257,7 +261,7 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
     )
     group = _group(parts, fields.get("group_size"), inputs, exact)
-    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
+    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", symmetric)
 
 
 def _make_awq(parts: QuantizedTensor) -> Awq:

@@ -7,8 +7,10 @@ nothing is decided twice: bytes, chunks, digests, memory and `--resume` are thos
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
@@ -74,13 +76,24 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
     """The conversion that a virtual checkpoint was made by, but for the options that are given."""
     if not checkpoint:
         raise Refused("--checkpoint is missing: the virtual checkpoint")
+    with reading(checkpoint):
+        items = find_items(checkpoint)
+        if is_virtual(items):
+            return _plan(items, asked)
+    # a command in place that was killed behind its end has left the virtual one beside what it made of it
+    for replaced in _replaced_by(items):
+        with contextlib.suppress(Refused):
+            made = _plan(replaced, asked)
+            if made.target.made_by(items.parent) == made.hash:
+                return made
+    raise Refused(
+        f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
+    )
+
+
+def _plan(items: Store, asked: MaterializeOptions) -> Conversion:
     try:
-        with reading(checkpoint):
-            items = _replaced(find_items(checkpoint))
-            if not is_virtual(items):
-                raise Refused(
-                    f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
-                )
+        with reading(items.url):
             record = record_of(items)
             opened, found = open_own_source(items, asked.family)
             source = with_hashes(opened, record)
@@ -91,7 +104,7 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
     if damaged := source.find_damage():
         raise Refused(f"the files that the checkpoint refers to have changed:\n{describe(damaged)}", damaged)
     LOG.info(found)
-    with reading(checkpoint):
+    with reading(items.url):
         given = {name: value for name, value in vars(asked).items() if value not in (None, ())}
         given |= (
             {"sharding_rules": rules} if (rules := sharding_rules(asked.sharding_rules, made.maxtext_model)) else {}
@@ -100,15 +113,13 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
         return dataclasses.replace(plan_with(options, source), made_of=str(record["source"]))
 
 
-def _replaced(items: Store) -> Store:
-    """The item; or the virtual one whose place it has taken, where a command that replaced it was killed before it could
-    remove that.
-    """
+def _replaced_by(items: Store) -> list[Store]:
+    """The virtual items whose place another has taken, and that lie beside it."""
     step, root = items.parent, items.parent.parent
-    if is_virtual(items) or not isinstance(root, LocalFolder):
-        return items
-    beside = (root / name / ITEMS for name in root.folders() if name.startswith(f"{step.name}.replaced-"))
-    return next(filter(is_virtual, beside), items)
+    if not isinstance(root, LocalFolder):
+        return []
+    named = re.compile(rf"{re.escape(step.name)}\.replaced-[0-9a-f]+")
+    return [there for name in root.folders() if named.fullmatch(name) and is_virtual(there := root / name / ITEMS)]
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -124,6 +124,7 @@ def rewrite(
     check_places(command, source, output, beam)
     name_secret(how.hf_token_secret)
     planned = plan_with(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
+    check_stays(source, planned.source.root, output, how.create_pr)
     return Merged(planned, carry(planned, output, how, beam, progress))
 
 
@@ -153,7 +154,6 @@ def plan_with(
     if not source:
         raise Refused(no_source("merge"))
     checkpoint = open_source(source, cut=asked.cut)
-    check_stays(source, output, checkpoint.root)
     options = going_to(output, asked)
     try:
         planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)

@@ -11,7 +11,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.commands import export, merge
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
-from weightbeam.pipelines.commands.releases import check_places, no_source, slots_for
+from weightbeam.pipelines.commands.releases import check_places, check_stays, no_source, slots_for
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
@@ -62,6 +62,7 @@ def quantize(
     name_secret(how.hf_token_secret)
     slots = slots_for(asked, beam, source, output, how.resume)
     planned = plan(source, asked=asked, output=output, slots=slots)
+    check_stays(source, planned.source.root, output, how.create_pr)
     written = carry(planned, output, how, beam, progress)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
 

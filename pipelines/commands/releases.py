@@ -128,6 +128,7 @@ def say_plan(planned: ToRelease, text: str, args: argparse.Namespace, rest: Sequ
     Raises:
       Refused: something stands against it.
     """
+    check_stays(args.source, planned.source.root, args.output, args.create_pr)
     say(args, Planned(planned, text))
     problems = list(planned.plan.problems)
     check_hub(args.output, args.create_pr)
@@ -213,21 +214,24 @@ def repo_of(url: str) -> tuple[str, str]:
     return repo, revision
 
 
-def check_stays(source: str, output: str | None, root: str) -> None:
-    """Makes sure that a release isn't made of what it replaces on the hub: the same command, after a stop or a lost answer,
-    would be carried out on its own result. A commit stays.
+def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> None:
+    """Makes sure that a release isn't made of the branch of the hub that it goes to: the same command, after a stop or a lost
+    answer, would be carried out on its own result. A commit stays, and a pull request moves no branch.
 
     Args:
-      source: the release, as it was named.
+      source: as it was named.
       root: the same, at the commit at which it is read.
+      output: where it goes.
+      create_pr: whether as a pull request.
 
     Raises:
-      Refused: the source is the output, by a name that moves.
+      Refused: the source is named by the branch.
     """
-    (repo, revision), (target, branch) = repo_of(source), repo_of(output or "")
-    if source.startswith(HUB) and (repo, revision or "main") == (target, branch or "main"):
+    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output or ""))
+    is_branch = revision.removeprefix("refs/heads/") in ("", branch or "main")
+    if source.startswith(HUB) and repo.lower() == target.lower() and is_branch and not create_pr:
         raise Refused(
-            f"--source={source}: is the output, too, and the same command would be carried out on its own result; "
+            f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "
             f"name the commit: {root}"
         )
 

@@ -259,11 +259,15 @@ def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
     repo.writers.add(TOKEN)
     before = repo.branches["main"].sha
     words = (*(option.format(adapter=tmp_path / "adapter") for option in options), "--overwrite")
-    for named in (URL, f"{URL}@main"):
-        for more in ([], ["--dry_run"], ["--create_pr"]):
+    for named in (URL, f"{URL}/", f"{URL}@main", f"{URL}@refs/heads/main"):
+        for more in ([], ["--dry_run"]):
             assert call(command, named, URL, *words, *more) == 2
             assert f"name the commit: {URL}@{before}" in capsys.readouterr().err
     assert len(repo.commits) == 2
+    assert call(command, URL, URL, *words, "--create_pr") == 0
+    assert repo.branches["main"].sha == before
+    assert len(repo.pulls) == 1
+    made = len(repo.commits)
     for _ in range(2):
         assert call(command, f"{URL}@{before}", URL, *words) == 0
-        assert len(repo.commits) == 3
+        assert len(repo.commits) == made + 1

@@ -587,6 +587,9 @@ def test_materialize_in_place_that_is_killed_behind_its_end(
         """
     run(sys.executable, "-c", textwrap.dedent(code), *words, status=9)
     (replaced,) = (tmp_path / "out").glob("0.replaced-*")
+    assert (
+        call("materialize", tmp_path / "out", tmp_path / "other", "--mesh", "fsdp=2") == 2
+    )  # which isn't what was made
     assert not virtual.is_virtual(find_items(tmp_path / "out"))
     assert virtual.is_virtual(open_store(replaced / "items"))
     capsys.readouterr()
