@@ -42,6 +42,12 @@ MAGNITUDES, OVERWRITTEN = "_amax_history", "_overwrite_with_gradient"
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
+PIPELINE = (
+    "a checkpoint of pipeline parallelism, whose layers are stacked by stages (pipeline_module); take one of a run whose "
+    "ici_pipeline_parallelism and dcn_pipeline_parallelism are 1"
+)
+
+
 class TreeError(ValueError):
     """A tree whose weights can't be taken; the message names its kind and what to do."""
 
@@ -215,10 +221,7 @@ def _refuse(paths: list[Path]) -> None:
             "a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of"
         )
     if has("pipeline_module"):
-        raise TreeError(
-            "a checkpoint of pipeline parallelism, whose layers are stacked by stages (pipeline_module); take one of a run whose "
-            "ici_pipeline_parallelism and dcn_pipeline_parallelism are 1"
-        )
+        raise TreeError(PIPELINE)
     if any(component.endswith("_packed") for component in components):
         raise TreeError(
             "MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of"

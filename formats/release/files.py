@@ -32,6 +32,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.installing import home_page
+from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
 
 LOGGER = logging.getLogger("weightbeam")
@@ -41,11 +42,9 @@ TEMPLATES = "additional_chat_templates"
 MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33 MB
 MAX_BYTES = 256 << 20  # of all together
 MAX_FILES = 250
-SHOWN = 8
-# what nobody expects beside new weights, and isn't named: hidden files, weights, their index, and what is made anew
-APART = re.compile(
-    rf"^\.|^{TEMPLATES}$|^(weightbeam\.json|maxtext\.yml)$|\.index\.json$|\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$"
-)
+# what sentence-transformers takes an embedding model's layers behind the transformer from, and isn't carried
+EMBEDDERS = re.compile(r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json|\d+_[A-Z]\w*/.+")
+
 
 ROLES: Mapping[str, re.Pattern[str]] = {
     "config": re.compile(r"config\.json"),
@@ -209,18 +208,18 @@ def _read_small(store: Store, files: Mapping[str, File], name: str) -> bytes:
 
 def carried_files(url: str, known: Iterable[Seen] = ()) -> SmallFiles:
     """The small files of the release at a URL that another one is made with, see `small_files`; those left out are said,
-    and other files that lie there, such as `modules.json` and `1_Pooling/` of an embedding model.
+    and those of an embedding model.
 
     Raises:
       StorageError: it can't be listed or read, or was changed meanwhile.
     """
     store = open_store(url)
     _say_left(files := small_files(store, known=known), store, "carried over")
-    if others := [name for name in store.entries() if not (role_of(name) or name in files.left or APART.search(name))]:
-        more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
+    if "modules.json" in store.entries():
+        names = sorted({name.partition("/")[0] for name in store.names() if EMBEDDERS.fullmatch(name)})
         LOGGER.warning(
-            "%s has files that aren't carried over: %s%s; copy those that its users need",
-            store.url, ", ".join(others[:SHOWN]), more,
+            "%s is an embedding model, of which %s aren't carried over; copy them beside the result",
+            store.url, printable(", ".join(names)),
         )  # fmt: skip
     return files
 

@@ -238,7 +238,7 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if isinstance(value, bool):
         value = str(value).lower()
     if option.read is dtype_name and not isinstance(value, str):
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, ValueError):
             value = np.dtype(value).name
     try:
         found = option.read(",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
 LOG = logging.getLogger("weightbeam")
-OWN_BASE = "base.yml"
+# MaxText's own bases, of which none but base.yml says anything of a model's layers
+OF_NO_MODEL = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/[^/]+\.yml)")
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
@@ -66,9 +68,10 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
 
         configs/our_base.yml           below those of the file
         configs/mine.yml               base_config: our_base.yml, model_name: llama3-8b
-        configs/models/llama3-8b.yml   above them, unless the file says override_model_config; also in ../models
+        configs/models/llama3-8b.yml   above them; also in ../models
 
-    `option` is what named it, for messages.
+    Above the model's file MaxText has its command line alone, with `override_model_config`: a file that says that is taken
+    for what the command line said. `option` is what named it, for messages.
 
     Raises:
       Refused: one of them can't be read, or says no keys; or files are each other's base.
@@ -78,11 +81,16 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     known = said_by(name)
     places = (folder / "models" / f"{name}.yml" for folder in (Path(file).parent, Path(file).parent.parent))
     path = next((path for path in places if known is not None and path.is_file()), None)
-    if known is None or path is None or path.samefile(file) or is_dump(given):
+    if known is None or path is None or is_dump(given):
         return given
-    theirs, instead = _read(option, path), {key: base().get(key) for key in known}
+    instead = {key: base().get(key) for key in known}
+    if path.samefile(file):
+        return instead | given | {"override_model_config": True}
+    theirs = _read(option, path)
     if given.get("override_model_config"):
         return instead | theirs | given
+    if other := [key for key in given if key in theirs and given[key] != theirs[key]]:
+        LOG.warning("%s=%s: MaxText takes %s of %s, and so is done here", option, file, ", ".join(other), path)
     return instead | given | theirs | {"override_model_config": True}
 
 
@@ -97,11 +105,12 @@ def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[
     """The keys of a file over those of its base; `above` are the files whose base it is."""
     given = _read(option, file)
     named = str(given.get("base_config") or "")
-    base = Path(file).parent / named
-    if named and not base.is_file() and base.name != OWN_BASE and not is_dump(given):
+    own = (folder for folder in Path(file).resolve().parents if (folder / "base.yml").is_file())  # MaxText's configs
+    base = next((path for folder in (Path(file).parent, *own) if (path := folder / named).is_file()), Path(file))
+    if named and base == Path(file) and not OF_NO_MODEL.fullmatch(named) and not is_dump(given):
         LOG.warning(
-            "%s=%s: its base_config, %s, isn't there; what it says isn't known, so MaxText's %s is taken",
-            option, file, named, OWN_BASE,
+            "%s=%s: its base_config, %s, isn't there; what it says isn't known, so MaxText's base.yml is taken",
+            option, file, named,
         )  # fmt: skip
     if base.is_file() and base.resolve() != Path(file).resolve():
         above = (*above, Path(file).resolve())

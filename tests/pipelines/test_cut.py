@@ -372,7 +372,7 @@ def test_small_files_that_are_not_carried_over_are_said(
     said = capsys.readouterr().err
     assert f"{source}/tokenizer.json isn't carried over: a symbolic link that leads out of the folder" in said
     assert f"{source}/merges.txt isn't carried over: has {MAX_FILE_BYTES + 1:,} bytes" in said
-    assert f"{source} has files that aren't carried over: 1_Pooling, modules.json; copy" in said
+    assert f"{source} is an embedding model, of which 1_Pooling, modules.json aren't carried over; copy them" in said
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 

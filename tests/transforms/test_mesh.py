@@ -139,8 +139,8 @@ def test_a_mesh_that_cant_be_read(text: str, said: str) -> None:
 def test_an_axis_takes_the_devices_that_are_left(text: str, sizes: list[int]) -> None:
     """Where it is known how many there are; only one can."""
     assert [*Mesh.parse(text, devices=8).sizes.values()] == sizes
-    with pytest.raises(MeshError, match="all devices that are left"):
-        Mesh.parse(f"{text},expert=-1,stage=-1", devices=8)
+    with pytest.raises(MeshError, match="and expert can't both be all devices that are left"):
+        Mesh.parse(f"{text},expert=-1", devices=8)
 
 
 # --- rules of the user's own, and of a model's ------------------------------------------------------------------------

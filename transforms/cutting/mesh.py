@@ -136,6 +136,10 @@ class Mesh:
             name, separator, size = (part.strip() for part in item.partition("="))
             if size == "-1" and devices and not rest:
                 rest, size = name, "1"
+            if size == "-1" and rest:
+                raise MeshError(
+                    f"--mesh={text}: {rest} and {name} can't both be all devices that are left; say a number"
+                )
             if size == "-1":
                 raise MeshError(
                     f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number"

@@ -22,7 +22,7 @@ from weightbeam.model_mappings.rules import PARAMS
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import spares
 from weightbeam.model_mappings.stacking import Moved, Path, Stacks, narrowed, unused
-from weightbeam.model_mappings.trees import VALUE, TreeError, has_scales
+from weightbeam.model_mappings.trees import PIPELINE, VALUE, TreeError, has_scales
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
@@ -192,6 +192,8 @@ class TreeLayouts:
                     "option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}"
                 )
             ]
+        if is_moving and any("pipeline_module" in key.split(".") for key in self.weights):
+            return [Problem("option", option, PIPELINE)]
         if is_moving and self.unsettled:
             return [Problem("option", option, self.unsettled)]
         wanted = "scanned" if scan else "unscanned"
