@@ -35,6 +35,9 @@ from weightbeam.transforms.planning.layouts import SCAN_AXES, scan_axis_of
 from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
 
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
+# with every so manieth layer, where kinds alternate, as in gpt-oss and Gemma 3; and of a layer behind the last whole cycle
+CYCLE = re.compile(r"(.+?\.layers)\.layers?_(\d+)\.(.+)")
+REMAINDER = re.compile(r"(.+?\.layers)_remainder\.layers?_(\d+)\.(.+)")
 
 IN_LIST = re.compile(r"(\.\w*layers)\.(\d+)\.")  # a layer in an nnx.List
 NOT_ASKED = f"not a weight (--state {PARAMS})"
@@ -258,7 +261,9 @@ def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
     Args:
       said: where the side's layers are stacked, as its record says; None for where the shapes of all its arrays allow.
     """
-    layers = {key: names for key in side.keys() - other.keys() if (names := _layers(key, other))}
+    cycles = {prefix: (_count(CYCLE, side, prefix), _count(REMAINDER, side, prefix)) for prefix in _prefixes(side)}
+    side = _renamed(side, other, cycles)
+    layers = {key: names for key in side.keys() - other.keys() if (names := _layers(key, other, cycles))}
     fitting = {key: _stacking_axes(side[key], [other[name] for name in names]) for key, names in layers.items()}
     fitting = {key: axes for key, axes in fitting.items() if axes}
     settled = said if said is not None else _settled_axis(side, fitting)
@@ -274,11 +279,47 @@ def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
     return found
 
 
-def _layers(key: str, other: Side) -> list[str]:
-    """The arrays of a side that may be the layers of a stacked one, in their order."""
+def _layers(key: str, other: Side, cycles: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The arrays of a side that may be the layers of a stacked one, in their order.
+
+    Of 8 layers in cycles of 3, `layers.layers_1.X` is `layers_1.X` and `layers_4.X`; what would be its third,
+    `layers_7.X`, is `layers_remainder.layers_1.X`.
+    """
+    if match := CYCLE.fullmatch(key):
+        (length, rest), place = cycles[match[1]], int(match[2])
+        names = (f"{match[1]}_{i}.{match[3]}" for i in itertools.count(place, length))
+        found = list(itertools.takewhile(other.__contains__, names))
+        return found[:-1] if place < rest else found
     match = STACKED.fullmatch(key)
     names = (f"{match[1]}_{i}.{match[2]}" for i in itertools.count()) if match else ()
     return list(itertools.takewhile(other.__contains__, names))
+
+
+def _prefixes(side: Side) -> set[str]:
+    """Where layers are stacked in cycles."""
+    return {match[1] for key in side if (match := CYCLE.fullmatch(key))}
+
+
+def _count(form: re.Pattern[str], side: Side, prefix: str) -> int:
+    """How many layers a cycle, or what remains behind the last one, has."""
+    return len({match[2] for key in side if (match := form.fullmatch(key)) and match[1] == prefix})
+
+
+def _renamed(side: Side, other: Side, cycles: Mapping[str, tuple[int, int]]) -> Side:
+    """A side whose layers behind the last whole cycle are called as the other side calls them."""
+    layers = {
+        prefix: len({key.removeprefix(f"{prefix}_").partition(".")[0] for key in other if key.startswith(f"{prefix}_")})
+        for prefix in cycles
+    }
+
+    def name(key: str) -> str:
+        if not (match := REMAINDER.fullmatch(key)) or match[1] not in cycles:
+            return key
+        _, rest = cycles[match[1]]
+        there = f"{match[1]}_{layers[match[1]] - rest + int(match[2])}.{match[3]}"
+        return there if there in other else key
+
+    return {name(key): stored for key, stored in side.items()}
 
 
 def _stacking_axes(stored: Operand, layers: Sequence[Operand]) -> list[int]:

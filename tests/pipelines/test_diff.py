@@ -368,6 +368,17 @@ def test_layers_stacked_or_not(tmp_path: Path, config: dict[str, Any]) -> None:
     assert "layers_" in changed
 
 
+@pytest.mark.parametrize("case", ["gpt-oss", "gemma2", "gemma3", "olmo3"])
+@pytest.mark.parametrize("axis", ["0", "1"])
+def test_layers_stacked_in_cycles_or_not(generated: Path, tmp_path: Path, case: str, axis: str) -> None:
+    """Each layer of a cycle is a stack of its own, and what remains behind the last one lies apart."""
+    source = generated / "cases" / case
+    scanned = convert(source, tmp_path / "scanned", "--param_scan_axis", axis)
+    unscanned = convert(source, tmp_path / "unscanned", "--scan_layers", "false")
+    for sides in ((scanned, unscanned), (unscanned, scanned)):
+        assert kinds(statuses(*sides, status=0, folder=tmp_path)).keys() == {"equal"}
+
+
 @pytest.mark.parametrize("axis", ["0", "1", "2"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "unrecorded"])
 def test_layers_stacked_where_sizes_are_equal(tmp_path: Path, axis: str, recorded: bool) -> None:
