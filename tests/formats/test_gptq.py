@@ -334,5 +334,14 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
     assert_decodes(
         encoding_of(tmp_path / "index", tensors, config), dequantise(codes, zeros, scales, group), ((1, 7), (15, 50))
     )
+    # an order of its own, and zeros where all others have the middle
+    group = rng.permutation(group)
+    rule = {"bits": 8, "group_size": 16, "desc_act": True, "sym": False}
+    own = gptq(group_size=128, checkpoint_format="gptq_v2", sym=True, dynamic={"+:.*x": rule})
+    assert_decodes(
+        encoding_of(tmp_path / "order", tensors | {"x.g_idx": group.astype(np.int32)}, own),
+        dequantise(codes, zeros, scales, group),
+        ((1, 7), (15, 50)),
+    )
     del tensors["x.g_idx"]
     assert "group_size 128" in message_of(tmp_path / "without", tensors, config)
