@@ -18,7 +18,14 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Files, Watched
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.checking.verification import MISSING, Verification
-from weightbeam.transforms.comparing.array_sums import NOT_COMPARED, ShardsRead, ShardsTask, find_damage, shards_tasks
+from weightbeam.transforms.comparing.array_sums import (
+    NOT_COMPARED,
+    ShardsRead,
+    ShardsTask,
+    find_damage,
+    known_digests,
+    shards_tasks,
+)
 from weightbeam.transforms.comparing.counterparts import Counterpart
 from weightbeam.transforms.comparing.verification import ArrayResult
 from weightbeam.transforms.planning.conversion import Conversion
@@ -69,6 +76,14 @@ class Subject:
         there = self.digested.arrays if self.digested else {}
         return [there[key] for key in self.keys.values() if key in there]
 
+    @property
+    def _beside(self) -> int:
+        """How many of the checkpoint's other arrays have a digest: those of a training state."""
+        if self.digested is None:
+            return 0
+        known = known_digests(self.digested.record).keys() & self.digested.arrays.keys()
+        return len(known - {one.key for one in self._summed})
+
     def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
         """The same with what was found."""
         read = [found.shares for found in everything.values() if isinstance(found, ShardsRead)]
@@ -98,6 +113,7 @@ class Subject:
             notes,
             digests,
             self.state,
+            self._beside,
         )
 
 

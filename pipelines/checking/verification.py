@@ -45,6 +45,7 @@ class Verification(Shown):
       notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
       digests: how many of the checkpoint's arrays were compared with the digests of its record.
       state: the checkpoint's arrays that are no weights, and weren't compared: a training state's.
+      beside: how many of the checkpoint's arrays have a digest that nothing was compared with: a training state's.
     """
 
     checkpoint: str
@@ -58,6 +59,7 @@ class Verification(Shown):
     notes: tuple[tuple[str, str], ...] = ()
     digests: Compared | None = None
     state: tuple[str, ...] = ()
+    beside: int = 0
 
     @property
     def _all(self) -> Mapping[str, ArrayResult]:
@@ -165,7 +167,10 @@ class Verification(Shown):
         if self.state:
             lines.append(_state_text(self.state))
         if self.digests and self.digests.arrays:
-            lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
+            others = (
+                f"; {self.beside:,} more, which aren't of the model, aren't compared with theirs" if self.beside else ""
+            )
+            lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests{others}")
         return [*lines, *(f"warning: {warning}" for warning in self.warnings)]
 
     def whole(self) -> list[str]:

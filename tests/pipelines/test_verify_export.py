@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file as read_file
 from safetensors.numpy import save_file
 from support import LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, read_tensors, save
+from trained import SHARED, trained_like
 
 import weightbeam as wb
 from weightbeam.formats.storage import LocalFolder, open_store
@@ -377,3 +378,18 @@ def test_all_that_is_read_counts_as_progress(export: Path, made: tuple[Path, Pat
     assert (told[-1].done, told[-1].total) == (2 * values, 2 * values)
     wb.verify(str(export), str(made[0]), sample=0.5, progress=told.append)
     assert told[-1].total < values
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
+def test_digests_of_a_training_state_that_are_not_compared_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export has the weights; 57 arrays of the optimizer have digests, too, with which nothing is compared."""
+    like = trained_like(tmp_path / "like", "llama")
+    words = ("--like", like, "--maxtext_model", "llama3.1-8b")
+    assert call("reshard", SHARED / "trained" / "llama-fsdp8", tmp_path / "full", *words) == 0
+    assert call("export", tmp_path / "full", tmp_path / "out") == 0
+    capsys.readouterr()
+    assert call("verify", tmp_path / "out", tmp_path / "full") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "12 arrays of the checkpoint compared with their digests; 57 more, which aren't of the model" in said
