@@ -133,7 +133,7 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
     check_installed()
     ready = _Ready(refusals=[Refused(wrong) for wrong in _wrong(source, other, asked)])
     with ready.gathering():
-        ready.version = maxtext.check_python(asked.maxtext) if asked.maxtext else ""
+        ready.version = maxtext.check_python(asked.maxtext, asked.maxtext_patience) if asked.maxtext else ""
     with ready.gathering():
         ready.models.append(StreamedModel(_open(source, asked), asked.dtype))
         ready.planned = _plan(source, asked) if asked.maxtext else None

@@ -30,16 +30,19 @@ LOOK = 0.5  # seconds between looks at how far it is
 TRIED = 60  # seconds in which an interpreter says whether it has MaxText
 
 
-def check_python(python: str) -> str:
-    """The version of MaxText that an interpreter has.
+def check_python(python: str, patience: float) -> str:
+    """The version of MaxText that an interpreter has, which says so within seconds.
 
     Raises:
       Refused: it can't be run, or has none.
     """
+    seconds = min(TRIED, patience)
     find = "import importlib.metadata as m; print(m.version('maxtext'))"
     try:
-        found = subprocess.run([python, "-P", "-c", find], capture_output=True, timeout=TRIED, text=True)
-    except (OSError, subprocess.TimeoutExpired) as e:
+        found = subprocess.run([python, "-P", "-c", find], capture_output=True, timeout=seconds, text=True)
+    except subprocess.TimeoutExpired as e:
+        raise Refused(f"--maxtext={python}: hasn't said within {seconds:g} seconds whether it has MaxText") from e
+    except OSError as e:
         raise Refused(f"--maxtext={python}: can't be run: {e}") from e
     if found.returncode:
         raise Refused(f"--maxtext={python}: has no MaxText; name the Python of an environment that has it")

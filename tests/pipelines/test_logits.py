@@ -226,6 +226,10 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
     said = refused(lacking, "--token_ids", "1")
     assert said.count("q_proj.weight: no tensor of the release becomes it") == LLAMA["num_hidden_layers"]
     assert "can't be run" in refused(release, "--token_ids", "1", "--maxtext", tmp_path / "python")
+    (tmp_path / "hangs").write_text("#!/bin/sh\nexec sleep 100\n")
+    (tmp_path / "hangs").chmod(0o755)
+    hangs = ("--maxtext", tmp_path / "hangs", "--maxtext_patience", "0.5")
+    assert "hasn't said within 0.5 seconds whether it has MaxText" in refused(release, "--token_ids", "1", *hangs)
 
 
 STANDS_STILL = """\
