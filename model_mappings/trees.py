@@ -212,7 +212,9 @@ def _refuse(paths: list[Path]) -> None:
         raise TreeError(
             "a DiLoCo state without the global weights (params), whose replicas have an axis in front; save the parameters of one first"
         )
-    if "aqt" in tops or has("qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
+    # training with quantised arithmetic keeps its weights whole, and leaves random states alone where these would be
+    kept = {component for path in paths if not GENERATORS.search(".".join(path)) for component in path}
+    if "aqt" in tops or has("qrhs") or any(component.startswith("AqtDotGeneral") for component in kept):
         raise TreeError(
             "an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of"
         )

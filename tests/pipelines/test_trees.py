@@ -116,6 +116,9 @@ def test_random_states_that_cannot_follow_their_layers_are_left_out(
 TAKEN: dict[str, Any] = {  # name: the items of a step, of the weights
     "1 parameters": lambda w: {"items": below("params.params.", w) | {"step": 0}},
     "2 a training state": lambda w: {"items": below("params.params.", w) | adam(w) | generators("nnx_aux.model.decoder")},
+    "2 training with AQT's arithmetic": lambda w: {
+        "items": below("params.params.", w) | adam(w) | generators("nnx_aux.model.decoder.mlp.wi_0.AqtDotGeneral_0.to_nnx__rngs")
+    },
     "3 NNX fine-tuning": lambda w: {
         "model_params": below("", apart(w, "."), ".value") | generators("decoder") | {"to_nnx__rngs.params.count.value": np.uint32(1)},
         "optimizer_state": below("mu.", w, ".value"),

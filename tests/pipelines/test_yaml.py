@@ -155,3 +155,4 @@ def test_a_scaled_model(scale: int, sizes: tuple[int, ...]) -> None:
     given = {"base_num_query_heads": 8, "base_emb_dim": 32, "base_mlp_dim": 128, "base_num_decoder_layers": 3}
     keys = full_keys(given | {"global_parameter_scale": scale})
     assert tuple(keys[key] for key in given) == sizes
+    assert keys["base_moe_mlp_dim"] == -1  # none
