@@ -112,7 +112,9 @@ def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
         "base_num_query_heads": each + (rest > 0), "base_num_kv_heads": each + (rest > 0), "base_mlp_dim": each + (rest > 0),
         "base_moe_mlp_dim": each + (rest > 0), "base_emb_dim": each + (rest > 1), "base_num_decoder_layers": each,
     }  # fmt: skip
-    return keys | {key: keys[key] << times for key, times in doubled.items() if type(keys[key]) is int and keys[key] > 0}
+    return keys | {
+        key: keys[key] << times for key, times in doubled.items() if type(keys[key]) is int and keys[key] > 0
+    }
 
 
 def as_taken(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
