@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +25,14 @@ import google_crc32c
 
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
-from weightbeam.formats.storage import File, StorageError
+from weightbeam.formats.storage import File, StorageError, reason
 from weightbeam.formats.storage.checksums import as_base64
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
 
 
+LOG = logging.getLogger("weightbeam")
 PLACE = re.compile("[0-9a-f]{16}")  # the id of a conversion's folder on the desk
 CLAIM = re.compile(rf"claim\.{PLACE.pattern}/")
 # what a conversion writes where it will be read; Orbax, which saves there at this moment, has databases of other names
@@ -335,10 +337,12 @@ class BucketStaging(Staging):
         """The marker was the publication; what is left to do is to clean up."""
         if not self.is_complete():
             raise self.taken_over()
-        for name in (self._claim, self._id):  # in the order in which `check` looks at them
-            if name:
+        for name in filter(None, (self._claim, self._id)):  # in the order in which `check` looks at them
+            try:
                 self.desk.delete(f"{name}/{PLAN}")
                 self.desk.delete_folder(name)
+            except OSError as e:
+                LOG.warning("%s is published; what it was made in can't be removed: %s", self.final, reason(e))
 
 
 def content_of(file: File) -> Content:

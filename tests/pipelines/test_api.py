@@ -225,7 +225,7 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
     [
         (dict(save_dtype="fp8"), wb.Refused, "save_dtype='fp8' should be bfloat16 or float32"),
         (dict(save_dtype=np.int32), wb.Refused, "should be bfloat16 or float32"),
-        (dict(save_dtype=object()), wb.Refused, "should be bfloat16 or float32"),
+        (dict(save_dtype=("f4", -1)), wb.Refused, "should be bfloat16 or float32"),
         (dict(hf_token_secret=3), wb.Refused, "secret"),
         (dict(vocab_size=-1), wb.Refused, "vocab_size"),
         (dict(unit_bytes="much"), wb.Refused, "unit_bytes"),

@@ -1061,3 +1061,19 @@ def test_a_release_that_is_a_mount_point(source: Path, tmp_path: Path, capsys: p
         assert "is a mount point" in capsys.readouterr().err
         assert call("cut", source, disk / "release", "--layers", "0:1") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_cant_be_removed_behind_a_publication(
+    source: Path, checkpoint: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The result is there, and that is said; a later command clears it away."""
+    words = {"convert": (source, "gs://bucket/run/out", *MODEL), "export": (checkpoint, "gs://bucket/run/out")}[command]
+    with FakeGcs("bucket") as server, asking(server):
+        server.fail("status", status=403, matching="DELETE .*noted")
+        assert call(command, *words) == 0
+        said = " ".join(capfd.readouterr().err.split())
+        assert "is published; what it was made in can't be removed: " in said
+        server.faults = []
+        assert call(command, *words, "--resume") == 0
+        assert "is finished already" in capfd.readouterr().out
