@@ -76,7 +76,7 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     if said is None:
         raise MaxTextConfigError(f"model_name is {name!r}, which MaxText (e591f30) hasn't got")
     # a run's own config.yml has null where base.yml says 0
-    set_by_file = {key: base().get(key) if is_none(value) else _clean(value) for key, value in given.items()}
+    set_by_file = {key: base().get(key) if is_none(value) else clean(value) for key, value in given.items()}
     keys = _scaled({**said, **set_by_file, "model_name": name})
     longest, trained = "max_position_embeddings", given.get("max_target_length")
     if type(trained) is int and trained > 0 and keys[longest] == base()[longest] and is_idle(longest, keys):
@@ -126,7 +126,7 @@ def as_taken(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """
     if is_dump(given) or given.get("override_model_config"):
         return given, ""
-    said = {key: _clean(value) for key, value in given.items() if not is_none(value)}
+    said = {key: clean(value) for key, value in given.items() if not is_none(value)}
     name = str(given.get("model_name") or "default")
     found = differences(said, name, said_by(name))
     if not found or found.keys() & {*SIZES, "vocab_size"}:
@@ -139,7 +139,7 @@ def as_taken(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return given, f"{told} where it is given this file. Take these lines out if it was; {over}"
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """A value as the table has it: YAML 1.1 reads `1e-06` as text."""
     if isinstance(value, str):
         try:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,8 +65,6 @@ MAX_NAMES, MAX_FILES = 1_000_000, 10_000  # of an index
 CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)  # what is read beside the weights
 
 _FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
-
-LOG = logging.getLogger("weightbeam")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,11 +234,6 @@ class HfCheckpoint:
         """
         store = open_store(self.root)
         problems = []
-        if unknown := [shard.path for shard in self.shards if not (shard.sha256 or shard.crc32c)]:
-            LOG.warning(
-                "nothing states a hash of %s of the source's %s files, which aren't compared: %s%s",
-                len(unknown), len(self.shards), unknown[0], " …" if unknown[1:] else "",
-            )  # fmt: skip
         for shard in self.shards:
             if shard.sha256 or shard.crc32c:
                 summed = google_crc32c.Checksum()

@@ -35,7 +35,8 @@ from weightbeam.transforms.planning.layouts import SCAN_AXES, scan_axis_of
 from weightbeam.transforms.planning.options import COMPUTED, FULL, PARAMS
 
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
-# with every so manieth layer, where kinds alternate, as in gpt-oss and Gemma 3; and of a layer behind the last whole cycle
+# the same where kinds alternate, as in gpt-oss and Gemma 3: with each cycle's layer at a place; and of a layer behind the
+# last whole cycle
 CYCLE = re.compile(r"(.+?\.layers)\.layers?_(\d+)\.(.+)")
 REMAINDER = re.compile(r"(.+?\.layers)_remainder\.layers?_(\d+)\.(.+)")
 

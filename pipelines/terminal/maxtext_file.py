@@ -13,7 +13,7 @@ import yaml
 
 from weightbeam.formats.storage import read_named
 from weightbeam.formats.storage.strict_yaml import parse_yaml
-from weightbeam.model_mappings.config_json import is_dump
+from weightbeam.model_mappings.config_json import clean, is_dump
 from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
@@ -106,15 +106,18 @@ def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[
     given = _read(option, file)
     named = str(given.get("base_config") or "")
     own = (folder for folder in Path(file).resolve().parents if (folder / "base.yml").is_file())  # MaxText's configs
-    base = next((path for folder in (Path(file).parent, *own) if (path := folder / named).is_file()), Path(file))
-    if named and base == Path(file) and not OF_NO_MODEL.fullmatch(named) and not is_dump(given):
+    there = next((path for folder in (Path(file).parent, *own) if (path := folder / named).is_file()), Path(file))
+    if named and there == Path(file) and not OF_NO_MODEL.fullmatch(named) and not is_dump(given):
         LOG.warning(
             "%s=%s: its base_config, %s, isn't there; what it says isn't known, so MaxText's base.yml is taken",
             option, file, named,
         )  # fmt: skip
-    if base.is_file() and base.resolve() != Path(file).resolve():
+    if there.is_file() and there.resolve() != Path(file).resolve():
         above = (*above, Path(file).resolve())
-        if base.resolve() in above or len(above) > MAX_BASES:
+        if there.resolve() in above or len(above) > MAX_BASES:
             raise Refused(f"{option}={file}: its base_config leads back to it, or through more than {MAX_BASES} files")
-        return _read_with_base(option, str(base), above) | given
+        below = _read_with_base(option, str(there), above)
+        # what is as in MaxText's own base.yml isn't said: a model's file goes before it
+        said = {key: value for key, value in below.items() if key not in base() or clean(value) != base()[key]}
+        return said | given
     return given

@@ -13,6 +13,7 @@ from support import call
 
 from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
 from weightbeam.model_mappings.config_json import full_keys
+from weightbeam.model_mappings.maxtext_models import base
 from weightbeam.pipelines.commands.export import read_maxtext_config
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import sharding_rules
@@ -78,8 +79,8 @@ def test_files_of_it_that_commands_are_given(
 def test_configurations_that_are_each_others_base(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, base in (("one", "other"), ("other", "one")):
-        (tmp_path / f"{name}.yml").write_text(f"base_config: {base}.yml\n")
+    for name, below in (("one", "other"), ("other", "one")):
+        (tmp_path / f"{name}.yml").write_text(f"base_config: {below}.yml\n")
     assert call("fit", source, tmp_path / "one.yml") == 2
     assert "its base_config leads back to it" in " ".join(capfd.readouterr().err.split())
 
@@ -107,9 +108,26 @@ def test_a_model_s_own_file_beside_a_configuration_is_above_it(
     keys = full_keys(read_maxtext_yaml("--maxtext_config", str(mine)))
     asked = ("base_emb_dim", "normalization_layer_epsilon", "vocab_size", "rope_max_timescale")
     assert [keys[key] for key in asked] == [64, 1e-3, 100, 10_000]
+    assert "MaxText takes normalization_layer_epsilon of" in caplog.text
+    caplog.clear()
     mine.write_text(f"{mine.read_text()}override_model_config: true\n")
     assert full_keys(read_maxtext_yaml("--maxtext_config", str(mine)))["normalization_layer_epsilon"] == 1e-6
     read_maxtext_config(str(tmp_path / beside / "llama3-8b.yml").replace("/models/", "/models/../models/"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("place", ["configs", "configs/tpu", "configs/tpu/v5e"])
+def test_maxtexts_own_base_is_below_the_model(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In a checkout of MaxText's its base.yml is found; what that says isn't said of the model."""
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "configs" / "base.yml").write_text(yaml.dump(dict(base()) | {"attention_bias": True, "run_name": ""}))
+    (tmp_path / place / "mine.yml").write_text("base_config: base.yml\nmodel_name: llama3-8b\nrun_name: mine\n")
+    given = read_maxtext_yaml("--maxtext_config", str(tmp_path / place / "mine.yml"))
+    assert given["run_name"] == "mine"
+    assert full_keys(given) | {"attention_bias": False} == full_keys({"model_name": "llama3-8b"}) | {
+        key: given[key] for key in ("base_config", "run_name")
+    }
+    assert full_keys(given)["attention_bias"] is True  # which isn't MaxText's
     assert not caplog.records
 
 

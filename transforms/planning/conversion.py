@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ from weightbeam.transforms.planning.transfer import Transfer
 # problems of one quantised tensor, which don't count where it is dropped
 PAIRING = {"unscaled", "scale", "orphan scale"}
 SAVE_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*COMPUTED, CODES)}
+
+LOG = logging.getLogger("weightbeam")
 
 
 def rules_of(options: Options) -> Rules:
@@ -191,7 +194,13 @@ class Conversion(Transfer):
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read, or, where the user wants all compared, whose bytes aren't right."""
-        return super().unreadable() or (self.source.find_damage() if self.options.check_source == "true" else [])
+        if (problems := super().unreadable()) or self.options.check_source != "true":
+            return problems
+        if unknown := [shard.path for shard in self.source.shards if not (shard.sha256 or shard.crc32c)]:
+            LOG.warning(
+                "nothing states a hash of %s of the files, which aren't compared: %s …", len(unknown), unknown[0]
+            )
+        return self.source.find_damage()
 
     @functools.cached_property
     def _small_files(self) -> SmallFiles:
