@@ -236,7 +236,13 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
     # GPTQModel's `dynamic` gives modules bits, groups, an order and zeros of their own
     bits, per_module = fields.get("bits"), "dynamic" in fields
     rules = fields["dynamic"].values() if isinstance(fields.get("dynamic"), Mapping) else ()
-    of_modules = {field for rule in rules if isinstance(rule, Mapping) for field in rule}
+    of_modules = {
+        (field, value)
+        for rule in rules
+        if isinstance(rule, Mapping)
+        for field, value in rule.items()
+        if isinstance(value, bool)
+    }
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
@@ -249,8 +255,8 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
             f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"
         )
     inputs = weight.shape[0] * WORD // bits
-    ordered = not (fields.get("desc_act", False) or (index and "desc_act" in of_modules))
-    symmetric = bool(fields.get("sym", False)) and "sym" not in of_modules
+    ordered = not (fields.get("desc_act", False) or (index and ("desc_act", True) in of_modules))
+    symmetric = bool(fields.get("sym", False)) and ("sym", False) not in of_modules
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:

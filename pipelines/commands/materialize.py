@@ -80,8 +80,9 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
         items = find_items(checkpoint)
         if is_virtual(items):
             return _plan(items, asked)
+        beside = _replaced_by(items)
     # a command in place that was killed behind its end has left the virtual one beside what it made of it
-    for replaced in _replaced_by(items):
+    for replaced in beside:
         with contextlib.suppress(Refused):
             made = _plan(replaced, asked)
             if made.target.made_by(items.parent) == made.hash:

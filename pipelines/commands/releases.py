@@ -228,8 +228,14 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
       Refused: the source is named by the branch.
     """
     (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output or ""))
-    is_branch = revision.removeprefix("refs/heads/") in ("", branch or "main")
-    if source.startswith(HUB) and repo.lower() == target.lower() and is_branch and not create_pr:
+    is_branch = (revision.removeprefix("refs/heads/") or "main") == (branch or "main")
+    if (
+        source.startswith(HUB)
+        and str(output).startswith(HUB)
+        and repo.lower() == target.lower()
+        and is_branch
+        and not create_pr
+    ):
         raise Refused(
             f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "
             f"name the commit: {root}"

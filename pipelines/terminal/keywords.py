@@ -352,7 +352,7 @@ def sharding_rules(given: object, model: str | None) -> Rules | None:
         try:
             rules = parse_json(raw)
         except JsonError:
-            rules = parse_yaml(raw.decode("utf-8"), MaxTextLoader)
+            rules = parse_yaml(raw.decode("utf-8"), MaxTextLoader if b"logical_axis_rules" in raw else yaml.SafeLoader)
         return read_rules(rules, model_rules(model))
     except OSError as e:
         raise Refused(f"--sharding_rules={given}: {e.strerror}") from e

@@ -29,7 +29,7 @@ class MaxTextLoader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
         if twice := [key for key, times in Counter(keys).items() if times > 1]:
             raise yaml.YAMLError(f"{', '.join(twice)} is there twice")
         return super().construct_mapping(node, deep)
@@ -83,10 +83,9 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     path = next((path for path in places if known is not None and path.is_file()), None)
     if known is None or path is None or is_dump(given):
         return given
-    instead = {key: base().get(key) for key in known}
     if path.samefile(file):
-        return instead | given | {"override_model_config": True}
-    theirs = _read(option, path)
+        return given | {"override_model_config": True}
+    theirs, instead = _read(option, path), {key: base().get(key) for key in known}
     if given.get("override_model_config"):
         return instead | theirs | given
     if other := [key for key in given if key in theirs and given[key] != theirs[key]]:

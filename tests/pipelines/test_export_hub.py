@@ -264,6 +264,7 @@ def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
             assert call(command, named, URL, *words, *more) == 2
             assert f"name the commit: {URL}@{before}" in capsys.readouterr().err
     assert len(repo.commits) == 2
+    assert call(command, URL, tmp_path / "org" / "tuned", *words) == 0  # a folder of the repository's name
     assert call(command, URL, URL, *words, "--create_pr") == 0
     assert repo.branches["main"].sha == before
     assert len(repo.pulls) == 1

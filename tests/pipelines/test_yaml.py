@@ -89,8 +89,10 @@ def test_a_key_that_is_there_twice_is_refused_as_maxtext_refuses_it(tmp_path: Pa
     (tmp_path / "twice.yml").write_text("base_emb_dim: 64\nhead_dim: 16\nbase_emb_dim: 32\n")
     with pytest.raises(Refused, match="base_emb_dim is there twice"):
         read_maxtext_yaml("--maxtext_config", str(tmp_path / "twice.yml"))
-    (tmp_path / "once.yml").write_text("sizes: &sizes {a: 1, b: 2}\nmore: {<<: *sizes, a: 3}\nhead_dim: 16\n")
-    assert read_maxtext_yaml("--maxtext_config", str(tmp_path / "once.yml"))["more"] == {"a": 3, "b": 2}
+    (tmp_path / "once.yml").write_text(
+        'sizes: &sizes {a: 1, b: 2}\nmore: {<<: *sizes, a: 3, 1: 2, "1": 3}\nhead_dim: 16\n'
+    )
+    assert read_maxtext_yaml("--maxtext_config", str(tmp_path / "once.yml"))["more"] == {"a": 3, "b": 2, 1: 2, "1": 3}
 
 
 @pytest.mark.parametrize("beside", ["configs/models", "models"])
