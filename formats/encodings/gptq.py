@@ -233,16 +233,8 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
-    # GPTQModel's `dynamic` gives modules bits, groups, an order and zeros of their own
+    # GPTQModel's `dynamic` gives modules bits, groups and an order of their own
     bits, per_module = fields.get("bits"), "dynamic" in fields
-    rules = fields["dynamic"].values() if isinstance(fields.get("dynamic"), Mapping) else ()
-    of_modules = {
-        (field, value)
-        for rule in rules
-        if isinstance(rule, Mapping)
-        for field, value in rule.items()
-        if isinstance(value, bool)
-    }
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
@@ -255,8 +247,7 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
             f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"
         )
     inputs = weight.shape[0] * WORD // bits
-    ordered = not (fields.get("desc_act", False) or (index and ("desc_act", True) in of_modules))
-    symmetric = bool(fields.get("sym", False)) and ("sym", False) not in of_modules
+    ordered = not (fields.get("desc_act", False) or (index and parts.quantization.orders_modules))
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:
@@ -267,7 +258,7 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
     )
     group = _group(parts, fields.get("group_size"), inputs, exact)
-    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", symmetric)
+    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
 
 
 def _make_awq(parts: QuantizedTensor) -> Awq:

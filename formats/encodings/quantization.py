@@ -5,6 +5,7 @@ more.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
@@ -57,6 +58,14 @@ class Quantization:
     file: str = "config.json"
     place: str = "quantization_config"
     block: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def orders_modules(self) -> bool:
+        """Whether a rule of GPTQModel's `dynamic` gives modules an order of their own."""
+        rules = self.fields.get("dynamic")
+        return isinstance(rules, Mapping) and any(
+            isinstance(rule, Mapping) and rule.get("desc_act") is True for rule in rules.values()
+        )
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Quantization:

@@ -262,7 +262,7 @@ def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
     Args:
       said: where the side's layers are stacked, as its record says; None for where the shapes of all its arrays allow.
     """
-    cycles = {prefix: (_count(CYCLE, side, prefix), _count(REMAINDER, side, prefix)) for prefix in _prefixes(side)}
+    cycles = _find_cycles(side)
     side = _renamed(side, other, cycles)
     layers = {key: names for key in side.keys() - other.keys() if (names := _layers(key, other, cycles))}
     fitting = {key: _stacking_axes(side[key], [other[name] for name in names]) for key, names in layers.items()}
@@ -296,14 +296,14 @@ def _layers(key: str, other: Side, cycles: Mapping[str, tuple[int, int]]) -> lis
     return list(itertools.takewhile(other.__contains__, names))
 
 
-def _prefixes(side: Side) -> set[str]:
-    """Where layers are stacked in cycles."""
-    return {match[1] for key in side if (match := CYCLE.fullmatch(key))}
-
-
-def _count(form: re.Pattern[str], side: Side, prefix: str) -> int:
-    """How many layers a cycle, or what remains behind the last one, has."""
-    return len({match[2] for key in side if (match := form.fullmatch(key)) and match[1] == prefix})
+def _find_cycles(side: Side) -> dict[str, tuple[int, int]]:
+    """Where layers are stacked in cycles: how many a cycle has, and how many remain behind the last one."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for key in side:
+        for number, form in enumerate((CYCLE, REMAINDER)):
+            if match := form.fullmatch(key):
+                found.setdefault(match[1], (set(), set()))[number].add(match[2])
+    return {prefix: (len(cycle), len(rest)) for prefix, (cycle, rest) in found.items()}
 
 
 def _renamed(side: Side, other: Side, cycles: Mapping[str, tuple[int, int]]) -> Side:
@@ -314,7 +314,7 @@ def _renamed(side: Side, other: Side, cycles: Mapping[str, tuple[int, int]]) -> 
     }
 
     def name(key: str) -> str:
-        if not (match := REMAINDER.fullmatch(key)) or match[1] not in cycles:
+        if not (match := REMAINDER.fullmatch(key)):
             return key
         _, rest = cycles[match[1]]
         there = f"{match[1]}_{layers[match[1]] - rest + int(match[2])}.{match[3]}"

@@ -76,14 +76,6 @@ class Subject:
         there = self.digested.arrays if self.digested else {}
         return [there[key] for key in self.keys.values() if key in there]
 
-    @property
-    def _beside(self) -> int:
-        """How many of the checkpoint's other arrays have a digest: those of a training state."""
-        if self.digested is None:
-            return 0
-        known = known_digests(self.digested.record).keys() & self.digested.arrays.keys()
-        return len(known - {one.key for one in self._summed})
-
     def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
         """The same with what was found."""
         read = [found.shares for found in everything.values() if isinstance(found, ShardsRead)]
@@ -99,7 +91,11 @@ class Subject:
         if self.digested:
             digests, damaged = find_damage(self.digested.record, self._summed, read)
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
-            lines = digests.lines() if everything else ()  # else nothing was read yet
+            known = known_digests(self.digested.record).keys() & self.digested.arrays.keys()
+            beside = len(known - {one.key for one in self._summed})
+            lines = [*digests.lines()] if everything else []  # else nothing was read yet
+            if beside and everything:
+                lines.append(f"{beside:,} of {len(known):,} arrays with their digests: nothing here is made of them")
             notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
         return Verification(
             str(self.items),
@@ -113,7 +109,6 @@ class Subject:
             notes,
             digests,
             self.state,
-            self._beside,
         )
 
 

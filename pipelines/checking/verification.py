@@ -45,7 +45,6 @@ class Verification(Shown):
       notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
       digests: how many of the checkpoint's arrays were compared with the digests of its record.
       state: the checkpoint's arrays that are no weights, and weren't compared: a training state's.
-      beside: how many of the checkpoint's arrays have a digest that nothing was compared with: a training state's.
     """
 
     checkpoint: str
@@ -59,7 +58,6 @@ class Verification(Shown):
     notes: tuple[tuple[str, str], ...] = ()
     digests: Compared | None = None
     state: tuple[str, ...] = ()
-    beside: int = 0
 
     @property
     def _all(self) -> Mapping[str, ArrayResult]:
@@ -167,10 +165,7 @@ class Verification(Shown):
         if self.state:
             lines.append(_state_text(self.state))
         if self.digests and self.digests.arrays:
-            others = (
-                f"; {self.beside:,} more, which aren't of the model, aren't compared with theirs" if self.beside else ""
-            )
-            lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests{others}")
+            lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
         return [*lines, *(f"warning: {warning}" for warning in self.warnings)]
 
     def whole(self) -> list[str]:

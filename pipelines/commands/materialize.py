@@ -80,12 +80,10 @@ def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversi
         items = find_items(checkpoint)
         if is_virtual(items):
             return _plan(items, asked)
-        beside = _replaced_by(items)
     # a command in place that was killed behind its end has left the virtual one beside what it made of it
-    for replaced in beside:
-        with contextlib.suppress(Refused):
-            made = _plan(replaced, asked)
-            if made.target.made_by(items.parent) == made.hash:
+    for replaced in _replaced_by(items):
+        with contextlib.suppress(Refused, OSError):  # somebody's folder, or of an output of another plan
+            if is_virtual(replaced) and (made := _plan(replaced, asked)).target.made_by(items.parent) == made.hash:
                 return made
     raise Refused(
         f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
@@ -115,12 +113,12 @@ def _plan(items: Store, asked: MaterializeOptions) -> Conversion:
 
 
 def _replaced_by(items: Store) -> list[Store]:
-    """The virtual items whose place another has taken, and that lie beside it."""
+    """The items whose place others have taken, and that lie beside these."""
     step, root = items.parent, items.parent.parent
     if not isinstance(root, LocalFolder):
         return []
     named = re.compile(rf"{re.escape(step.name)}\.replaced-[0-9a-f]+")
-    return [there for name in root.folders() if named.fullmatch(name) and is_virtual(there := root / name / ITEMS)]
+    return [root / name / ITEMS for name in root.folders() if named.fullmatch(name)]
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -18,8 +18,8 @@ from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
 LOG = logging.getLogger("weightbeam")
-# MaxText's own bases, of which none but base.yml says anything of a model's layers
-OF_NO_MODEL = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/[^/]+\.yml)")
+# bases of MaxText's own that say nothing of a model, but for base.yml, which is known
+OWN_BASES = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/(?!sft-vision)[^/]+\.yml)")
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
@@ -79,7 +79,8 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     given = _read_with_base(option, file)
     name = own_name(str(given.get("model_name")))
     known = said_by(name)
-    places = (folder / "models" / f"{name}.yml" for folder in (Path(file).parent, Path(file).parent.parent))
+    folders = (Path(file).parent, Path(file).parent.parent, *_configs_around(file))
+    places = (folder / "models" / f"{name}.yml" for folder in folders)
     path = next((path for path in places if known is not None and path.is_file()), None)
     if known is None or path is None or is_dump(given):
         return given
@@ -88,9 +89,15 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     theirs, instead = _read(option, path), {key: base().get(key) for key in known}
     if given.get("override_model_config"):
         return instead | theirs | given
-    if other := [key for key in given if key in theirs and given[key] != theirs[key]]:
+    if other := [key for key in given if key in theirs and clean(given[key]) != clean(theirs[key])]:
         LOG.warning("%s=%s: MaxText takes %s of %s, and so is done here", option, file, ", ".join(other), path)
     return instead | given | theirs | {"override_model_config": True}
+
+
+def _configs_around(file: str) -> list[Path]:
+    """The folder of MaxText's own configurations that a file lies below, in a checkout."""
+    folders = Path(file).resolve().parents
+    return [folder for folder in folders if (folder / "base.yml").is_file() and (folder / "models").is_dir()]
 
 
 def _read(option: str, file: str | Path) -> dict[str, Any]:
@@ -104,9 +111,9 @@ def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[
     """The keys of a file over those of its base; `above` are the files whose base it is."""
     given = _read(option, file)
     named = str(given.get("base_config") or "")
-    own = (folder for folder in Path(file).resolve().parents if (folder / "base.yml").is_file())  # MaxText's configs
-    there = next((path for folder in (Path(file).parent, *own) if (path := folder / named).is_file()), Path(file))
-    if named and there == Path(file) and not OF_NO_MODEL.fullmatch(named) and not is_dump(given):
+    places = (Path(file).parent, *_configs_around(file))
+    there = next((path for folder in places if (path := folder / named).is_file()), Path(file))
+    if named and there == Path(file) and not OWN_BASES.fullmatch(named) and not is_dump(given):
         LOG.warning(
             "%s=%s: its base_config, %s, isn't there; what it says isn't known, so MaxText's base.yml is taken",
             option, file, named,

@@ -334,10 +334,10 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
     assert_decodes(
         encoding_of(tmp_path / "index", tensors, config), dequantise(codes, zeros, scales, group), ((1, 7), (15, 50))
     )
-    # an order of its own, and zeros where all others have the middle
+    # an order of its own
     group = rng.permutation(group)
-    rule = {"bits": 8, "group_size": 16, "desc_act": True, "sym": False}
-    own = gptq(group_size=128, checkpoint_format="gptq_v2", sym=True, dynamic={"+:.*x": rule})
+    rule = {"bits": 8, "group_size": 16, "desc_act": True}
+    own = gptq(group_size=128, checkpoint_format="gptq_v2", dynamic={"+:.*x": rule})
     assert_decodes(
         encoding_of(tmp_path / "order", tensors | {"x.g_idx": group.astype(np.int32)}, own),
         dequantise(codes, zeros, scales, group),
@@ -345,3 +345,11 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
     )
     del tensors["x.g_idx"]
     assert "group_size 128" in message_of(tmp_path / "without", tensors, config)
+
+
+def test_zeros_that_a_rule_gives_other_modules_change_none(tmp_path: Path) -> None:
+    """A symmetric module's zeros are the middle, whatever `dynamic` says of others."""
+    tensors = gptq_tensors() | {"x.qzeros": pack(np.full((2, 16), 8), 4)}
+    alone = encoding_of(tmp_path / "alone", tensors, gptq(sym=True))
+    beside = encoding_of(tmp_path / "beside", tensors, gptq(sym=True, dynamic={"other": {"bits": 4, "sym": False}}))
+    np.testing.assert_array_equal(decode(beside), decode(alone))

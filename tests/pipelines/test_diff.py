@@ -30,6 +30,7 @@ from weightbeam.formats.encodings.quantizing import quantization_config, quantiz
 
 jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")
+transformers = lazily("transformers")
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
 
@@ -368,11 +369,24 @@ def test_layers_stacked_or_not(tmp_path: Path, config: dict[str, Any]) -> None:
     assert "layers_" in changed
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "gemma2", "gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["gpt-oss", "gemma2", "gemma3", "olmo3", "a short gemma3"])
 @pytest.mark.parametrize("axis", ["0", "1"])
 def test_layers_stacked_in_cycles_or_not(generated: Path, tmp_path: Path, case: str, axis: str) -> None:
-    """Each layer of a cycle is a stack of its own, and what remains behind the last one lies apart."""
+    """Each layer of a cycle is a stack of its own, and what remains behind the last one lies apart, if not all does."""
     source = generated / "cases" / case
+    if case == "a short gemma3":  # than a cycle
+        sizes = dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=64,
+        )
+        model = transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(**sizes, num_hidden_layers=3, query_pre_attn_scalar=8)
+        )
+        model.save_pretrained(source := tmp_path / "short")
     scanned = convert(source, tmp_path / "scanned", "--param_scan_axis", axis)
     unscanned = convert(source, tmp_path / "unscanned", "--scan_layers", "false")
     for sides in ((scanned, unscanned), (unscanned, scanned)):

@@ -120,8 +120,10 @@ def test_a_model_s_own_file_beside_a_configuration_is_above_it(
 
 @pytest.mark.parametrize("place", ["configs", "configs/tpu", "configs/tpu/v5e"])
 def test_maxtexts_own_base_is_below_the_model(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In a checkout of MaxText's its base.yml is found; what that says isn't said of the model."""
+    """In a checkout of MaxText's its base.yml is found; what that says isn't said of the model. Another's isn't looked for."""
     (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "configs" / "models").mkdir()
+    (tmp_path / "base.yml").write_text("head_dim: 8\n")
     (tmp_path / "configs" / "base.yml").write_text(yaml.dump(dict(base()) | {"attention_bias": True, "run_name": ""}))
     (tmp_path / place / "mine.yml").write_text("base_config: base.yml\nmodel_name: llama3-8b\nrun_name: mine\n")
     given = read_maxtext_yaml("--maxtext_config", str(tmp_path / place / "mine.yml"))
