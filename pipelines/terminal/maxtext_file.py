@@ -13,7 +13,7 @@ import yaml
 
 from weightbeam.formats.storage import read_named
 from weightbeam.formats.storage.strict_yaml import parse_yaml
-from weightbeam.model_mappings.config_json import clean, is_dump
+from weightbeam.model_mappings.config_json import clean, is_dump, is_none
 from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
@@ -94,6 +94,11 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     return instead | given | theirs | {"override_model_config": True}
 
 
+def _is_usual(key: str, value: Any) -> bool:
+    """Whether a base says of a key what MaxText's own base.yml does, which goes for nothing beside a model's file."""
+    return key in base() and (is_none(value) or clean(value) == base()[key])
+
+
 def _configs_around(file: str) -> list[Path]:
     """The folder of MaxText's own configurations that a file lies below, in a checkout."""
     folders = Path(file).resolve().parents
@@ -123,7 +128,5 @@ def _read_with_base(option: str, file: str, above: Sequence[Path] = ()) -> dict[
         if there.resolve() in above or len(above) > MAX_BASES:
             raise Refused(f"{option}={file}: its base_config leads back to it, or through more than {MAX_BASES} files")
         below = _read_with_base(option, str(there), above)
-        # what is as in MaxText's own base.yml isn't said: a model's file goes before it
-        said = {key: value for key, value in below.items() if key not in base() or clean(value) != base()[key]}
-        return said | given
+        return {key: value for key, value in below.items() if not _is_usual(key, value)} | given
     return given
