@@ -4,6 +4,7 @@ transformers.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,29 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
         assert made.keys() == names
         assert all(made[name].tobytes() == wanted[name].tobytes() for name in own & names)
         assert call("verify", tmp_path / folder) == 0
+
+
+@pytest.mark.parametrize("damage", ["infinite", "large", "scale"])
+def test_verify_judges_each_block_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    """An element that is infinite, or a large one in another block, and a scale with codes of zero excuse nothing."""
+    name, tensors = "model.layers.1.mlp.up_proj.weight", random_tensors(MODEL, F32)
+    tensors[name][0, 0] = 1e9 if damage == "large" else 0
+    convert(save(tmp_path / "hf", MODEL, tensors), tmp_path / "ckpt", "--save_dtype", "float32")
+    assert call("quantize", tmp_path / "ckpt", tmp_path / "fp8") == 0
+    assert call("verify", tmp_path / "fp8") == 0
+    if damage == "scale":
+        made = safetensors.load_file(tmp_path / "fp8/model.safetensors")
+        made[name] = torch.zeros_like(made[name])
+        made[f"{name}_scale_inv"] = torch.full_like(made[f"{name}_scale_inv"], 1e6)
+        safetensors.save_file(made, tmp_path / "fp8/model.safetensors", {"format": "pt"})
+    else:
+        odd = tensors | {name: tensors[name] * -1}
+        odd[name][0, 0] = np.inf if damage == "infinite" else 1e9
+        shutil.rmtree(tmp_path / "ckpt")
+        convert(save(tmp_path / "odd", MODEL, odd), tmp_path / "ckpt", "--save_dtype", "float32")
+    capsys.readouterr()
+    assert call("verify", tmp_path / "fp8") == 1
+    assert f"{name}[" in capsys.readouterr().err
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_slabs(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         chunk = [dice.randint(1, length) for length in lengths]
         cell = CellLayout(left, right, sizes, {factor: (0, size) for factor, size in sizes.items()}, {"#0": 1})
         seen = np.zeros([*sizes.values()], np.int8)
-        for slab in cell.slabs(chunk, 2, ()):
+        for slab in cell.slabs(chunk, 2, (), ()):
             seen[tuple(slice(*slab[factor]) for factor in sizes)] += 1
             elements = math.prod(high - low for low, high in slab.values())
             assert elements <= max(4 * SLAB, math.prod(chunk) // 8) or not cuttable(left, right)
@@ -56,7 +56,7 @@ def is_small(cell: CellLayout, chunk: list[int], slab: dict[str, tuple[int, int]
     steps = {factor: high - low for factor, (low, high) in slab.items()}
     if cell._decoded(steps, chunk) * 2 <= CHUNKS:
         return True
-    return all(steps[factor] <= grain for factor, grain in cell._cuts(chunk, ()).items())
+    return all(steps[factor] <= grain for factor, (grain, _) in cell._cuts(chunk, (), ()).items())
 
 
 def test_rows_of_one_chunk_of_all_layers() -> None:
@@ -64,6 +64,6 @@ def test_rows_of_one_chunk_of_all_layers() -> None:
     sizes = {"mlp": 14_336, "embed": 4_096}
     left, right = LAYOUTS["a kernel"]
     cell = CellLayout(left, right, sizes, {factor: (0, size) for factor, size in sizes.items()}, {"#0": 5})
-    first, *others = cell.slabs((4_096 // 16, 32, 14_336), 2, ())
+    first, *others = cell.slabs((4_096 // 16, 32, 14_336), 2, (), ())
     assert first == {"mlp": (0, 14_336), "embed": (0, 256)}
     assert len(others) == 15

@@ -12,6 +12,7 @@ what the tensor should hold.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, Scaled
 from weightbeam.formats.orbax.reading import grains
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.model_mappings.boxes import Box, Range
@@ -134,7 +135,9 @@ class CellLayout:
         fixed = dict(zip((*rule.name_axes, *stacked), (*cell.name, *cell.layer), strict=True))
         return cls(left, tuple(right), sizes, places, fixed)
 
-    def slabs(self, chunk: Sequence[int], itemsize: int, indivisible: Collection[int]) -> Iterator[dict[str, Range]]:
+    def slabs(
+        self, chunk: Sequence[int], itemsize: int, indivisible: Collection[int], blocks: Sequence[int]
+    ) -> Iterator[dict[str, Range]]:
         """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`. They are cut along the
         tensor's rows first, but between the array's chunks, which are decoded whole, be it for one layer of many.
 
@@ -147,12 +150,13 @@ class CellLayout:
           chunk: the extents of the array's chunks.
           itemsize: of its elements, in bytes.
           indivisible: axes of the tensor that are cut last.
+          blocks: extents of the tensor's blocks, which aren't cut where that can be.
         """
-        steps, cuts = dict(self.sizes), self._cuts(chunk, indivisible)
+        steps, cuts = dict(self.sizes), self._cuts(chunk, indivisible, blocks)
         larger = max(4 * SLAB_ELEMENTS, math.prod(chunk) // 8)  # so that no chunk is decoded often, how large it may be
         for most, nbytes, is_whole in ((SLAB_ELEMENTS, CHUNK_BYTES, True), (larger, math.inf, False)):
-            for factor, filling in cuts.items():
-                grain = filling if is_whole else 1
+            for factor, (filling, blockwise) in cuts.items():
+                grain = filling if is_whole else blockwise
                 over = max(math.prod(steps.values()) / most, self._decoded(steps, chunk) * itemsize / nbytes)
                 if over > 1:
                     fits = int(steps[factor] / over) // grain * grain
@@ -164,9 +168,11 @@ class CellLayout:
         for each in itertools.product(*ranges):
             yield dict(zip(self.sizes, each, strict=True))
 
-    def _cuts(self, chunk: Sequence[int], indivisible: Collection[int]) -> dict[str, int]:
+    def _cuts(
+        self, chunk: Sequence[int], indivisible: Collection[int], blocks: Sequence[int]
+    ) -> dict[str, tuple[int, int]]:
         """The factors that may be cut, since their indices are one range of the tensor and of the array, in the order in
-        which they are; each with how many of its indices fill chunks.
+        which they are; each with how many of its indices fill chunks, and blocks, and with how many fill blocks.
         """
         places = {axis[0]: (axis[1:], size) for axis, size in zip(self.right, chunk, strict=True) if axis}
         found = {}
@@ -175,7 +181,11 @@ class CellLayout:
             if factor is not None and factor in places:
                 others, size = places[factor]
                 inner = math.prod(self.places[other][1] for other in others)
-                found[factor] = max(1, min(size // math.gcd(size, inner), self.sizes[factor]))
+                most, filling = self.sizes[factor], size // math.gcd(size, inner)
+                within = math.prod(self.sizes[other] for other in self.left[number][1:])
+                blockwise = blocks[number] // math.gcd(blocks[number], within) if blocks else 1
+                both = math.lcm(filling, blockwise)
+                found[factor] = (max(1, min(both if both <= most else filling, most)), max(1, min(blockwise, most)))
         return found
 
     def _decoded(self, steps: Mapping[str, int], chunk: Sequence[int]) -> int:
@@ -234,15 +244,19 @@ def compare(
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     changed, norm = 0.0, 0.0  # squares
     chunk, itemsize = grains(store)[0], np.dtype(store.dtype.numpy_dtype).itemsize
-    for slab in layouts.slabs(chunk, itemsize, encoding.indivisible):
+    blocks = encoding.block if exported and isinstance(encoding, Scaled) else ()  # 128 × 128: no others are exported
+    for slab in layouts.slabs(chunk, itemsize, encoding.indivisible, blocks):
         box = layouts.box(cell.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
         values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
         found = layouts.read(store, slab).reshape(values.shape)
         if exported:
             expected, rounded = _exported(found, cell.part, encoding)
-            is_copy = expected is found
-            wrong = differs(expected, values, is_copy) if encoding.label is None else _is_no_code(expected, values)
+            if isinstance(encoding, Scaled):
+                indices = [range(*span, step) for span, step in zip(box, cell.part.steps, strict=True)]
+                wrong = _is_no_code(expected, values, encoding, indices, stored[1])
+            else:
+                wrong = differs(expected, values, expected is found)
             if encoding.label is not None:
                 wide = expected.astype(np.float64)
                 changed, norm = changed + float(np.sum((wide - values) ** 2)), norm + float(np.sum(wide**2))
@@ -283,16 +297,34 @@ def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.nd
     return values if encoding.label is not None else values.astype(dtype), rounded
 
 
-def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _is_no_code(
+    expected: np.ndarray, found: np.ndarray, encoding: Scaled, box: Sequence[range], scales: np.ndarray
+) -> np.ndarray:
     """Where values of float8_e4m3fn codes aren't those nearest to what was quantised: off by more than half a step of
-    three bits.
+    three bits, and by more than half the smallest step, which is 2⁻⁹ of a block's scale. What is NaN or infinite has no
+    code.
 
-    Or by more than half the smallest step, which is 2⁻⁹ of a scale; no scale is larger than that of the largest
-    magnitude here.
+    A scale can't be believed where a whole block is here: it is at most four times what its largest magnitude needs (a
+    release's own scale, which an export keeps, may be a power of two, or that of values since changed a little).
+
+    Args:
+      expected, found: of a box of the tensor.
+      encoding: of the tensor.
+      box: its indices on each axis.
+      scales: those of the blocks that the box touches.
     """
-    wide, other = expected.astype(np.float64), found.astype(np.float64)
-    scale = np.max(np.abs(wide), initial=0.0) / 448
-    return ~(np.abs(wide - other) <= np.maximum(np.abs(wide) * (2**-4 * 1.001), scale * 2**-10 * 1.001))
+    wide = expected.astype(np.float64)
+    apart, wide = np.abs(wide - found), np.abs(wide)
+    which = [np.asarray(indices) // size for indices, size in zip(box, encoding.block, strict=True)]
+    largest, counts = np.where(np.isfinite(wide), wide, 0), []
+    for axis, (numbers, size, length) in enumerate(zip(which, encoding.block, encoding.shape, strict=True)):
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        largest = np.maximum.reduceat(largest, starts, axis=axis)
+        counts.append(np.diff(starts, append=len(numbers)) == np.minimum(size, length - numbers[starts] * size))
+    is_whole = functools.reduce(np.logical_and.outer, counts)
+    scales = np.where(is_whole, np.minimum(scales, np.maximum(4 * largest, 1e-4) / 448), scales)
+    smallest = scales[np.ix_(*(numbers - numbers[0] for numbers in which))] * (2**-10 * 1.001)
+    return ~(np.isfinite(wide) & (apart <= np.maximum(wide * (2**-4 * 1.001), smallest)))
 
 
 def _largest(expected: np.ndarray, found: np.ndarray) -> float:
