@@ -53,6 +53,27 @@ BY_NUMBER = {  # layers compute with their number; Zamba2's share blocks by it, 
 # or with how many there are: MiniCPM's residuals, Evolla's aligners, the decay of lightning attention (MiniMax, Ring)
 BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
 LIGHTNING = {"minimax", "bailing_moe_linear"}
+# Kinds of layers that transformers makes by a layer's number where config.json lists none: how many layers a block of
+# them has, None where they aren't blocks; and the fields that say it, too. Of model types without a table.
+MADE: dict[str, tuple[dict[str, int | None], set[str]]] = {
+    "layer_types": (
+        dict.fromkeys(("vaultgemma", "t5_gemma_module"), 2)
+        | dict.fromkeys(("modernbert", "modernbert-decoder", "ultrabert"), 3)
+        | dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "granite_swa", "granitemoe_swa"), 4)
+        | dict.fromkeys(("muse_glimmer_text", "muse_spark_text", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text"), 4)
+        | dict.fromkeys(("gemma3n_text", "kolibri1"), 5)
+        | dict.fromkeys(("bailing_hybrid", "diffusion_gemma_text", "embedding_gemma2_text", "inkling_text"), 6)
+        | dict.fromkeys(("inkling2_text", "neomme", "t5gemma2_decoder", "t5gemma2_text"), 6)
+        | dict.fromkeys(("dots3_note_text", "flint", "lfm3", "mimo_v2_flash")),
+        EVERY | FROM_ONE | NUMBERS,
+    ),
+    "no_rope_layers": (dict(smollm3=4, mistral_large4_text=4), EVERY),
+    "mlp_layer_types": (
+        dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "dots3_note_text", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe_lite"))
+        | dict.fromkeys(("hy_v4", "laguna", "mimo_v2_flash", "mistral_large4_text", "step3p5", "unlimited_ocr_text")),
+        FIRST | EVERY | NUMBERS | {"moe_layer_freq"},
+    ),
+}  # fmt: skip
 DELTA = {"kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size"}  # of linear layers that know no decay by number
 # transformers gives their last layer full attention, whatever it is told
 LAST_FULL = {"gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"}
@@ -161,7 +182,10 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
         if isinstance(inner := part.get(name), Mapping)
     ]
     for section, part in (*sections, *nested):
-        said = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
+        said: dict[str, Any] = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
+        for field, (types, fields) in MADE.items():
+            if part.get("model_type") in types and all(part.get(each) is None for each in (field, *fields)):
+                said[field] = types[part["model_type"]]
         for key, value in {**part, **said}.items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):
@@ -333,6 +357,18 @@ def _every(value: int | Sequence[Any], part: Mapping[str, Any], cut: Renumbered)
     return value
 
 
+def _made(value: int | None, part: Mapping[str, Any], cut: Renumbered) -> Any:
+    """Kinds by a layer's number, in blocks of so many."""
+    moved = [layer for layer in cut.kept if cut.layers[layer] % (value or cut.count) != layer % (value or cut.count)]
+    if not moved:
+        return value
+    return _Refused(
+        f"isn't there: the kind of layer {moved[0]} follows from its number, which would be {cut.layers[moved[0]]}; "
+        + (f"keep whole blocks of {value}" if value else "keep the first layers")
+        + ", or save the config with transformers first, which lists the kinds"
+    )
+
+
 def _stay(value: Any, part: Mapping[str, Any], cut: Renumbered) -> Any:
     """Of GPT-2 that divides by a layer's number, DiffLlama whose λ follows from it."""
     moved = next((layer for layer in cut.kept if cut.layers[layer] != layer), None)
@@ -410,6 +446,7 @@ _LAYERS: tuple[tuple[_Fits, _Change], ...] = (  # which fields --layers concerns
     (lambda key, value, cut: key in NUMBERS and isinstance(value, list | str), _numbers),
     (lambda key, value, cut: key in FROM_ONE and isinstance(value, list | str), functools.partial(_numbers, first=1)),
     (lambda key, value, cut: key in FIRST and type(value) is int, _first),
+    (lambda key, value, cut: key in MADE and (value is None or type(value) is int), _made),
     (lambda key, value, cut: key in LAST and type(value) is int and value > 0, _last),
     (lambda key, value, cut: key in EVERY and type(value) is int and value > 1, _every),
     (lambda key, value, cut: key in REPEATED and isinstance(value, list | str) and bool(value), _every),

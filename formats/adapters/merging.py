@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightbeam.formats.adapters.adapter import AdaptedModule, Adapter
 from weightbeam.formats.adapters.delta import Delta
@@ -248,12 +248,14 @@ def _apply(
 
 
 def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
-    """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base."""
+    """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base:
+    `modules_to_save` makes a copy of one, everything else is loaded into the weight of both.
+    """
     if adapter.config.ensure_weight_tying:
         return False
     module = name.removesuffix(".weight")
     is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)
-    return files.is_tied_head(name) or (is_saved and files.find(name) in files.tied.values())
+    return is_saved and (files.is_tied_head(name) or files.find(name) in files.tied.values())
 
 
 def _tied_copy(base: str, copies: Mapping[str, Tensor], files: ModuleFiles) -> Tensor | None:
@@ -275,7 +277,8 @@ def _apply_target(
     """
     config, module = adapter.config, target.module
     parameter = None
-    if module.endswith(".base_layer") or not (places := files.places(module)):
+    is_parameter = _names(config.target_parameters, f"{module}.weight")  # patterns are of the parameter's name then
+    if module.endswith(".base_layer") or is_parameter or not (places := files.places(module)):
         module, parameter = _parameter(config.target_parameters, module, files)
         places = files.places_of_parameter(module, parameter)
     name = f"{module}.{parameter}" if parameter else module
@@ -340,6 +343,11 @@ def _plain(
     return [(place.tensor, delta)]
 
 
+def _names(targets: Iterable[str], parameter: str) -> bool:
+    """Whether one of `target_parameters` is a parameter's name, or the end of it."""
+    return any(f".{parameter}".endswith(f".{target}") for target in targets)
+
+
 def _parameter(targets: Sequence[str], module: str, files: ModuleFiles) -> tuple[str, str]:
     """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
     one.
@@ -352,11 +360,7 @@ def _parameter(targets: Sequence[str], module: str, files: ModuleFiles) -> tuple
         inner = inner.removesuffix(".base_layer")
     depth = (len(module) - len(inner)) // len(".base_layer")
     leaves = dict.fromkeys([*PARAMETERS, *(target.rpartition(".")[2] for target in targets)])
-    named = [
-        leaf
-        for leaf in leaves
-        if any(f"{inner}.{leaf}" == target or f"{inner}.{leaf}".endswith(f".{target}") for target in targets)
-    ]
+    named = [leaf for leaf in leaves if _names(targets, f"{inner}.{leaf}")]
     present = [leaf for leaf in named if files.places_of_parameter(inner, leaf)]
     if not present:
         raise _RefusedError(

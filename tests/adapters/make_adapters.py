@@ -98,6 +98,15 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "experts-mixtral": (MIXTRAL, dict(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=FUSED)),
     "router-mixtral": (MIXTRAL, dict(r=4, lora_alpha=6, target_modules=["q_proj", "gate"])),
     "experts-gpt_oss": (GPT_OSS, dict(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], target_parameters=FUSED)),
+    # patterns are of a parameter's name, not of its module's
+    "weight-patterns": (
+        LLAMA,
+        dict(r=4, lora_alpha=7, target_modules=["v_proj"], target_parameters=["q_proj.weight"], rank_pattern={"q_proj.weight": 2},
+             alpha_pattern={"q_proj.weight": 3}),
+    ),
+    "weight-of-module": (
+        LLAMA, dict(r=4, lora_alpha=7, target_modules=["v_proj"], target_parameters=["q_proj.weight"], alpha_pattern={"self_attn.q_proj": 3})
+    ),
 }  # fmt: skip
 PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixtral": (MIXTRAL, ("w1", "w3", "w2"))}
 
@@ -137,6 +146,19 @@ def write_own_rows(folder: Path) -> None:
     config = dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(made, peft.LoraConfig(init_lora_weights=False, **config)).save_pretrained(folder / "adapter")
     save_loaded(folder)
+
+
+def write_saved_layers(folder: Path) -> None:
+    """Of a tied model, both layers of its vocabulary saved with the adapter: PEFT loads them into the one weight."""
+    made = TIED[0](copy.deepcopy(TIED[1]))
+    randomize(made, 7)
+    made.save_pretrained(folder / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(made, config)
+    with torch.no_grad():
+        made.model.embed_tokens.weight += 0.25
+    wrapped.save_pretrained(folder / "adapter", save_embedding_layers=True)
+    save_merged(wrapped, folder)
 
 
 def write_flagged(folder: Path) -> None:
@@ -213,6 +235,7 @@ def main(out: Path) -> None:
     for case, (model, names) in PER_EXPERT.items():
         write_per_expert(out / case, model, names, 5)
     write_own_rows(out / "embedding-own-rows")
+    write_saved_layers(out / "saved-layers-tied")
     write_flagged(out / "fan_in_fan_out-linear")
     for case in ("experts", "experts-square"):
         write_old_layout(out / case, out / f"{case}-0.18")

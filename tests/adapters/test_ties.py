@@ -34,6 +34,7 @@ MERGED = (
     "head-dora-tied",
     "both-tied-gemma",
     "both-tied-starcoder2",
+    "saved-layers-tied",
 )
 MODELS = {"qwen3": "qwen3-0.6b", "gemma": "gemma-2b"}
 REFUSED = ("saved-embedding-tied", "saved-head-tied")

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from weightbeam.model_mappings.cut import Cut, spans, spelled
-from weightbeam.model_mappings.cut_config import Renumbered, applied, check_experts, edit, renumber
+from weightbeam.model_mappings.cut_config import (
+    BY_NUMBER,
+    LIGHTNING,
+    MADE,
+    Renumbered,
+    applied,
+    check_experts,
+    edit,
+    renumber,
+)
+from weightbeam.model_mappings.left_out import SIZES
+from weightbeam.model_mappings.registry import families
 
+LAYERS = 24
 STEMS = frozenset({"model.layers."})
 
 
@@ -55,6 +68,52 @@ def test_values_by_layer() -> None:
         num_hidden_layers=3, layer_types=list("acc"), mlp_only_layers=[0, 1, 2], per_layer_config={"1": 4}, first_k_dense_replace=1,
         num_kv_shared_layers=1, max_window_layers=3, num_blocks=3,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "said"),
+    [
+        (dict(model_type="exaone4"), range(2, 8), "the kind of layer 2 follows from its number, which would be 0; keep whole"),
+        (dict(model_type="cohere2", layer_types=None), range(4, 8), ""),
+        (dict(model_type="cohere2", sliding_window_pattern=2), range(2, 6), ""),
+        (dict(model_type="vaultgemma", layer_types=list("abababab")), range(1, 3), ""),
+        (dict(model_type="smollm3"), range(1, 5), "'no_rope_layers' isn't there"),
+        (dict(model_type="mimo_v2_flash"), range(2, 4), "keep the first layers, or save the config with transformers"),
+        (dict(model_type="mimo_v2_flash"), range(4), ""),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_that_no_list_says(config: dict, layers: range, said: str) -> None:
+    """As transformers makes them, by number."""
+    config = config | dict(num_hidden_layers=8)
+    found = edit(config, Renumbered(8, {old: new for new, old in enumerate(layers)})).problems
+    assert [problem for problem in found if said and said in problem[1]][:1] == found[:1]
+    assert bool(found) == bool(said)
+
+
+def test_kinds_that_transformers_makes() -> None:
+    """Each class without a table whose layers have kinds by number, when nothing says them."""
+    by_number = {kind for field, kind in BY_NUMBER if field == "model_type"}
+    with_table = SIZES.keys() | {kind for family in families() for kind in family.model_types}
+    parts = {
+        each for kind in CONFIG_MAPPING for each in (CONFIG_MAPPING[kind], *CONFIG_MAPPING[kind].sub_configs.values())
+    }
+    found: dict[str, dict[str, int | None]] = {field: {} for field in MADE}
+    for part in parts:
+        kind = getattr(part, "model_type", "vision")
+        if (
+            kind in with_table | LIGHTNING | by_number | {"kimi_linear"} or "vision" in kind
+        ):  # Kimi's lists are in an object
+            continue
+        try:
+            made = vars(part(num_hidden_layers=LAYERS))
+        except Exception:  # a class that can't be made of nothing, each for a reason of its own
+            continue
+        for field in MADE:
+            kinds = [*map(str, made.get(field) or ())]
+            if len({*kinds}) > 1:
+                blocks = (size for size in range(1, 13) if all(kinds[i] == kinds[i % size] for i in range(LAYERS)))
+                found[field][kind] = next(blocks, None)
+    assert found == {field: types for field, (types, _) in MADE.items()}
 
 
 def test_layers_that_share_an_indexer() -> None:
