@@ -53,24 +53,30 @@ BY_NUMBER = {  # layers compute with their number; Zamba2's share blocks by it, 
 # or with how many there are: MiniCPM's residuals, Evolla's aligners, the decay of lightning attention (MiniMax, Ring)
 BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
 LIGHTNING = {"minimax", "bailing_moe_linear"}
+
+
+def _each(kinds: Sequence[str], block: int | None = None) -> dict[str, int | None]:
+    return dict.fromkeys(kinds, block)
+
+
 # Kinds of layers that transformers makes by a layer's number where config.json lists none: how many layers a block of
 # them has, None where they aren't blocks; and the fields that say it, too. Of model types without a table.
-MADE: dict[str, tuple[dict[str, int | None], set[str]]] = {
+MADE: Mapping[str, tuple[Mapping[str, int | None], set[str]]] = {
     "layer_types": (
-        dict.fromkeys(("vaultgemma", "t5_gemma_module"), 2)
-        | dict.fromkeys(("modernbert", "modernbert-decoder", "ultrabert"), 3)
-        | dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "granite_swa", "granitemoe_swa"), 4)
-        | dict.fromkeys(("muse_glimmer_text", "muse_spark_text", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text"), 4)
-        | dict.fromkeys(("gemma3n_text", "kolibri1"), 5)
-        | dict.fromkeys(("bailing_hybrid", "diffusion_gemma_text", "embedding_gemma2_text", "inkling_text"), 6)
-        | dict.fromkeys(("inkling2_text", "neomme", "t5gemma2_decoder", "t5gemma2_text"), 6)
-        | dict.fromkeys(("dots3_note_text", "flint", "lfm3", "mimo_v2_flash")),
+        _each(("vaultgemma", "t5_gemma_module"), 2)
+        | _each(("modernbert", "modernbert-decoder", "ultrabert"), 3)
+        | _each(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "granite_swa", "granitemoe_swa"), 4)
+        | _each(("muse_glimmer_text", "muse_spark_text", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text"), 4)
+        | _each(("gemma3n_text", "kolibri1"), 5)
+        | _each(("bailing_hybrid", "diffusion_gemma_text", "embedding_gemma2_text", "inkling_text"), 6)
+        | _each(("inkling2_text", "neomme", "t5gemma2_decoder", "t5gemma2_text"), 6)
+        | _each(("dots3_note_text", "flint", "lfm3", "mimo_v2_flash")),
         EVERY | FROM_ONE | NUMBERS,
     ),
     "no_rope_layers": (dict(smollm3=4, mistral_large4_text=4), EVERY),
     "mlp_layer_types": (
-        dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "dots3_note_text", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe_lite"))
-        | dict.fromkeys(("hy_v4", "laguna", "mimo_v2_flash", "mistral_large4_text", "step3p5", "unlimited_ocr_text")),
+        _each(("axk1", "axk2", "bailing_hybrid", "dots3_note_text", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe_lite"))
+        | _each(("hy_v4", "laguna", "mimo_v2_flash", "mistral_large4_text", "step3p5", "unlimited_ocr_text")),
         FIRST | EVERY | NUMBERS | {"moe_layer_freq"},
     ),
 }  # fmt: skip

@@ -39,6 +39,10 @@ class Variable(str):
     """Why a tensor that isn't a parameter in MaxText is left out: the checkpoint hasn't got it."""
 
 
+# names of a release that was saved from transformers' class without a head, as Qwen3-Embedding is
+WITHOUT_HEAD = {part: f"model.{part}" for part in ("embed_tokens", "layers", "norm")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The table of a family, and how to tell that a checkpoint belongs to it.
@@ -107,7 +111,7 @@ class Family:
     mtp: bool = False
     towers: str = ""
     layouts: tuple[str, ...] = ("scanned", "unscanned")
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=WITHOUT_HEAD.copy)
     fits: Callable[[Config], bool] = lambda c: True
     configuration: Mapping[str, tuple[Line, ...]] = dataclasses.field(default_factory=dict)
     is_model: Callable[[Config, str], bool] = lambda c, model: True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
+GPTQ_BITS = (1, 2, 3, 4, 8)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gptq(InOrder):
@@ -47,7 +49,7 @@ class Gptq(InOrder):
       weight: `qweight`, (words of I, O) int32.
       scale: `scales`, (groups of I, O).
       zero: `qzeros`, (groups of I, words of O) int32.
-      bits: of a code; 1, 2, 4 or 8.
+      bits: of a code, see `GPTQ_BITS`.
       group: how many inputs have one scale; I where all have one.
       index: `g_idx`, the group of each input, (I,).
       ordered: whether groups lie side by side (no `desc_act`); `index` must then say so too.
@@ -94,22 +96,32 @@ class Gptq(InOrder):
         scales, zeros = finite(scales, self.scale), self._zeros(unpack(zeros, outputs, self.bits))
         which = self._which(index[0] if index else None, inputs)
         values = empty(extent(box), dtype)
-        per_word, start = WORD // self.bits, words(inputs, self.bits)[0] * WORD // self.bits
-        strip = max(1, STRIP_ELEMENTS // max(1, values.shape[1] * per_word))  # of words
-        buffer = np.empty((min(strip, len(packed)), per_word, values.shape[1]), np.float32)
+        for first, rows in self._strips(packed, inputs):
+            here = slice(first - inputs[0], first - inputs[0] + len(rows))
+            scale_rows(rows, scales, which[here], zeros)
+            values[here] = rows
+        return values
+
+    def _strips(self, packed: np.ndarray, inputs: Range) -> Iterator[tuple[int, np.ndarray]]:
+        """The codes of some inputs at a time, (inputs, outputs) in float32, with the number of the first."""
+        outputs, base = packed.shape[1], words(inputs, self.bits)[0]
+        if self.bits not in BYTEWISE:  # codes straddle words
+            strip = max(1, STRIP_ELEMENTS // max(1, outputs))
+            for first in range(*inputs, strip):
+                span = (first, min(first + strip, inputs[1]))
+                low, high = words(span, self.bits)
+                yield first, unpack(packed[low - base : high - base].T, span, self.bits).T.astype(np.float32)
+            return
+        per_word = WORD // self.bits
+        strip = max(1, STRIP_ELEMENTS // max(1, outputs * per_word))  # of words
+        buffer = np.empty((min(strip, len(packed)), per_word, outputs), np.float32)
         for word in range(0, len(packed), strip):
             part = buffer[: len(packed) - word]
             for at in range(per_word):  # one input of each word at a time: its outputs lie side by side
                 part[:, at] = packed[word : word + strip] >> self.bits * at & (1 << self.bits) - 1
-            first = start + word * per_word
+            first = (base + word) * per_word
             begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
-            rows, here = (
-                part.reshape(-1, values.shape[1])[begin - first : end - first],
-                slice(begin - inputs[0], end - inputs[0]),
-            )
-            scale_rows(rows, scales, which[here], zeros)
-            values[here] = rows
-        return values
+            yield begin, part.reshape(-1, outputs)[begin - first : end - first]
 
     def _zeros(self, stored: np.ndarray) -> np.ndarray:
         """Zeros as they are meant, float32."""
@@ -238,10 +250,8 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
-    if not is_size(bits) or bits not in BYTEWISE:
-        raise MismatchError(
-            f"codes of {reprlib.repr(bits)} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)"
-        )
+    if not is_size(bits) or bits not in GPTQ_BITS:
+        raise MismatchError(f"codes of {reprlib.repr(bits)} bits; supported: {', '.join(map(str, GPTQ_BITS))}")
     if zero.shape[1] != width(scale.shape[1], bits):
         raise MismatchError(
             f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"

@@ -8,6 +8,7 @@ says `model.language_model.` in memory, and its `save_pretrained` writes `blocks
 """
 
 import functools
+import itertools
 import math
 
 from weightbeam.model_mappings.blocks import (
@@ -37,7 +38,7 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
-from weightbeam.model_mappings.family import Family, Prediction, Tower
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family, Prediction, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NOBODY,
@@ -124,7 +125,9 @@ def drops(c, layout):
     towers = ("vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*")
     common = common_drops(c, layout) | dict.fromkeys(towers, Tower("vision tower, MaxText's Kimi K2 has none"))
     if not layout.mtp:
-        return common | ({f"{mtp}*": Prediction("multi-token prediction, convert it with --mtp")} if is_prediction(layout, mtp) else {})
+        prefixes = (f"model.layers.{layer}." for layer in itertools.count(c.size("num_hidden_layers")))
+        found = itertools.takewhile(functools.partial(is_prediction, layout), prefixes) if layout.names else [mtp]
+        return common | {f"{prefix}*": Prediction("multi-token prediction, convert it with --mtp") for prefix in found}
     shared = "shared_head" if layout.maxtext in FAMILY.earlier else "shared_head.head"
     return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
@@ -269,7 +272,7 @@ FAMILY = Family(
     copies=copies,
     configuration={"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": K2, "kimi_k25": inside("text_config", K2)},
     mtp=True,
-    aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
+    aliases=WITHOUT_HEAD | {"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
     releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2, K2-Thinking, K2.5, K2.6",
     checked=("deepseek2-16b", "deepseek3-671b", "deepseek3.2-671b", "kimi-k2-1t"),
     missing="Kimi K2.5's vision tower",

@@ -5,6 +5,7 @@ apart; what is refused.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,8 +53,8 @@ def awq(**fields: Any) -> dict[str, Any]:
 
 @st.composite
 def gptq_cases(draw: st.DrawFn) -> dict[str, Any]:
-    bits = draw(st.sampled_from([1, 2, 4, 4, 8]))
-    inputs, outputs = 32 // bits * draw(st.integers(1, 12 * bits)), draw(st.integers(1, 40))
+    bits = draw(st.sampled_from([1, 2, 3, 4, 4, 8]))
+    inputs, outputs = 32 // math.gcd(32, bits) * draw(st.integers(1, 12 * math.gcd(32, bits))), draw(st.integers(1, 40))
     return dict(
         bits=bits, inputs=inputs, outputs=outputs, group=draw(st.sampled_from([-1, 1, 5, 8, 32, 64])), version=draw(st.sampled_from(["gptq", "gptq_v2", None])),
         index=draw(st.sampled_from(["none", "plain", "shuffled"])), symmetric=draw(st.booleans()), dtype=draw(st.sampled_from([np.float16, np.float32])),
@@ -294,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
         awq(group_size=2**31),
         "group_size 2147483648",
     ),
-    "GPTQ with 3 bits": (gptq_tensors(), gptq(bits=3), "codes of 3 bits"),
+    "GPTQ with 5 bits": (gptq_tensors(), gptq(bits=5), "codes of 5 bits"),
     "GPTQ with other bits than said": (gptq_tensors(), gptq(bits=8), "8-bit zeros"),
     "GPTQ with other groups than said": (gptq_tensors(), gptq(group_size=128), "group_size 128"),
     "GPTQ in an order that isn't told": (gptq_tensors(), gptq(desc_act=True), "x.g_idx is missing"),

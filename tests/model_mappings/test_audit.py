@@ -230,6 +230,16 @@ def test_a_layer_too_many_is_not_one_for_prediction(check, make_specs, name):
     assert {(problem.kind, problem.subject) for problem in found.problems} == {("unused", key) for key in more}
 
 
+def test_several_layers_for_prediction(check, make_specs):
+    """All of them are left out where none is asked for."""
+    config = CONFIGS["deepseek_v3"]
+    tensors = shapes(config)
+    more = {name.replace(".3.", ".4."): shape for name, shape in tensors.items() if name.startswith("model.layers.3.")}
+    found = check(config | dict(num_nextn_predict_layers=2), make_specs(tensors | more))
+    assert not found.problems
+    assert more.keys() <= found.dropped.keys()
+
+
 def test_mtp_of_a_checkpoint_without_it(check, make_specs):
     """--mtp where the files hold no such layer: every tensor of it is missing."""
     config = CONFIGS["kimi_k2"]

@@ -16,6 +16,7 @@ from support import (  # fmt: skip
     LLAMA,
     QWEN3_MOE,
     assert_same_bits,
+    call,
     convert,
     converted,
     make_release,
@@ -71,6 +72,19 @@ def test_fused_experts_give_the_same_arrays(generated: Path, tmp_path: Path, mod
     assert not any("gate_up_proj" in name for name in read_tensors(folder))
     fused = save(tmp_path / "fused", config, state)
     assert_same_bits(converted(fused, tmp_path / "a", "--unit_bytes", "30000"), converted(folder, tmp_path / "b"))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_saved_without_a_head(generated: Path, tmp_path: Path, model: str) -> None:
+    """The names that transformers' class without a head writes, as Qwen3-Embedding has them; and back."""
+    _, config, state = read_state(generated, model)
+    tied, own = config | dict(tie_word_embeddings=True), unfuse(config, state)
+    own.pop("lm_head.weight", None)
+    bare = save(tmp_path / "bare", tied, {name.removeprefix("model."): values for name, values in own.items()})
+    arrays = converted(bare, tmp_path / "a", "--save_dtype", "float32")
+    assert_same_bits(arrays, converted(save(tmp_path / "whole", tied, own), tmp_path / "b", "--save_dtype", "float32"))
+    assert call("export", tmp_path / "a", tmp_path / "back", "--like", bare) == 0
+    assert_same_bits(read_tensors(tmp_path / "back"), read_tensors(bare))
 
 
 def test_fused_experts_of_qwen(tmp_path: Path) -> None:
