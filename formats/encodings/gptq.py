@@ -314,7 +314,7 @@ def spare_biases(encodings: Mapping[str, Encoding]) -> frozenset[str]:
 
 FORMATS = (
     QuantizedFormat(
-        "GPTQ; AWQ (gemm)",
+        "GPTQ of 1, 2, 3, 4 and 8 bits; AWQ (gemm)",
         ".qweight",
         INT32,
         (
