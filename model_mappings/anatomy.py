@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from weightbeam.model_mappings.config import TEXT_SECTIONS, Config, ConfigError, Layout
+from weightbeam.model_mappings.cells import size_of
+from weightbeam.model_mappings.config import Config, ConfigError, Layout, text_parts
 from weightbeam.model_mappings.family import Family, Prediction, rename
-from weightbeam.model_mappings.rules import Rule
 
 # what `config.json` calls their number; GPT-2's, MPT's, GPT-Neo's, xLSTM's
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -32,11 +32,8 @@ def layer_count(config: Mapping[str, Any]) -> int:
     Raises:
       ConfigError: `config.json` doesn't say.
     """
-    for section in reversed(TEXT_SECTIONS):
-        part: Any = config
-        for key in section:
-            part = part.get(key) if isinstance(part, Mapping) else None
-        if isinstance(part, Mapping) and (key := next((key for key in LAYERS if part.get(key) is not None), None)):
+    for _, part in reversed(text_parts(config)):
+        if key := next((key for key in LAYERS if part.get(key) is not None), None):
             return Config(part).size(key)
     raise ConfigError(f"config.json has no {LAYERS[0]!r}")
 
@@ -128,7 +125,7 @@ def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
         for word in (EXPERT, VOCAB, LAYER):
             for at, axis in enumerate(rule.axes.left[len(rule.name_axes) :]):
                 if word in axis:
-                    sizes = [_size(rule, each, dims) for each in axis]
+                    sizes = [size_of(each, rule, dims) for each in axis]
                     place = axis.index(word)
                     axes[word][name] = Axis(at, math.prod(sizes[place + 1 :]))
                     if math.prod(sizes[:place]) > 1:
@@ -142,10 +139,6 @@ def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
 def _escaped(prefix: str) -> str:
     """A stack's prefix as a pattern, with `%s` for the layer's number."""
     return re.escape(prefix).replace("%", "%%").replace(r"\{layer\}", "%s")
-
-
-def _size(rule: Rule, word: str, dims: Mapping[str, int]) -> int:
-    return rule.segments[word].size if word in rule.segments else 1 if word == "1" else dims[word]
 
 
 def by_names(names: Iterable[str], count: int) -> Anatomy:

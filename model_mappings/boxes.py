@@ -24,6 +24,21 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as numpy and TensorStore take it."""
+    return tuple(slice(*span) for span in box)
+
+
+def inside(box: Box, outer: Box) -> Box:
+    """A box of an array, counted from the corner of another one around it."""
+    return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, outer, strict=True))
+
+
+def intersection(one: Box, other: Box) -> Box:
+    """What two boxes have in common; a range that is empty may end before it starts."""
+    return tuple((max(a, b), min(end, stop)) for (a, end), (b, stop) in zip(one, other, strict=True))
+
+
 def meet(one: Box, other: Box) -> bool:
     """Whether two boxes of one array have an element in common."""
     return all(max(a, b) < min(end, stop) for (a, end), (b, stop) in zip(one, other, strict=True))

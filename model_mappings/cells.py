@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +96,7 @@ class Part:
         self.template = None if rule.source is None else stack.source + rule.source
 
         tensor_axes = rule.axes.left[len(rule.name_axes) :]
-        self.source_factors = tuple(tuple(_size(factor, rule, dims) for factor in axis) for axis in tensor_axes)
+        self.source_factors = tuple(tuple(size_of(factor, rule, dims) for factor in axis) for axis in tensor_axes)
         self.window_shape = tuple(math.prod(sizes) for sizes in self.source_factors)
         self.window = rule.window + (slice(None),) * (len(tensor_axes) - len(rule.window))
         self.starts = tuple(cut.start or 0 for cut in self.window)
@@ -171,7 +171,7 @@ class Part:
         number = next((at for at, axis in enumerate(right) if axis[:1] == (word,)), None)
         if number is None:
             return None
-        size = math.prod(_size(factor, self.rule, self.dims) for factor in right[number][1:])
+        size = math.prod(size_of(factor, self.rule, self.dims) for factor in right[number][1:])
         behind = number >= self.stack.stacked_at(self.scan_axis, len(right))
         return number + self.layers.ndim * behind, size
 
@@ -254,7 +254,7 @@ def _moved(view: View, at: Sequence[tuple[int, int]]) -> View:
     return View(tuple(box), view.steps, view.factors, view.picks)
 
 
-def _size(factor: str, rule: Rule, dims: dict[str, int]) -> int:
+def size_of(factor: str, rule: Rule, dims: Mapping[str, int]) -> int:
     """The size of a factor in the tensor; where the array's axis is longer, that of the tensor's segment of it."""
     return rule.segments[factor].size if factor in rule.segments else dims[factor]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from weightbeam.model_mappings.left_out import left_out
 from weightbeam.model_mappings.versions import DEFAULT
@@ -20,6 +21,18 @@ MAX_COUNT = {  # of what has tensors of its own
 TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
 QUANTIZATIONS = ("quantization_config", "compression_config")
 NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
+
+
+def text_parts(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """The objects of `config.json` that say what the text model is, outermost first, and where each stands."""
+    found = []
+    for section in TEXT_SECTIONS:
+        part: Any = config
+        for key in section:
+            part = part.get(key) if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping):
+            found.append((section, part))
+    return found
 
 
 class ConfigError(ValueError):

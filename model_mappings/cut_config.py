@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.model_mappings.anatomy import LAYERS
-from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, TEXT_SECTIONS
+from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS, text_parts
 from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.left_out import left_out
@@ -180,7 +180,7 @@ class Edits:
 def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ()) -> Edits:
     """The edits of `config.json`, and of `others`: files about a quantisation, which `config` has under their names."""
     edits = Edits()
-    sections = [(section, part) for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping)]
+    sections = text_parts(config)
     nested = [
         ((*section, name), inner)
         for section, part in sections
@@ -223,13 +223,6 @@ def applied(config: Mapping[str, Any], made: Mapping[Path, Any]) -> dict[str, An
     return new
 
 
-def _at(config: Mapping[str, Any], path: Path) -> Any:
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 class _Refused(str):
     """Why a field can't be cut."""
 
@@ -259,15 +252,15 @@ def _reachable(part: Mapping[str, Any], experts: int) -> int:
 
 def expert_count(config: Mapping[str, Any]) -> int:
     """How many experts each layer has; 0 where it has none."""
-    parts = (part for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping))
-    return max((part[key] for part in parts for key in EXPERTS if type(part.get(key)) is int), default=0)
+    return max(
+        (part[key] for _, part in text_parts(config) for key in EXPERTS if type(part.get(key)) is int), default=0
+    )
 
 
 def check_experts(config: Mapping[str, Any], kept: int) -> Iterator[str]:
     """Why a router can't do with so many experts, if it can with those that it has."""
-    for section in TEXT_SECTIONS:
-        part = _at(config, section)
-        there = expert_count(part) if isinstance(part, Mapping) else 0
+    for _, part in text_parts(config):
+        there = expert_count(part)
         if there and not why_not_in_groups(part, there) and (why := why_not_in_groups(part, kept)):
             yield f"{why}; keep a multiple of {expert_groups(part)[0]}"
 
@@ -277,8 +270,7 @@ def tells_apart(layer: int, config: Mapping[str, Any], count: int) -> bool:
     for being the first, or the last.
     """
     alone: list[set[Any]] = [{layer}, {*range(count)} - {layer}]
-    parts = (part for section in TEXT_SECTIONS if isinstance(part := _at(config, section), Mapping))
-    lists = [(key, value) for part in parts for key, value in part.items() if isinstance(value, list)]
+    lists = [(key, value) for _, part in text_parts(config) for key, value in part.items() if isinstance(value, list)]
     return any(
         (key in VALUES and len(value) == count and value.count(value[layer]) == 1)
         or (key in NUMBERS and all(type(each) is int for each in value) and {*value} in alone)

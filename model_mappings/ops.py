@@ -12,6 +12,11 @@ import ml_dtypes
 import numpy as np
 
 
+def dtype_named(name: str) -> np.dtype:
+    """A dtype by its name, ml_dtypes' included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale:
     """Multiplies by a constant that is itself rounded to `constant_dtype` first, as MaxText does; or divides by it.
@@ -38,8 +43,7 @@ class Scale:
     @property
     def constant(self) -> np.float32:
         """The constant as it is used, rounded."""
-        dtype = np.dtype(getattr(ml_dtypes, self.constant_dtype, self.constant_dtype))
-        return np.float32(np.asarray(self.by).astype(dtype))
+        return np.float32(np.asarray(self.by).astype(dtype_named(self.constant_dtype)))
 
     @property
     def is_exact(self) -> bool:

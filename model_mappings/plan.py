@@ -61,6 +61,10 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.kind}: {self.subject}: {self.message}"
 
+    def to_dict(self) -> dict[str, str]:
+        """As `--json` writes it."""
+        return {"kind": self.kind, "array" if self.is_array else "tensor": self.subject, "message": self.message}
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -83,11 +87,6 @@ class Array:
     parts: tuple[Part, ...]
     fill: float | None
     lossy: str | None = None
-
-    @property
-    def names(self) -> tuple[str | None, ...]:
-        """`logical_axes`, by the name that a plan's readers know."""
-        return self.logical_axes
 
     @property
     def nbytes(self) -> int:

@@ -259,6 +259,20 @@ def _gather(
 ) -> Moved:
     """The layers of an array that lay each by itself, stacked."""
     paths = [(*root, *one, *rest) for one, _ in layers]
+    shape = _shape_of(paths, arrays)
+    keys = np.full(stack.layers.shape, None, dtype=object)
+    for (place, _), path in zip(stack.places, paths, strict=True):
+        keys[place] = arrays[path].key
+    at = after.at(root, len(shape))
+    return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
+
+
+def _shape_of(paths: Sequence[Path], arrays: Mapping[Path, Held]) -> Shape:
+    """The one shape of arrays that become one.
+
+    Raises:
+      StackingError: one is missing, or has another shape.
+    """
     if missing := [path for path in paths if path not in arrays]:
         raise StackingError(
             paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
@@ -268,11 +282,7 @@ def _gather(
         raise StackingError(
             paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}"
         )
-    keys = np.full(stack.layers.shape, None, dtype=object)
-    for (place, _), path in zip(stack.places, paths, strict=True):
-        keys[place] = arrays[path].key
-    at = after.at(root, len(shape))
-    return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
+    return shape
 
 
 def _is_empty(target: Path, stack: Stack, before: Stacks) -> bool:
@@ -404,15 +414,7 @@ def _keys_apart(
         targets[:] = [held for held, _ in layers]
         chosen = np.array(targets.reshape(shape)[first], dtype=object).flat
     paths = [(*root, *held, *rest) for held in chosen]
-    if missing := [path for path in paths if path not in arrays]:
-        raise StackingError(
-            paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
-        )
-    if other := [path for path in paths if arrays[path].shape != arrays[paths[0]].shape]:
-        raise StackingError(
-            paths[0],
-            f"its layers can't be stacked: {arrays[paths[0]].shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}",
-        )
+    _shape_of(paths, arrays)
     keys = np.array([arrays[path].key for path in paths], dtype=object)
     return keys.reshape([shape[axis] for axis in apart])
 

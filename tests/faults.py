@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -30,13 +31,13 @@ STAGES = {  # stage -> the module and the name of the function that does it
     "reading": ("weightbeam.transforms.execution.boxes", "read"),
     "writing": ("weightbeam.formats.targets.orbax", "write_unit"),
     "merging": ("weightbeam.formats.orbax.ocdbt", "merge"),
-    "publishing": ("weightbeam.formats.targets.orbax", "publish"),
+    "publishing": ("weightbeam.formats.staging:FolderStaging", "publish"),
 }
 EXPORTING = {  # the same of an export
     "unpacking": ("weightbeam.transforms.planning.exporting", "unpack"),
     "reading a chunk": ("weightbeam.transforms.execution.boxes", "read"),
     "writing rows": ("weightbeam.formats.targets.release", "write_unit"),
-    "making whole": ("weightbeam.formats.targets.release", "assemble"),
+    "making whole": ("weightbeam.formats.targets.release:ReleaseTarget", "assemble"),
 }
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 
@@ -128,7 +129,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 def prepare(fault: Mapping[str, Any]) -> None:
     """Puts the fault in front of the n-th call of its stage; a stop may come until the call's end."""
     module, name = (STAGES | EXPORTING)[fault["stage"]]
-    original = getattr(importlib.import_module(module), name)
+    original = getattr(pkgutil.resolve_name(module), name)
     lock, calls = threading.Lock(), 0
 
     def faulty(*arguments: Any, **keywords: Any) -> Any:
@@ -147,7 +148,7 @@ def prepare(fault: Mapping[str, Any]) -> None:
         finally:
             end()
 
-    setattr(importlib.import_module(module), name, faulty)
+    setattr(pkgutil.resolve_name(module), name, faulty)
 
 
 def fork(job: Mapping[str, Any]) -> int:

@@ -31,7 +31,7 @@ from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
 from weightbeam.formats.storage.checksums import as_base64
 from weightbeam.formats.targets import orbax_units
-from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
+from weightbeam.formats.targets.orbax import OrbaxTarget, write_unit
 
 UNITS, PARTS = 2, 2  # of a conversion; files of a unit's database
 SPEC = ArraySpec("a", (UNITS,), np.dtype(np.float32), (1,), (1,))
@@ -278,7 +278,7 @@ def act_as_convert(
             if unit not in done:
                 write_unit(worker, unit, [(SPEC, unit, plan)], format)  # type: ignore[arg-type]
         target = OrbaxTarget([SPEC], format, scan_layers=True, bare=True)
-        assemble(worker, target, UNITS, {"plan": plan, "dropped": {}}, overwrite)
+        target.assemble(worker, UNITS, {"plan": plan, "dropped": {}}, overwrite)
     return "published" if plan_hash_of(staging.final) == plan else "failed: isn't its result"
 
 

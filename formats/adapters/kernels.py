@@ -24,7 +24,7 @@ from weightbeam.formats.encodings import ContentError, StoredArray
 from weightbeam.formats.encodings.encoding import InOrder, Read
 from weightbeam.formats.orbax.source import OrbaxArray
 from weightbeam.formats.safetensors import Allocate
-from weightbeam.model_mappings.boxes import Box, Range, extent, hull
+from weightbeam.model_mappings.boxes import Box, Range, extent, hull, inside, intersection, slices, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class AdaptedKernel(InOrder):
         return box[self.at : self.at + self.stacked], others[: self.inputs], others[self.inputs :]
 
     def _split_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        _, inputs, outputs = self._split(tuple((0, size) for size in self.shape))
+        _, inputs, outputs = self._split(whole(self.shape))
         return extent(inputs), extent(outputs)
 
     def _met(self, box: Box) -> Iterator[tuple[LoraPair, Box, tuple[LoraFactor, Box], tuple[LoraFactor, Box]]]:
@@ -197,7 +197,7 @@ class AdaptedKernel(InOrder):
             hull(part, sizes)[1] for part, sizes in zip((inputs, outputs), self._split_sizes(), strict=True)
         )
         for pair in self.pairs:
-            met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(layers, pair.layers, strict=True))
+            met = intersection(layers, pair.layers)
             if all(low < high for low, high in met):
                 held = pair.held(met)
                 yield pair, met, (pair.a, pair.a.box(held, rows)), (pair.b, pair.b.box(held, columns))
@@ -221,9 +221,7 @@ class AdaptedKernel(InOrder):
 def _rows(values: np.ndarray, held: Box, wanted: Box) -> np.ndarray:
     """The rows of a box of the factors of an axis, of values that have the rows of the box `held` around it."""
     shaped = values.reshape(*extent(held), values.shape[-1])
-    return shaped[
-        tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(wanted, held, strict=True))
-    ].reshape(-1, values.shape[-1])
+    return shaped[slices(inside(wanted, held))].reshape(-1, values.shape[-1])
 
 
 def _name(array: StoredArray) -> str:

@@ -17,7 +17,7 @@ from weightbeam.formats.adapters.delta import Delta, DeltaShare
 from weightbeam.formats.encodings import ContentError, Encoding, Plain
 from weightbeam.formats.encodings.encoding import InOrder, Overhead
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
-from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent, inside, slices
 
 MERGE_RATE = 1e9  # stored bytes a second of one core that get an adapter of rank 16, measured
 STRIP_ELEMENTS = 1 << 16  # merged at a time: in float32 a part of a core's cache
@@ -116,7 +116,7 @@ class MergedWeight:
         if self.magnitude:
             norms = _norms(self._strips(base, wide, added), extent(wide), self._inputs)
             factors = np.expand_dims(rest[-1].astype(FLOAT32) / norms, self._inputs)
-        kept = tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, wide, strict=True))
+        kept = slices(inside(box, wide))
         target = values if extent(box) == extent(wide) else None
         for expert, row, strip in self._strips(base, wide, added):
             if factors is not None:

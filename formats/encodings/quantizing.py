@@ -5,7 +5,7 @@ layouts.
     codes   (…, rows, columns)                     model.layers.0.mlp.up_proj.weight             F8_E4M3
     scales  (…, ⌈rows / 128⌉, ⌈columns / 128⌉)     model.layers.0.mlp.up_proj.weight_scale_inv   F32
 
-    value ≈ code · scale, for all formulas; they differ in how a scale comes from the largest magnitude of its block
+    value ≈ code · scale, and scale = the largest magnitude of its block / 448
 
 Decoding is `fp8.py`. Codes that are decoded to bfloat16 and quantised again come back as they were: the largest code of
 a block is ±448, so its scale moves by less than one part in 256, and each value by less than half the step to the next
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -36,45 +36,13 @@ BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have 
 UNTOUCHED = np.float32(2**-7)
 SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
 
-Formula = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
-
-def _deepseek(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """DeepSeek's and compressed-tensors': scale = amax / 448, code = value / scale."""
-    scale = _or_one(amax / LARGEST_CODE)
-    return scale, scale
-
-
-def _vllm(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """vLLM's and DeepGEMM's: amax is at least 1e-4, scale = amax / 448, code = value · (448 / amax)."""
-    amax = np.maximum(amax, np.float32(1e-4))
-    return amax / LARGEST_CODE, _reciprocal(amax)
-
-
-def _transformers(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """transformers' `Fp8Quantize`: code = value · (448 / amax), scale is the reciprocal of that factor."""
-    factor = _or_one(_reciprocal(amax))
-    return np.float32(1) / factor, factor
-
-
-def _reciprocal(amax: np.ndarray) -> np.ndarray:
-    """448 / amax as torch computes a number divided by a tensor: the reciprocal, rounded, times the number
-    (`Tensor.__rdiv__`).
+def _scales_for(amax: np.ndarray) -> np.ndarray:
+    """DeepSeek's and compressed-tensors' scales, amax / 448; 1 for blocks of zeros, and for those so small that float32 has
+    no scale for them: their codes are 0 either way.
     """
-    return np.float32(1) / amax * LARGEST_CODE
-
-
-def _or_one(scale: np.ndarray) -> np.ndarray:
-    """1 for blocks of zeros, and for those so small that float32 has no scale for them: their codes are 0 either way."""
-    return np.where(np.isfinite(scale) & (scale != 0), scale, np.float32(1))
-
-
-# amax -> (scale, what `value` is divided by or multiplied with), and which
-FORMULAS: Mapping[str, tuple[Formula, np.ufunc]] = {
-    "deepseek": (_deepseek, np.divide),
-    "vllm": (_vllm, np.multiply),
-    "transformers": (_transformers, np.multiply),
-}
+    scale = amax / LARGEST_CODE
+    return np.where(scale != 0, scale, np.float32(1))
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,13 +50,11 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return blocks_over(shape, (1,) * (len(shape) - 2) + BLOCK)
 
 
-def find_scales(values: np.ndarray, name: str, formula: str = "deepseek") -> np.ndarray:
+def find_scales(values: np.ndarray, name: str) -> np.ndarray:
     """The scales of a weight alone; see `quantize`."""
-    find, _ = FORMULAS[formula]
     made = np.empty(scale_shape(values.shape), np.float32)
     for box, blocks in _strips(values.shape):
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            made[blocks], _ = find(_magnitudes(values[box].astype(np.float32), name, box[-2].start))
+        made[blocks] = _scales_for(_magnitudes(values[box].astype(np.float32), name, box[-2].start))
     return made
 
 
@@ -117,9 +83,7 @@ def _magnitudes(band: np.ndarray, name: str, start: int) -> np.ndarray:
     return amax
 
 
-def quantize(
-    values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(values: np.ndarray, name: str, scales: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantises a weight, or a box of one that begins and ends at blocks (or at the weight's end).
 
     Memory beside the result: a few MiB.
@@ -127,7 +91,6 @@ def quantize(
     Args:
       values: (…, rows, columns), bfloat16, float16 or float32.
       name: for messages.
-      formula: one of `FORMULAS`.
       scales: those that the values may have been decoded with. A block of which every value is a code times its scale,
         but for one rounding to bfloat16, keeps it, and so gets its codes back; by chance a value in four lies so near,
         a block never. The scales of other blocks follow from their values.
@@ -139,7 +102,6 @@ def quantize(
       ContentError: a value is NaN or infinite.
     """
     shape = scale_shape(values.shape)
-    find, apply = FORMULAS[formula]
     given = None if scales is None else scales.astype(np.float32).reshape(shape)
     codes, made = np.empty(values.shape, CODES), np.empty(shape, np.float32)
     for box, blocks in _strips(values.shape):
@@ -147,12 +109,12 @@ def quantize(
         starts = np.arange(0, band.shape[-1], BLOCK[1])
         widths = np.diff(starts, append=band.shape[-1])
         amax = _magnitudes(band, name, box[-2].start)
+        scale = _scales_for(amax)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            scale, factor = find(amax)
             kept = None if given is None else _decoded_with(given[blocks], band, starts, widths)
         made[blocks], coded = scale, codes[box]
         if kept is None or not kept.all():
-            coded[:] = to_codes(apply(band, np.repeat(factor, widths), out=band if kept is None else None))
+            coded[:] = to_codes(np.divide(band, np.repeat(scale, widths), out=band if kept is None else None))
         if given is not None and kept is not None and kept.any():
             made[blocks][kept] = given[blocks][kept]
             columns = np.repeat(kept, widths)

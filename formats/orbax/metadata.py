@@ -106,23 +106,32 @@ def read_tree(items: Store) -> dict[str, Any]:
     return tree
 
 
+def path_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The path of a leaf, by its entry of `tree_metadata`."""
+    return tuple(str(key["key"]) for key in entry["key_metadata"])
+
+
 def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The paths of the arrays of a tree; leaves that hold none (empty dicts, None, texts) left out."""
     found = []
     for entry in metadata["tree_metadata"].values():
         if not entry["value_metadata"].get("skip_deserialize") and entry["value_metadata"].get("value_type") != TEXT:
-            found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+            found.append(path_of(entry))
     return found
+
+
+def _said(step: Store, field: str) -> dict[str, Any]:
+    """An object of a step's `_CHECKPOINT_METADATA`; empty where there is none, or none that can be read."""
+    try:
+        found = read_of_step(step, CHECKPOINT_METADATA)[field]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def custom_metadata(step: Store) -> dict[str, Any]:
     """A step's custom metadata; empty where there is none, or none that can be read."""
-    try:
-        custom = read_of_step(step, CHECKPOINT_METADATA)["custom_metadata"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    if not isinstance(custom, dict):
-        return {}
+    custom = _said(step, "custom_metadata")
     return {**custom, "weightbeam": distrusted(custom["weightbeam"])} if "weightbeam" in custom else custom
 
 
@@ -133,11 +142,7 @@ def item_metadata(items: Store) -> dict[str, Any]:
 
 def item_handlers(step: Store) -> dict[str, Any]:
     """What Orbax calls the handler of each item of a step; empty where nothing says it."""
-    try:
-        handlers = read_of_step(step, CHECKPOINT_METADATA)["item_handlers"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return handlers if isinstance(handlers, dict) else {}
+    return _said(step, "item_handlers")
 
 
 def item_handler(items: Store) -> str:

@@ -349,11 +349,16 @@ def read_arrays(items: Store) -> list[CheckpointArray]:
     check_files(items)
     arrays = []
     for key, store in open_stores(items, read_tree(items), complete=False).items():
-        codec = json.dumps(store.codec.to_json() if store.codec else None)
         chunk, shard = grains(store)
         spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), chunk, shard)
-        arrays.append(CheckpointArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
+        arrays.append(CheckpointArray(spec, is_compressed(store)))
     return arrays
+
+
+def is_compressed(store: ts.TensorStore) -> bool:
+    """Whether an array's chunks are, so that each is decoded whole."""
+    codec = json.dumps(store.codec.to_json() if store.codec else None)
+    return any(f'"{name}"' in codec for name in ("zstd", "gzip", "blosc", "zlib", "bz2"))
 
 
 def grains(store: ts.TensorStore) -> tuple[tuple[int, ...], tuple[int, ...]]:

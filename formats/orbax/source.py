@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from weightbeam.formats.orbax import (
     record_of,
     zarr,
 )
+from weightbeam.formats.orbax.reading import is_compressed
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.identity import Files, Folder, Seen, folders_of, same_folders, this_machine
@@ -227,7 +227,7 @@ class OrbaxCheckpoint:
                 raise TreeError(f"{scale_key} {scale.shape} doesn't lie over {key} {codes.shape} in blocks: {why}")
         return tree
 
-    @property
+    @functools.cached_property
     def weights(self) -> dict[str, OrbaxArray]:
         """The weights, by MaxText's keys."""
         return {name: self.arrays[key] for name, key in self.tree.weights.items()}
@@ -377,15 +377,23 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
         for key, store in open_stores(items, metadata).items():
             read, shard = grains(store)
             dtype = np.dtype(store.dtype.numpy_dtype)
-            codec = json.dumps(store.codec.to_json() if store.codec else None)
-            compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
             grain = shard if math.prod(shard) * dtype.itemsize <= MAX_WHOLE_SHARD_BYTES else read
             grain, shard, read = (
                 tuple(min(n, size) if size else 1 for n, size in zip(step, store.shape, strict=True))
                 for step in (grain, shard, read)
             )
             arrays[key] = OrbaxArray(
-                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folders, read
+                str(items),
+                key,
+                driver,
+                use_ocdbt,
+                tuple(store.shape),
+                dtype,
+                grain,
+                is_compressed(store),
+                shard,
+                folders,
+                read,
             )
         said = item_metadata(items), record_of(items)
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, *said, arrays, item_handler(items))

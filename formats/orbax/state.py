@@ -26,7 +26,7 @@ from weightbeam.formats.orbax import (
     TEXT,
     read_descriptions,
 )
-from weightbeam.formats.orbax.metadata import item_handlers, read_of_step
+from weightbeam.formats.orbax.metadata import item_handlers, path_of, read_of_step
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -124,7 +124,7 @@ def described(checkpoint: OrbaxCheckpoint) -> dict[str, str]:
     texts = _json(items, STRINGS) if items.exists(STRINGS) else {}
     found = dict.fromkeys(checkpoint.arrays, "numbers")
     for entry in checkpoint.metadata["tree_metadata"].values():
-        key = ".".join(str(part["key"]) for part in entry["key_metadata"])
+        key = ".".join(path_of(entry))
         kind = entry["value_metadata"].get("value_type")
         if kind == TEXT:
             found[key] = f"{TEXT_IS} {json.dumps(texts.get(key))}"

@@ -37,7 +37,7 @@ from weightbeam.formats.staging import UNPACKED
 from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store
 from weightbeam.formats.storage.identity import same_folders
 from weightbeam.formats.storage.strict_json import parse_json
-from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, inside, intersection, slices, volume
 
 PIECE = 32 << 20  # bytes of a file; one is decoded while one is written
 READ = 8 << 20  # encoded bytes that are read at a time
@@ -77,9 +77,7 @@ class UnpackedArray(InOrder):
         """The box, put together of its parts; in the stored dtype."""
         values = empty(extent(box), self.dtype)
         for part, (_, target) in zip(stored, self._parts(box), strict=True):
-            values[
-                tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(target, box, strict=True))
-            ] = part
+            values[slices(inside(target, box))] = part
         return values
 
     def _parts(self, box: Box) -> Iterator[tuple[BoxRead, Box]]:
@@ -89,7 +87,7 @@ class UnpackedArray(InOrder):
         ]
         for index in itertools.product(*numbers):
             for number, piece in enumerate(pieces(self.array, index)):
-                met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
+                met = intersection(piece, box)
                 if all(low < high for low, high in met):
                     tensor = Tensor(
                         self.array.key,
@@ -98,10 +96,7 @@ class UnpackedArray(InOrder):
                         f"{self.place}/{file_name(self.array, index, number, self.prefix)}",
                         0,
                     )
-                    local = tuple(
-                        (low - start, high - start) for (low, high), (start, _) in zip(met, piece, strict=True)
-                    )
-                    yield BoxRead(tensor, local), met
+                    yield BoxRead(tensor, inside(met, piece)), met
 
 
 def chunks(array: OrbaxArray) -> list[tuple[int, ...]]:

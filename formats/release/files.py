@@ -424,7 +424,6 @@ def edit_config(
     drop_quantization: bool = False,
     quantization: Mapping[str, Any] | None = None,
     nextn: int | None = None,
-    tie_word_embeddings: bool | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[str]]:
     """Edits `config.json` so that it describes other weights, and leaves all else as the release spells it.
@@ -436,7 +435,6 @@ def edit_config(
       drop_quantization: take out what describes a quantisation that is gone.
       quantization: the `quantization_config` of the new weights, in place of any other.
       nextn: layers of multi-token prediction that the weights have; only where the config has a number for them.
-      tie_word_embeddings: whether the head is the embedding.
       fields: others, and what they become; a dot leads into a section.
 
     Returns:
@@ -457,9 +455,6 @@ def edit_config(
         editor.set_each(places or [(*_innermost_section(editor), "vocab_size")], vocab_size)
     if nextn is not None:
         editor.set_each(editor.standing(TEXT_SECTIONS, *NEXTN), nextn)
-    if tie_word_embeddings is not None:
-        places = list(editor.standing(TEXT_SECTIONS, "tie_word_embeddings"))
-        editor.set_each(places or [("tie_word_embeddings",)], tie_word_embeddings)
     for field, value in (fields or {}).items():
         editor.set(tuple(field.split(".")), value)
     return editor.text, editor.edits
@@ -595,7 +590,7 @@ def model_card(
     lines += [
         "| made of | |",
         "|---|---|",
-        *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()),
+        *(f"| {table_cell(name)} | {table_cell(value)} |" for name, value in facts.items()),
         "",
     ]
     if edits:
@@ -618,7 +613,7 @@ def readdress(card: str, title: str, arguments: str) -> str:
     return re.sub(r"^# .*$", lambda _: f"# {title}", card, count=1, flags=re.MULTILINE)
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
     """A text as a cell of a table."""
     return " ".join(text.replace("|", "\\|").split())
 

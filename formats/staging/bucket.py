@@ -27,6 +27,7 @@ from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
 from weightbeam.formats.storage import File, StorageError, reason
 from weightbeam.formats.storage.checksums import as_base64
+from weightbeam.formats.text.printable import listed
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
@@ -41,7 +42,6 @@ REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{
 DELETING = "deleting."  # and a claim's name: what notes what is being deleted
 FILES = "files.json"  # there: of what lies where it is read, or may be copied there yet
 NOTED = "noted"  # in a place: the same of what is copied, a note each time
-LISTED = 10  # names in a sentence
 Content = tuple[str, int, str | None]  # by which a file is known again: its name, its size and its crc32c
 
 
@@ -180,9 +180,9 @@ class BucketStaging(Staging):
 
     def check_place(self) -> None:
         if (others := self.unknown()) and self.exists():  # else it is published, or nobody's any more
-            more = f" and {len(others) - LISTED:,} more" if len(others) > LISTED else ""
-            said = f"{', '.join(others[:LISTED])}{more}; move it away, and go on with --resume"
-            raise StorageError(f"{self.final}: others have put there meanwhile: {said}")
+            raise StorageError(
+                f"{self.final}: others have put there meanwhile: {listed(others)}; move it away, and go on with --resume"
+            )
 
     def _left(self) -> list[str]:
         """What conversions have on the desk, but for claims; others' folders stay there."""

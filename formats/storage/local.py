@@ -56,6 +56,11 @@ def open_file(path: str) -> int:
     return fd
 
 
+def cache_folder(*names: str) -> Path:
+    """A folder of this project's in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightbeam", *names)
+
+
 def read_named(path: str | os.PathLike[str]) -> bytes:
     """All of a file that the user named, without waiting for whoever would write into a pipe.
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -142,7 +142,7 @@ def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_
         head = _look(hub, target, title, found)
         made = _made(hub, target, title, head, files, create_pr)
         if made is None and not (overwrite or create_pr):
-            _refuse_others(target, head, *_changes(head, files, {}, False))
+            _refuse_others(target, head, _changed(head, files))
         return made
 
 
@@ -156,7 +156,7 @@ def check_free(url: str) -> None:
     with told(target):
         if (found := _find(hub, target)) is not None:
             head = _look(hub, target, None, found)
-            _refuse_others(target, head, *_changes(head, {}, {}, False))
+            _refuse_others(target, head, _changed(head, {}))
 
 
 def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
@@ -191,7 +191,6 @@ def publish(
     *,
     overwrite: bool = False,
     create_pr: bool = False,
-    private: bool = True,
     replace_card: bool = False,
     earlier: re.Pattern[str] | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
@@ -208,7 +207,6 @@ def publish(
       overwrite: what the branch has of another model is replaced: weights, and all that would be read together with
         them.
       create_pr: open a pull request; the branch itself doesn't change.
-      private: whether a repository that is made is private.
       replace_card: whether the release's model card takes the place of the repository's.
       earlier: the titles of results which this one succeeds: what the last commit of them published is replaced, too.
       is_wanted: is asked right before the commit, when its parent is fixed.
@@ -226,7 +224,7 @@ def publish(
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
     with told(target), _without_bars():
         found = _find(hub, target)
-        head = _look(hub, target, title, found or _create(hub, target, private), earlier)
+        head = _look(hub, target, title, found or _create(hub, target), earlier)
         is_new = found is None and head.is_first
         if made := _made(hub, target, title, head, files, create_pr):
             return made
@@ -235,7 +233,7 @@ def publish(
         hashes = {name: add.upload_info.sha256.hex() for name, add in adds.items()}
         removed, replaced, kept = _changes(head, files, hashes, replace_card)
         if not (overwrite or create_pr or is_new):
-            _refuse_others(target, head, removed, replaced, kept)
+            _refuse_others(target, head, removed + replaced)
         additions = [add for name, add in adds.items() if name not in kept]
         send = functools.partial(retried(hub.preupload_lfs_files), target.repo, additions, revision=target.branch)
         with StoppablePool(1) as pool:
@@ -261,11 +259,11 @@ def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
     return None
 
 
-def _create(hub: HfApi, target: HubAddress, private: bool) -> ModelInfo:
+def _create(hub: HfApi, target: HubAddress) -> ModelInfo:
     """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
     that is stopped here leaves nothing which the next one would have to replace.
     """
-    retried(hub.create_repo)(target.repo, private=private, exist_ok=True)
+    retried(hub.create_repo)(target.repo, private=True, exist_ok=True)
     if target.branch != "main":
         start = retried(hub.list_repo_commits)(target.repo)[-1].commit_id
         retried(hub.create_branch)(target.repo, branch=target.branch, revision=start, exist_ok=True)
@@ -357,20 +355,20 @@ def _changes(
     return tuple(sorted(removed)), tuple(sorted(replaced)), kept
 
 
+def _changed(head: _Head, files: Files) -> tuple[str, ...]:
+    """The same of files whose hashes aren't known yet: what is taken away or replaced."""
+    removed, replaced, _ = _changes(head, files, {}, False)
+    return removed + replaced
+
+
 def _is_stale(name: str) -> bool:
     """Whether a file that isn't ours would be read together with our weights."""
     return name != CARD and any((OURS.fullmatch(name), WEIGHTS.fullmatch(name), role_of(name)))
 
 
-def _refuse_others(
-    target: HubAddress, head: _Head, removed: tuple[str, ...], replaced: tuple[str, ...], kept: tuple[str, ...]
-) -> None:
+def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str]) -> None:
     """Raises OthersError where something would go that this result hasn't published before, or whose hash is unknown."""
-    others = [
-        name
-        for name in sorted([*removed, *replaced])
-        if not head.files[name] or head.files[name] != head.before.get(name)
-    ]
+    others = [name for name in sorted(changed) if not head.files[name] or head.files[name] != head.before.get(name)]
     if others:
         raise OthersError(
             f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "

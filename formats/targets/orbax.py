@@ -45,7 +45,8 @@ from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
-from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, listed, nothing
+from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
+from weightbeam.formats.text.printable import listed
 
 OTHERS = "what others have put there"
 
@@ -118,7 +119,32 @@ class OrbaxTarget(Target[Staging]):
         overwrite: bool = False,
         conclude: Conclude = nothing,
     ) -> None:
-        assemble(place, self, units, record, overwrite, conclude)
+        """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
+
+        Args:
+          place: where the units are.
+          units: how many the plan has; their ids count from 0.
+          record: where the checkpoint comes from (`formats/record/provenance.py`), without digests.
+          overwrite: replace a checkpoint that has the same place.
+          conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
+
+        Raises:
+          ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
+        """
+        if not place.exists() and place.is_taken():
+            return
+        place.check_place()
+        if not place.is_complete():
+            place.gather()
+            try:
+                _complete(place, self, units, record, conclude)
+            except Exception as e:
+                if place.is_staged():
+                    raise
+                place.sweep()
+                raise place.taken_over() from e
+        check_replaced(place, self, overwrite)
+        place.publish(overwrite)
 
     def find_changed(self, place: Staging) -> list[int]:
         return find_changed(place, self.format)
@@ -202,48 +228,6 @@ def _deletes(others: Sequence[str], another: str, what: str = "what is no checkp
     if not others:
         return ""
     return f"holds {what}, and --overwrite would delete: {listed(others)}; move it away, or {another}"
-
-
-def assemble(
-    staging: Staging,
-    target: OrbaxTarget,
-    units: int,
-    record: Mapping[str, Any],
-    overwrite: bool = False,
-    conclude: Conclude = nothing,
-) -> None:
-    """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
-
-    Args:
-      staging: where the units are.
-      target: what it should hold.
-      units: how many the plan has; their ids count from 0.
-      record: where the checkpoint comes from (`formats/record/provenance.py`), without digests.
-      overwrite: replace a checkpoint that has the same place.
-      conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
-
-    Raises:
-      ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
-    """
-    if not staging.exists() and staging.is_taken():
-        return
-    staging.check_place()
-    if not staging.is_complete():
-        staging.gather()
-        try:
-            _complete(staging, target, units, record, conclude)
-        except Exception as e:
-            if staging.is_staged():
-                raise
-            staging.sweep()
-            raise staging.taken_over() from e
-    check_replaced(staging, target, overwrite)
-    publish(staging, overwrite)
-
-
-def publish(staging: Staging, overwrite: bool = False) -> None:
-    """Lets readers see what is staged; see `Staging.publish`."""
-    staging.publish(overwrite)
 
 
 def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:

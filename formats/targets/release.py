@@ -26,7 +26,8 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_t
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
-from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, listed, nothing
+from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
@@ -87,7 +88,38 @@ class ReleaseTarget(Target[ReleasePlace]):
         overwrite: bool = False,
         conclude: Conclude = nothing,
     ) -> None:
-        assemble(place, self, units, record, overwrite, conclude)
+        """Publishes a release whose units are done, with the files that `self.gather` makes of the ledger's entries, and
+        what `conclude` adds to the record, which raises where they speak against it. Does nothing where that has happened.
+
+        Raises:
+          IncompleteError: units are missing, or a file isn't as long as it should be.
+        """
+        if not place.exists() and place.is_taken():
+            return
+        place.check_place()
+        if not place.is_complete():
+            ledger = place.ledger()
+            if missing := set(range(units)) - set(ledger):
+                if why := place.why_missing(missing):  # an engine tries again what failed for it
+                    raise StorageError(why)
+                raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+            place.check()
+            concluded = conclude(ledger)
+            place.seal(self.files, ledger)
+            place.gather()
+            for name, data in self.gather(ledger.values()).items():
+                place.put(name, data)
+            about = {
+                **record,
+                **concluded,
+                **place.small_noted(),
+                "digests": total(entry["digests"] for entry in ledger.values()),
+            }
+            place.put(RECORD, json.dumps(about, indent=1).encode())
+        check_replaced(place, self, overwrite)
+        if small := place.small_noted().get("files"):
+            place.drop_others({RECORD, *small, *self.own, *(name for name, *_ in self.files)})
+        place.publish(overwrite)
 
     @staticmethod
     def record_of(place: Store) -> dict[str, Any]:
@@ -197,45 +229,3 @@ def _digest(tensor: Tensor, box: Box, values: np.ndarray, extremes: Extremes) ->
         hashed.update(piece.view(np.uint8).data)
         extremes.look(piece)
     return hashed.intdigest()
-
-
-def assemble(
-    staging: ReleasePlace,
-    target: ReleaseTarget,
-    units: int,
-    record: Mapping[str, Any],
-    overwrite: bool = False,
-    conclude: Conclude = nothing,
-) -> None:
-    """Publishes a release whose units are done, with the files that `target.gather` makes of the ledger's entries, and
-    what `conclude` adds to the record, which raises where they speak against it. Does nothing where that has happened.
-
-    Raises:
-      IncompleteError: units are missing, or a file isn't as long as it should be.
-    """
-    if not staging.exists() and staging.is_taken():
-        return
-    staging.check_place()
-    if not staging.is_complete():
-        ledger = staging.ledger()
-        if missing := set(range(units)) - set(ledger):
-            if why := staging.why_missing(missing):  # an engine tries again what failed for it
-                raise StorageError(why)
-            raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
-        staging.check()
-        concluded = conclude(ledger)
-        staging.seal(target.files, ledger)
-        staging.gather()
-        for name, data in target.gather(ledger.values()).items():
-            staging.put(name, data)
-        about = {
-            **record,
-            **concluded,
-            **staging.small_noted(),
-            "digests": total(entry["digests"] for entry in ledger.values()),
-        }
-        staging.put(RECORD, json.dumps(about, indent=1).encode())
-    check_replaced(staging, target, overwrite)
-    if small := staging.small_noted().get("files"):
-        staging.drop_others({RECORD, *small, *target.own, *(name for name, *_ in target.files)})
-    staging.publish(overwrite)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from weightbeam.formats.staging import FolderStaging, Staging
 from weightbeam.formats.storage import StorageError, Store
 
-LISTED = 10  # names in a sentence
 PlaceT = TypeVar("PlaceT", bound=Staging)
 # What the ledger's entries add to the record, by unit; it raises where they speak against publishing.
 Conclude = Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]
@@ -251,12 +250,6 @@ def check_replaced(place: PlaceT, target: Target[PlaceT], overwrite: bool) -> No
     looks = overwrite and isinstance(place, FolderStaging) and place.has_looked and place.is_taken()
     if looks and (why := target.why_not_replace(place)):
         raise StorageError(f"{place.final}: {why}")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 def lies_in(url: str, other: str) -> bool:

@@ -5,6 +5,7 @@ answer.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # Control characters, halves of characters, what changes the direction of text (Unicode's bidi controls), what is
 # invisible (zero width, tags, byte-order mark), and separators of lines.
@@ -24,3 +25,9 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     """
     cut = text if most is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
     return (_BUT_LINES if lines else _UNPRINTABLE).sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
+
+
+def listed(names: Sequence[str], most: int = 10, what: str = "") -> str:
+    """The first of some names, and how many more there are, of what they are: `a, b, c and 4 more`."""
+    more = f" and {len(names) - most:,} more{what and ' '}{what}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

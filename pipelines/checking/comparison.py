@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import is_state
 from weightbeam.pipelines.terminal.report import kind_and_layer
@@ -206,8 +207,7 @@ class Comparison(Shown):
         """On which side which tensors have elements that aren't finite."""
         for side, where in (("a", self.a), ("b", self.b)):
             if odd := [n for n, each in self.tensors.items() if each.difference and side in each.difference.not_finite]:
-                more = f" and {len(odd) - NAMED:,} more" if len(odd) > NAMED else ""
-                yield f"NaN or infinite elements in {', '.join(sorted(odd, key=natural)[:NAMED])}{more} of {where}"
+                yield f"NaN or infinite elements in {listed(sorted(odd, key=natural), NAMED)} of {where}"
 
     def complaint(self) -> str:
         return "" if self.ok else f"{self.a} and {self.b}: {'; '.join([self._excess(), *self._odd()])}"

@@ -29,7 +29,7 @@ from weightbeam.formats.targets.release_place import ReleaseFolder, ReleasePlace
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.commands.releases import asked_paths, card_address, repo_of, said_of
 from weightbeam.pipelines.running.output import alone
-from weightbeam.pipelines.running.prepare import describe
+from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.shown import Shown
@@ -100,8 +100,7 @@ def export_adapter(
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way.
     """
-    if planned.problems:
-        raise Refused(f"{count(len(planned.problems), 'problem')}:\n{describe(planned.problems)}", planned.problems)
+    refuse(planned.problems)
     if output.startswith("hf://"):
         return _to_hub(planned, output, overwrite, create_pr, asked_paths(output, full_paths))
     if create_pr:

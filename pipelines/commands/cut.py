@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, dry_run, plan_with, rewrite
+from weightbeam.pipelines.commands.merge import Merged, dry_run, rewrite
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.transforms.planning.merging import Merge
 from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToHub, taken
 
 
@@ -43,16 +42,6 @@ def cut(
       <weightbeam.Merged: .../one_layer: 14 tensors in 1 file, ...>
     """
     return rewrite("cut", source, output, _as_merge(asked), how, beam, progress)
-
-
-@takes(asked=CutOptions)
-def plan(source: str, *, asked: CutOptions, output: str | None = None, slots: int | None = None) -> Merge:
-    """Plans a cut; problems stay in the plan. See `cut`; `slots` as `plan_merge` has it.
-
-    Raises:
-      Refused: there is nothing to plan.
-    """
-    return plan_with(source, _as_merge(asked), output=output, slots=slots)
 
 
 def _as_merge(asked: CutOptions) -> MergeOptions:

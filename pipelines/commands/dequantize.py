@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, dry_run, plan_with, rewrite
+from weightbeam.pipelines.commands.merge import Merged, dry_run, rewrite
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.transforms.planning.merging import Merge
 from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, taken
 
 
@@ -41,16 +40,6 @@ def dequantize(
       <weightbeam.Merged: .../plain: 25 tensors in 1 file, ...>
     """
     return rewrite("dequantize", source, output, _as_values(asked), how, beam, progress)
-
-
-@takes(asked=DequantizeOptions)
-def plan(source: str, *, asked: DequantizeOptions, output: str | None = None, slots: int | None = None) -> Merge:
-    """Plans a dequantisation; problems stay in the plan. See `dequantize`; `slots` as `plan_merge` has it.
-
-    Raises:
-      Refused: there is nothing to plan.
-    """
-    return plan_with(source, _as_values(asked), output=output, slots=slots)
 
 
 def _as_values(asked: DequantizeOptions) -> MergeOptions:

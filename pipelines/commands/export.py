@@ -196,7 +196,7 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Adap
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
     try:
-        form, _ = find_like(checkpoint, asked.like)
+        form, *_ = find_form(checkpoint, asked.like)
     except StorageError as e:
         raise Refused(str(e)) from e
     return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model, asked.param_scan_axis)
@@ -270,22 +270,16 @@ def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
     return "\n".join(map(printable, lines))
 
 
-def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapping[str, bytes]]:
+def find_form(
+    checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False
+) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None]:
     """The release whose form is taken, and its small files: the one that is named, else what the checkpoint remembers,
-    else where it came from.
+    else where it came from. And that release with its weights, of which towers and prediction layers can be taken:
+    where it is named, or `with_parts`.
 
     Raises:
       Refused: none is named, and the checkpoint remembers none.
       StorageError: it can't be read.
-    """
-    return find_form(checkpoint, like)[:2]
-
-
-def find_form(
-    checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False
-) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None]:
-    """The same, and the release with its weights, of which towers and prediction layers can be taken: the one that is
-    named; else, `with_parts`, the one that the checkpoint was made of.
     """
     if like:
         try:

@@ -20,7 +20,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.pipelines.commands.convert import convert
-from weightbeam.pipelines.commands.export import find_like
+from weightbeam.pipelines.commands.export import find_form
 from weightbeam.pipelines.commands.export import plan as plan_export
 from weightbeam.pipelines.commands.plan import Plan, plan
 from weightbeam.pipelines.forward import maxtext
@@ -187,7 +187,7 @@ def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
                 f"{where}: is an Orbax checkpoint; compare it with what `weightbeam cut` writes of {base}, without --layers, --experts and --vocab_rows"
             )
         checkpoint = open_orbax(where)
-        like, small = find_like(checkpoint, base)
+        like, small, _ = find_form(checkpoint, base)
         # a release that isn't quantised has its own dtypes; codes have values in float32, which an export would round
         dtype = "float32" if "quantization_config" in like.config else "auto"
         planned = plan_export(checkpoint, like=base, maxtext_model=asked.maxtext_model, save_dtype=dtype)

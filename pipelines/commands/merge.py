@@ -120,25 +120,15 @@ def rewrite(
     beam: Sequence[str],
     progress: bool | Report,
 ) -> Merged:
-    """Makes a release of a release; see `plan_with`."""
+    """Makes a release of a release; see `plan`."""
     check_places(command, source, output, beam)
     name_secret(how.hf_token_secret)
-    planned = plan_with(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
+    planned = plan(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
     check_stays(source, planned.source.root, output, how.create_pr)
     return Merged(planned, carry(planned, output, how, beam, progress))
 
 
-@takes(asked=MergeOptions)
-def plan(source: str, *, asked: MergeOptions, output: str | None = None, slots: int | None = None) -> Merge:
-    """Plans a merge; problems stay in the plan. See `merge`; `slots` as `plan_merge` has it.
-
-    Raises:
-      Refused: there is nothing to plan.
-    """
-    return plan_with(source, asked, output=output, slots=slots)
-
-
-def plan_with(
+def plan(
     source: str,
     asked: MergeOptions,
     given: Given | None = None,
@@ -214,7 +204,7 @@ def dry_run(args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions) 
     """Says what making a release of a release would do."""
     name_secret(args.hf_token_secret)
     slots = slots_for(asked, rest, args.source, args.output, args.resume)
-    return say_ready(plan_with(args.source, asked, output=args.output, slots=slots), args, rest)
+    return say_ready(plan(args.source, asked, output=args.output, slots=slots), args, rest)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

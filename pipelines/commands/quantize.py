@@ -97,7 +97,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         raise Refused(
             f"--like={asked.like}: isn't quantised, and a release is quantised like one that is; leave it out"
         )
-    return merge.plan_with(source, taken(MergeOptions, asked, quantize=asked.format), given, output, slots)
+    return merge.plan(source, taken(MergeOptions, asked, quantize=asked.format), given, output, slots)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -82,10 +82,7 @@ def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any
         "files": {file.name: file.size for file in files.files} if files else {},
         "left_out": dict(plan.dropped),
         "config_edits": dict(planned.config_edits),
-        "problems": [
-            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message}
-            for p in plan.problems
-        ],
+        "problems": [problem.to_dict() for problem in plan.problems],
         "warnings": list(planned.warnings),
         "note": plan.note,
         "units": len(planned.units),

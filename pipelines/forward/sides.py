@@ -16,7 +16,7 @@ from weightbeam.formats.release.files import small_files
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import open_store
-from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.pipelines.running.prepare import describe, refuse
 from weightbeam.pipelines.running.prepare import open_source as open_prepared
@@ -102,10 +102,8 @@ def _tensors_of(export: Export) -> dict[str, Operand]:
             values = decode(fetches, read(fetches)[0])
             fill = None if pieces else 0.0
             recipe = BoxRecipe(part, tensor.dtype, fill, tuple((at, piece) for at, (_, piece) in enumerate(pieces)))
-            made[tuple(slice(*span) for span in part)] = make(recipe, arrange(fetches, values, recipe.pieces)).reshape(
-                extent(part)
-            )
-        return made[tuple(slice(*span) for span in box)]
+            made[slices(part)] = make(recipe, arrange(fetches, values, recipe.pieces)).reshape(extent(part))
+        return made[slices(box)]
 
     rows = rows_of(export.plan.arrays, export.grids, everything)
     tables_name = {name: table for table, names in export.names.items() for name in names}

@@ -14,7 +14,7 @@ from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tr
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
-from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, slices, volume
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
@@ -181,7 +181,7 @@ class Orbax:
 
     def _read(self, key: str, box: Box, into: np.ndarray) -> ts.WriteFutures:
         """Begins to read a box into an array."""
-        part = self._stores[key][tuple(slice(*span) for span in box)]
+        part = self._stores[key][slices(box)]
         return ts.array(into, copy=False, write=True).write(part[ts.d[:].translate_to[0]] if box else part)
 
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:

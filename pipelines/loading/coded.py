@@ -22,7 +22,7 @@ import numpy as np
 from weightbeam.formats.encodings import Encoding, Scaled
 from weightbeam.formats.encodings.nibbles import finite
 from weightbeam.formats.safetensors import Allocate
-from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array
 from weightbeam.pipelines.loading.release import MappedRelease
@@ -224,7 +224,7 @@ def _arrange_scales(
             for axis, (span, whole) in enumerate(zip(piece.target.box, recipe.box, strict=True))
         )
         matrix = matrices.setdefault(place, np.zeros(encoding.scale.shape, np.float32))
-        matrix[tuple(slice(*span) for span in encoding.reads(box)[1].box)] = finite(stored[number][1], encoding.scale)
+        matrix[slices(encoding.reads(box)[1].box)] = finite(stored[number][1], encoding.scale)
     for place, matrix in matrices.items():
         at = (
             slice(start - first, stop - first) if axis in part.stack_axes else slice(None)

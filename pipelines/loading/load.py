@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from weightbeam.formats.storage import ChangedError, StorageError
+from weightbeam.model_mappings.boxes import slices
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.abstract import Abstract, RequestedArray, every_parameter, mismatches, read_tree
@@ -47,12 +48,11 @@ from weightbeam.pipelines.loading.schedule import (
 )
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
-from weightbeam.pipelines.running.prepare import describe
+from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import read_options
-from weightbeam.pipelines.terminal.report import count
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.options import Options
@@ -249,8 +249,7 @@ def _prepare(
         rules = rules_of(chosen)
         abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
     lost = opened.lost if isinstance(opened, Orbax) else []
-    if problems := [*lost, *mismatches(abstract, opened.arrays)]:
-        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    refuse([*lost, *mismatches(abstract, opened.arrays)])
     if dequantize == DEVICE and isinstance(opened, MappedRelease):
         opened = cast(ArraySource, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
     return Loading(opened, abstract.targets, unit_bytes), abstract.build
@@ -506,7 +505,7 @@ class Loading:
         if sum(values.size for _, values in parts) < math.prod(shape):
             joined.view(np.uint8)[...] = 0  # padding, which is cut off again
         for box, values in parts:
-            joined[tuple(slice(*span) for span in box)] = values
+            joined[slices(box)] = values
         return joined
 
     def _place(

@@ -22,10 +22,9 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.release import MappedRelease, Tensors
 from weightbeam.pipelines.loading.scaled import DecodedOrbax
 from weightbeam.pipelines.loading.source import ArraySource
-from weightbeam.pipelines.running.prepare import describe, open_adapters, plan_with, reading, refuse
+from weightbeam.pipelines.running.prepare import open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import as_place, read_options
-from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import AUTO, CODED, Options
@@ -216,9 +215,7 @@ def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> di
         elif parts[key][0].shape != shape:
             message = f"is {shape}, of a model like {release} it is {parts[key][0].shape}"
             problems.append(Problem("shape", key, message, is_array=True))
-    if problems:
-        problems.sort(key=lambda problem: problem.subject)
-        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    refuse(sorted(problems, key=lambda problem: problem.subject))
     return {key: parts[key][0].logical_axes for key in weights if key in found.arrays}
 
 
@@ -228,6 +225,5 @@ def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
     adapters = open_adapters(options)
     if adapters:
         source = source.merged(merge_release(checkpoint, source, adapters))
-    if problems := [*checkpoint.problems, *source.problems]:
-        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    refuse([*checkpoint.problems, *source.problems])
     return Tensors([checkpoint, *(adapter.files for adapter in adapters)], source.encodings)

@@ -140,7 +140,7 @@ def load_blocks(conversion: Conversion, plan: LoadPlan, gbps: float) -> Iterator
     for array in conversion.plan.arrays:
         over = [
             ",".join(axis for axis in axes_of(axes) if plan.mesh.sizes.get(axis, 1) > 1) or "-"
-            for axes in partition_spec(array.names, rules)
+            for axes in partition_spec(array.logical_axes, rules)
         ]
         groups[pattern(array.key), array.shape, tuple(over), plan.ways[array.key]].append(array.key)
     rows = tables.Table("array", "shape", "sharded over", "read", ">arrays")

@@ -15,6 +15,7 @@ from typing import cast
 
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets.hub import OthersError, Published, check_target, look, publish
 from weightbeam.formats.targets.published import RECORD
@@ -95,8 +96,7 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
 
 def _place_in_cache(planned: Transfer) -> ReleaseFolder:
     """Where a release lies on this machine until the hub has it; the plan's own."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = find_place(planned, str(cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"))
+    place = find_place(planned, str(cache_folder(f"{planned.title.lower()}-{planned.hash[:16]}")))
     assert isinstance(place, ReleaseFolder)
     return place
 

@@ -20,7 +20,7 @@ from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.formats.storage.identity import describe_changes
 from weightbeam.formats.storage.renaming import is_anothers
-from weightbeam.formats.targets.target import listed
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
 from weightbeam.pipelines.terminal.tables import human

@@ -14,8 +14,7 @@ from weightbeam.formats.staging import ITEMS, FolderStaging, Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.targets.published import changed_in
-from weightbeam.formats.targets.target import listed
-from weightbeam.formats.text.printable import printable
+from weightbeam.formats.text.printable import listed, printable
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.stopping import stopping

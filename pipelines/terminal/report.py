@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax.zarr import Format
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
@@ -84,9 +85,7 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     if conversion.adapters:
         yield from ("", _adapters_table(conversion))
     if conversion.source.ignored:
-        names, more = conversion.source.ignored[:NAMED], len(conversion.source.ignored) - NAMED
-        rest = f" and {more:,} more" if more > 0 else ""
-        yield from ("", f"not part of the model, ignored: {', '.join(names)}{rest}")
+        yield from ("", f"not part of the model, ignored: {listed(conversion.source.ignored, NAMED)}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     totals = Table("", "")
@@ -336,9 +335,7 @@ def json_report(
             }
             for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False)
         ],
-        "problems": [
-            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in problems
-        ],
+        "problems": [problem.to_dict() for problem in problems],
         "warnings": conversion.warnings,
         "note": plan.note,
         "units": len(conversion.units),

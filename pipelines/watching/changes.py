@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.report import kind_and_layer
 from weightbeam.transforms.comparing.differences import Difference
 
@@ -79,19 +80,15 @@ def sentence(tensors: Mapping[str, Mapping[str, Any]], since: str) -> str:
 
 def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str], since: str) -> list[str]:
     """What is worth knowing while it trains."""
-    said = [f"NaN or infinite elements in {_named(odd)}"] if odd else []
+    said = [f"NaN or infinite elements in {listed(odd, SHOWN)}"] if odd else []
     still = unchanged(before) if before else []
     if before and still:
         said.append(
             f"nothing has changed since {since}"
             if len(still) == len(before)
-            else f"unchanged since {since}: {_named(still)}"
+            else f"unchanged since {since}: {listed(still, SHOWN)}"
         )
     return said
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]

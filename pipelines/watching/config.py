@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
@@ -20,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Instanc
 from pydantic_core import ErrorDetails
 
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
+from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.doors import code_of
@@ -484,8 +484,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
     try:
         place = records = read_place(output)
         if place.startswith("hf://"):
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            records = str(cache / "weightbeam" / "watch" / hashlib.sha256(place.encode()).hexdigest()[:12])
+            records = str(cache_folder("watch", hashlib.sha256(place.encode()).hexdigest()[:12]))
     except ValueError as e:
         problems.append(f"--output={output}: {e}")
     about = {

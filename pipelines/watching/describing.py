@@ -9,7 +9,7 @@ from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
 from weightbeam.formats.record.naming import HUB, Naming, digest
-from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, written_by
+from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, table_cell, written_by
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.local import is_temporary
@@ -216,7 +216,7 @@ def _write_card(
         "",
         "| | |",
         "|---|---|",
-        *(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")),
+        *(f"| {name} | {table_cell(str(value))} |" for name, value in rows.items() if value not in (None, "")),
     ]
     lines += ["", f"Tensor by tensor: [{changes.JSON}]({changes.JSON})."]
     lines += ["", f"![The relative change of each kind of weight in each layer]({changes.PICTURE})"] if drawn else []
@@ -236,7 +236,3 @@ def _card_of_checkpoint(title: str, arguments: str, is_hub: bool) -> str:
     code = CODE.format(f"{imports}import weightbeam as wb\n\nparams = wb.load({where})")
     head = f"---\ntags:\n- maxtext\n- orbax\n- {TAG}\n---\n\n"
     return f"{head}# {title}\n\n{code}\n\n{written_by()}"
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).replace("|", "\\|").split())

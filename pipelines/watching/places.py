@@ -60,7 +60,7 @@ from weightbeam.formats.targets.published import (
     replaced_in,
     whole_files,
 )
-from weightbeam.formats.targets.target import listed
+from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
 

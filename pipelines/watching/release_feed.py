@@ -10,6 +10,7 @@ from typing import Any
 from weightbeam import __version__
 from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
@@ -31,6 +32,7 @@ from weightbeam.pipelines.watching.records import (
 from weightbeam.pipelines.watching.releases import ReleaseCommit
 from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
+MISSING = 3  # files that aren't there yet, by name
 STEP = "0"  # of each checkpoint
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 
@@ -79,7 +81,7 @@ class ReleaseFeed(Feed):
         if denied := releases.access_denied(version):
             return [denied]
         if missing := releases.missing_files(version):
-            return Waiting(f"incomplete: {releases.shown(missing)} not there yet")
+            return Waiting(f"incomplete: {listed(missing, MISSING)} not there yet")
         return []
 
     def history(self, version: Version, target: VersionTarget) -> History:

@@ -30,7 +30,6 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
-SHOWN = 3  # files that are missing, by name
 WILDCARDS = "*?["
 
 
@@ -262,8 +261,3 @@ def _named(store: Store, nbytes: int) -> set[str]:
         return {name for name in weight_map.values() if isinstance(name, str)}
     except (JsonError, KeyError, TypeError, AttributeError):
         return set()
-
-
-def shown(names: list[str]) -> str:
-    """Names, or the first of them and how many more."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

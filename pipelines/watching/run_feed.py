@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
+from weightbeam.formats.storage.local import cache_folder
 from weightbeam.pipelines.terminal.errors import FailedError
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
@@ -423,7 +423,7 @@ class RunFeed(Feed):
         is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
         return self._place(history).workplace(history.key, here=bool(is_adapter))
 
-    def _clear(self, history: History) -> None:
+    def clear(self, history: History) -> None:
         """Removes what a step was made in. Where that can't be done, the step is settled all the same."""
         for here in (False, True):
             work = self._place(history).workplace(history.key, here)
@@ -634,7 +634,7 @@ class RunFeed(Feed):
                 raise FailedError(f"{work.url}: what was made there is gone; someone has removed it")
             url = said.get("checkpoint", url)
             self._point(history, url)
-            self._clear(history)
+            self.clear(history)
         except StorageError as e:  # says where
             raise FailedError(str(e)) from e
         except OSError as e:
@@ -773,9 +773,6 @@ class RunFeed(Feed):
                 return None
             time.sleep(GRACE / 8)
 
-    def clear(self, history: History) -> None:
-        self._clear(history)
-
 
 def _listed_as(history: History) -> tuple[int, str]:
     """A history's step, as a listing of the run has it."""
@@ -811,5 +808,4 @@ def scratch_of(output: Store) -> Path:
     """A folder of this machine for what can't be made where it is published."""
     if isinstance(output, LocalFolder):
         return output.folder / ".weightbeam" / "work"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "weightbeam" / "watch" / hashlib.sha256(output.url.encode()).hexdigest()[:12]
+    return cache_folder("watch", hashlib.sha256(output.url.encode()).hexdigest()[:12])

@@ -24,7 +24,7 @@ from weightbeam.formats.orbax.ocdbt import ATTEMPT, IncompleteError
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import Staging, TakenOverError, staging_at
 from weightbeam.formats.storage import StorageError, Store, create_file
-from weightbeam.formats.targets.orbax import OrbaxTarget, assemble, write_unit
+from weightbeam.formats.targets.orbax import OrbaxTarget, write_unit
 
 ocp = lazily("orbax.checkpoint")
 
@@ -76,9 +76,8 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 
 
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
-    assemble(
+    OrbaxTarget(SPECS, format, scan_layers=True).assemble(
         staging,
-        OrbaxTarget(SPECS, format, scan_layers=True),
         len(units()),
         {"source": "here", "dropped": {"a": "why", "b": "why"}},
         overwrite,

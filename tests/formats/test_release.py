@@ -216,17 +216,11 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             ["text_config.vocab_size: 5 added"],
         ),
         (
-            {"tie_word_embeddings": True},
-            dict(tie_word_embeddings=False),
-            {"tie_word_embeddings": False},
-            ["tie_word_embeddings: true -> false"],
-        ),
-        (
             {
                 "thinker_config": {"text_config": {"dtype": "bfloat16", "tie_word_embeddings": True}},
                 "talker_config": {"dtype": "bfloat16"},
             },
-            dict(dtype="float32", tie_word_embeddings=True),
+            dict(dtype="float32"),
             {
                 "thinker_config": {"text_config": {"dtype": "float32", "tie_word_embeddings": True}},
                 "talker_config": {"dtype": "float32"},

@@ -40,7 +40,8 @@ import weightbeam as wb
 from weightbeam.formats.release.files import MAX_FILE_BYTES
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.safetensors import INDEX
-from weightbeam.pipelines.commands import cut, reshard
+from weightbeam.pipelines.commands import merge, reshard
+from weightbeam.transforms.planning.options import MergeOptions
 from weightbeam.transforms.stages.staged import load
 
 torch = lazily("torch")
@@ -453,7 +454,7 @@ def test_what_is_kept_identifies_a_plan(tmp_path: Path) -> None:
     kept = dict(vocab_rows=8, maxtext_model="llama2-7b")
     plans = [wb.plan(source, layers=layers, **kept).conversion for layers in ("0:2", "0:2", "2:4")]
     assert plans[0].hash == plans[1].hash != plans[2].hash
-    cuts = [cut.plan(source, layers=layers, vocab_rows=8) for layers in ("0:2", "2:4")]
+    cuts = [merge.plan(source, MergeOptions(layers=layers, vocab_rows=8)) for layers in ("0:2", "2:4")]
     wb.convert(source, str(tmp_path / "ckpt"), maxtext_model="llama2-7b", progress=False)
     resharded = [reshard.plan(str(tmp_path / "ckpt"), layers=layers).planned for layers in ("0:2", "2:4")]
     for planned in (*plans, *cuts, *resharded):

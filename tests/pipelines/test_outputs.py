@@ -187,7 +187,7 @@ def test_materializing_in_place_goes_on(
     convert(source, output, "--virtual")
     command = ("materialize", output, "--output", output, "--overwrite")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.targets.orbax.publish", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.staging.FolderStaging.publish", lambda *_: 1 / 0)
         assert call(*command) == 1
     if died == "between two renames":
         (output / "0").rename(output / f"0.replaced-{new_id()}")

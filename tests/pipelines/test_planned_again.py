@@ -12,14 +12,15 @@ from support import convert, make_release, peft_adapter
 
 PLANS = """
 import sys
-from weightbeam.pipelines.commands import dequantize
 from weightbeam.pipelines.commands import export
 from weightbeam.pipelines.commands import merge
 from weightbeam.pipelines.commands import quantize
 from weightbeam.pipelines.commands import reshard
+from weightbeam.transforms.planning.options import MergeOptions
 release, fp8, ckpt, lora = sys.argv[1:]
 for plan in (
-    dequantize.plan(fp8), merge.plan(fp8, lora=lora), merge.plan(release, lora=lora), quantize.plan(release), quantize.plan(ckpt),
+    merge.plan(fp8, MergeOptions(dequantize=True)), merge.plan(fp8, MergeOptions(lora=((lora, 1.0),))), merge.plan(release, MergeOptions(lora=((lora, 1.0),))),
+    quantize.plan(release), quantize.plan(ckpt),
     export.plan(ckpt, lora=lora, unit_bytes=30000), reshard.plan(ckpt, mesh="fsdp=2", unit_bytes=30000).planned,
 ):
     print(plan.hash)

@@ -166,7 +166,7 @@ def test_a_staged_file_of_a_release_that_changed_is_made_anew(
     wanted = tmp_path / "wanted"
     assert call("quantize", source, wanted) == 0
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.targets.release.assemble", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.targets.release.ReleaseTarget.assemble", lambda *_: 1 / 0)
         assert call(*options) == 1
     (staged, *_) = sorted(tmp_path.glob("out.*.weightbeam-tmp/*.safetensors"))
     if how == "gone":

@@ -106,7 +106,7 @@ def test_others_go_on_with_the_units_there_are(
     been.
     """
     commands = {
-        "export": ("weightbeam.formats.targets.release.assemble", ()),
+        "export": ("weightbeam.formats.targets.release.ReleaseTarget.assemble", ()),
         "reshard": ("weightbeam.formats.orbax.ocdbt.merge", ("--mesh", "fsdp=4")),
     }
     for command, (last, options) in commands.items():

@@ -332,7 +332,7 @@ def test_a_virtual_conversion_that_has_no_units_resumes_too(
     command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
     with monkeypatch.context() as patched:
         patched.setattr(
-            "weightbeam.formats.targets.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped"))
+            "weightbeam.formats.staging.FolderStaging.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped"))
         )
         assert call(*command) == 1
     assert call(*command) == 2

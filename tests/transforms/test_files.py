@@ -43,7 +43,7 @@ def write_release(layout: FileLayout, entries: list[Entry], folder: Path) -> Non
     """Writes each tensor where the plan says, in any order."""
     folder.mkdir(parents=True, exist_ok=True)
     for planned in layout.files:
-        (folder / planned.name).write_bytes(planned.header + b"\xff" * (planned.size - planned.data_start))
+        (folder / planned.name).write_bytes(planned.header + b"\xff" * (planned.size - len(planned.header)))
     for entry in reversed(entries):
         place = layout.tensors[entry.name]
         with open(folder / place.path, "r+b") as file:
@@ -69,7 +69,7 @@ def test_read_back(
     write_release(layout, entries, folder)
     assert sorted(layout.tensors) == sorted(entry.name for entry in entries)
     for planned in layout.files:
-        assert (planned.data_start % 8, planned.size) == (0, (folder / planned.name).stat().st_size)
+        assert (len(planned.header) % 8, planned.size) == (0, (folder / planned.name).stat().st_size)
         assert all(tensor.offset % min(8, tensor.dtype.itemsize) == 0 for tensor in planned.tensors)
         with safe_open(folder / planned.name, "np") as file:
             assert file.metadata() == {"format": "pt"}
@@ -205,7 +205,7 @@ def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
     like = {tensor.name: shard.name for shard in theirs.shards for tensor in shard.tensors}
     layout = plan_files([(tensor.name, tensor.dtype, tensor.shape) for tensor in theirs.tensors.values()], like)
     assert layout.index == text
-    assert [(file.name, file.size - file.data_start) for file in layout.files] == [
+    assert [(file.name, file.size - len(file.header)) for file in layout.files] == [
         (shard.name, shard.size - min(tensor.offset for tensor in shard.tensors)) for shard in theirs.shards
     ]
 

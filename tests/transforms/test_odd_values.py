@@ -126,7 +126,7 @@ def test_they_survive_a_restart(
 
     options = ("convert", source, tmp_path / "out", *MODEL, "--unit_bytes", "24000")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.targets.orbax.assemble", stop)
+        patched.setattr("weightbeam.formats.targets.orbax.OrbaxTarget.assemble", stop)
         assert call(*options) == 1
     monkeypatch.setattr(odd_values, "find_odd", stop)  # nothing is left to be counted
     assert call(*options, "--resume") == 0

@@ -25,6 +25,7 @@ from weightbeam.formats.orbax.unpacking import share_name
 from weightbeam.formats.record.provenance import RECORD, Stored, digest
 from weightbeam.formats.staging import UNPACKED, Staging
 from weightbeam.formats.storage import open_store
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.plan import ArrayPlan, Problem
 from weightbeam.transforms.comparing.source_sums import DamagedError
@@ -312,13 +313,9 @@ class ComparesSource:
 def damage(items: str, keys: Sequence[str], compared: int) -> str:
     """What is said of arrays that aren't what the record says: which, where they lie, what to do."""
     files = files_of(open_store(items), keys[:SHOWN])
-    named = ", ".join(f"{key} (in {_first(files[key])})" for key in keys[:SHOWN])
+    named = ", ".join(f"{key} (in {listed(files[key], SHOWN, 'files')})" for key in keys[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return (
         f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
         f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew"
     )
-
-
-def _first(files: Sequence[str]) -> str:
-    return ", ".join(files[:SHOWN]) + (f" and {len(files) - SHOWN} more files" if len(files) > SHOWN else "")

@@ -27,7 +27,7 @@ from weightbeam.formats.safetensors import HfCheckpoint, Tensor, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.strict_json import read_json
 from weightbeam.formats.targets.release import Rows
-from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
@@ -112,7 +112,7 @@ def compare_rows(baselines: Mapping[str, Baseline], rows: Iterable[Rows]) -> Fou
         shaped, axes = values.reshape(extent(box)), range(len(box))
         for inner in cut(shaped.shape, itemsize, axes, (1,) * len(box)) if sides else ():
             outer = tuple((start + at, stop + at) for (start, stop), (at, _) in zip(inner, box, strict=True))
-            part = shaped[tuple(slice(*span) for span in inner)]
+            part = shaped[slices(inner)]
             for told, name, difference in _compare(baselines, sides, outer, part):
                 found[told][name] = found[told].get(name, Difference()) + difference
     return found

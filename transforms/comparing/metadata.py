@@ -18,6 +18,7 @@ from weightbeam.formats.orbax import (
     ocdbt,
     read_tree,
 )
+from weightbeam.formats.orbax.metadata import path_of
 from weightbeam.formats.record.provenance import RECORD, summary
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
@@ -88,7 +89,7 @@ def find_metadata_faults(
 def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
     """Entries of `_METADATA` that would have readers make something else of an array."""
     for name, entry in read_tree(items)["tree_metadata"].items():
-        path, said = tuple(str(part["key"]) for part in entry["key_metadata"]), entry["value_metadata"]
+        path, said = path_of(entry), entry["value_metadata"]
         key = ".".join(path)
         if name != str(path):  # by which Orbax finds it
             yield key, f"is called {name} in {METADATA}, expected {path}"

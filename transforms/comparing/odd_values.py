@@ -17,6 +17,7 @@ import numpy as np
 
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.record.extremes import NOT_FINITE, SEEN, Extremes, count_odd
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.plan import Array
 
@@ -119,16 +120,12 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if not_finite := record.get(NOT_FINITE):
         named = [f"{tensor} ({_numbers(**counts)})" for tensor, counts in not_finite.items()]
         hold = "tensor holds" if len(named) == 1 else "tensors hold"
-        lines.append(f"{len(named):,} {hold} values that aren't finite: {_few(named)}")
+        lines.append(f"{len(named):,} {hold} values that aren't finite: {listed(named, SHOWN)}")
     if zero := record.get(ZERO):
         are = "matrix is" if len(zero) == 1 else "matrices are"
-        lines.append(f"{len(zero):,} {are} zero throughout: {_few(zero)}")
+        lines.append(f"{len(zero):,} {are} zero throughout: {listed(zero, SHOWN)}")
     return lines
 
 
 def _numbers(nan: int, infinite: int) -> str:
     return ", ".join([f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} infinite"] * bool(infinite))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")

@@ -58,11 +58,6 @@ class PlannedFile:
     tensors: tuple[Tensor, ...]
     size: int
 
-    @property
-    def data_start(self) -> int:
-        """Where the first tensor begins."""
-        return len(self.header)
-
 
 @dataclasses.dataclass(frozen=True)
 class FileLayout:

@@ -35,7 +35,6 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.rows import VALUES, RowsRecipe
 
-FORMATS = ("fp8",)
 ROWS = BLOCK[0]
 FUSED_CODES = (
     "{:,} tensors of fused experts are codes: where transformers dequantises, on a CPU or a GPU below compute capability "

@@ -21,8 +21,8 @@ from weightbeam.formats.adapters.adapter import PREFIX as PEFT_PREFIX
 from weightbeam.formats.adapters.config import is_alpha
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.adapters import RANK, adapter_table
-from weightbeam.model_mappings.boxes import Box, whole
-from weightbeam.model_mappings.cells import Cell, Part, Piece
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
@@ -33,7 +33,7 @@ from weightbeam.transforms.comparing.array_sums import Shares, add_shares, damag
 from weightbeam.transforms.comparing.source_sums import DamagedError
 from weightbeam.transforms.cutting.tensor_rows import back
 from weightbeam.transforms.cutting.units import Fetch
-from weightbeam.transforms.execution.boxes import arrange, make, read
+from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, make, read
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.layouts import SCAN_AXES
 
@@ -137,20 +137,6 @@ class AdapterExport:
         return json.dumps(said, indent=2).encode()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _WholeRecipe:
-    """All of a tensor, to be made in float32 or in the checkpoint's own dtype."""
-
-    box: Box
-    dtype: np.dtype
-    fill = None
-    pieces: tuple[tuple[int, Piece], ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return (1,) * len(self.box)
-
-
 def _fetch(array: OrbaxArray) -> Fetch:
     return Fetch(array, whole(array.shape), array.dtype)
 
@@ -159,7 +145,7 @@ def _back(array: OrbaxArray, values: np.ndarray, key: str, part: Part, cell: Cel
     """The tensor of a cell, of all of its array."""
     box = whole(array.shape)
     pieces = tuple((0, piece) for piece in back(cell, box, key))
-    recipe = _WholeRecipe(whole(part.window_shape), array.dtype, pieces)
+    recipe = BoxRecipe(whole(part.window_shape), array.dtype, None, pieces)
     return make(recipe, arrange([_fetch(array)], [values], pieces)).reshape(part.window_shape)
 
 

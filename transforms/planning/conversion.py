@@ -10,7 +10,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, Merging
@@ -29,6 +28,7 @@ from weightbeam.formats.targets import TARGETS, Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.transforms.comparing import odd_values
@@ -41,9 +41,7 @@ from weightbeam.transforms.cutting.virtual import Placement, references
 from weightbeam.transforms.planning.options import COMPUTED, Delivery, Options
 from weightbeam.transforms.planning.transfer import Transfer
 
-# problems of one quantised tensor, which don't count where it is dropped
-PAIRING = {"unscaled", "scale", "orphan scale"}
-SAVE_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*COMPUTED, CODES)}
+SAVE_DTYPES = {name: dtype_named(name) for name in (*COMPUTED, CODES)}
 
 LOG = logging.getLogger("weightbeam")
 

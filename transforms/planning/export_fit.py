@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.orbax.scaled import ScaledArray, scaled_arrays, values_of
@@ -19,6 +18,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Variable, rename
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, TensorSpec, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
@@ -324,7 +324,7 @@ def _specs(
     }
     for name, (dtype, shape, file, _) in released.items():
         if name not in copies:
-            specs[name] = TensorSpec(shapes.get(name, shape), _dtype(dtype), file)
+            specs[name] = TensorSpec(shapes.get(name, shape), dtype_named(dtype), file)
     return specs
 
 
@@ -344,7 +344,3 @@ def _coded_specs(arrays: Iterable[Array], shapes: Mapping[str, tuple[int, ...]])
         for part in array.parts
         for name in part.tensors
     }
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))

@@ -17,9 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.encodings import Encoding, Scaled, StoredArray, stored_bytes
 from weightbeam.formats.orbax.scaled import ScaledArray, values_of
@@ -31,6 +28,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import ComparesSource
@@ -45,7 +43,7 @@ from weightbeam.transforms.cutting.units import Fetch, Unit
 from weightbeam.transforms.planning.options import RELEASED, ExportOptions
 from weightbeam.transforms.planning.to_release import ToRelease
 
-DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in RELEASED}
+DTYPES = {name: dtype_named(name) for name in RELEASED}
 
 
 def dtype_of_model(config: Mapping[str, Any]) -> str | None:
@@ -160,11 +158,6 @@ class Export(ComparesSource, ToRelease):
         return bool(self.source.tree.scales) and not self.kept
 
     @functools.cached_property
-    def _stored(self) -> dict[str, OrbaxArray]:
-        """The weights as they are stored."""
-        return self.source.weights
-
-    @functools.cached_property
     def source_bytes(self) -> int:
         """Bytes of what is read: arrays, and tensors that are taken from the release."""
         arrays = sum(
@@ -183,24 +176,20 @@ class Export(ComparesSource, ToRelease):
             if block.array < len(self.grids)
         )
 
-    @property
+    @functools.cached_property
     def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
         """The chunks to unpack before the first unit: each array's key and the chunk's index."""
-        return self._chunks
-
-    @functools.cached_property
-    def _chunks(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self._stored[key])]
+        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.source.weights[key])]
 
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
         key, index = self.chunks[number]
-        array = self._stored[key]
+        array = self.source.weights[key]
         return unpack(array, index, place, summed=array in self.summed)
 
     @property
     def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
-        return [(self._stored[key], index) for key, index in self.chunks]
+        return [(self.source.weights[key], index) for key, index in self.chunks]
 
     @property
     def thread_bytes(self) -> int:
@@ -212,7 +201,7 @@ class Export(ComparesSource, ToRelease):
         """The stored key of a weight, and that of its scales; what is taken from the release has none."""
         key = self.plan.arrays[array].key
         names = (key, self.source.tree.scales.get(key, key)) if key in self.encodings else ()
-        return [self._stored[name].key for name in dict.fromkeys(names)]
+        return [self.source.weights[name].key for name in dict.fromkeys(names)]
 
     def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         return {**self.compare_reads(staging, ledger), **odd_values.not_finite_of(ledger)}
@@ -246,7 +235,7 @@ class Export(ComparesSource, ToRelease):
         encoding = self.encodings[key]
         if key not in self.unpacked:
             return encoding
-        files = UnpackedArray(self._stored[key], place.url)
+        files = UnpackedArray(self.source.weights[key], place.url)
         return ScaledArray(files, encoding.scale) if isinstance(encoding, ScaledArray) else files
 
     def settled(self) -> list[Any]:

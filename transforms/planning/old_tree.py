@@ -7,6 +7,7 @@ import functools
 from collections.abc import Container, Mapping
 
 from weightbeam.formats.orbax import TEXT, leaves
+from weightbeam.formats.orbax.metadata import path_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.plan import is_float
 from weightbeam.model_mappings.rules import PARAMS
@@ -76,7 +77,7 @@ class OldTree:
         for entry in () if self.params_only else self.source.metadata["tree_metadata"].values():
             about = entry["value_metadata"]
             if about.get("skip_deserialize") or about.get("value_type") == TEXT:
-                found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+                found.append(path_of(entry))
         return found
 
     @property

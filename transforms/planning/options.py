@@ -5,7 +5,7 @@
         ─────────  ───           ──────────────────────────────────────────────────     ────  ─────────────────────────
         name       type          help                                                   default  reader, by name in `KINDS`
 
-The command line (`pipelines/arguments/`), the API's signatures and their docstrings, the check of keywords
+The command line (`pipelines/terminal/arguments/`), the API's signatures and their docstrings, the check of keywords
 (`pipelines/terminal/keywords.py`), the targets in `watch.yaml`, Dataflow's template and `weightbeam/__init__.pyi` follow from
 these. So a new option is one line here. A plan keeps its options as they are; `hashed` says which of them settle what
 comes out. What changes no byte stands in `Delivery` and its kind. Imports neither numpy nor Beam: `--help` doesn't wait
@@ -413,7 +413,7 @@ class MergeOptions(ReleaseOptions, Excerpt):
     Attributes:
       dequantize: write every quantised weight as its values.
       save_dtype: of these values; None for the model's.
-      quantize: one of `quantizing.FORMATS`: write the weights of linear layers so.
+      quantize: `fp8`: write the weights of linear layers so.
     """
 
     lora: Adapters = option("a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated", ())

@@ -15,7 +15,7 @@ from weightbeam.formats.orbax.copying import copy_spec
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax.state import Surroundings
 from weightbeam.formats.orbax.unpacking import why_whole
-from weightbeam.formats.orbax.zarr import ArraySpec
+from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import tensors_of
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.files import ARCHIVE, edit_archive
@@ -220,31 +220,23 @@ def _codes_only(options: ReshardOptions, arrays: Sequence[Array], source: OrbaxC
         yield Problem("adapter", source.root, f"{coded[0]} is FP8 codes, which nothing can be added to; {way}")
 
 
+@dataclasses.dataclass
 class _Planner:
     """Chooses the chunks of each array, and the way to them."""
 
-    def __init__(
-        self,
-        options: ReshardOptions,
-        source: OrbaxCheckpoint,
-        around: Surroundings,
-        rules: Rules,
-        meshes: Sequence[Mesh],
-        experts: int,
-        kernels: Mapping[str, AdaptedKernel],
-    ):
-        self.options, self.source, self.around, self.rules, self.meshes, self.experts = (
-            options,
-            source,
-            around,
-            rules,
-            meshes,
-            experts,
-        )
-        self.kernels = kernels
-        self.format = format_of(options, source)
-        self.problems: list[Problem] = []
-        self.warnings: list[str] = []
+    options: ReshardOptions
+    source: OrbaxCheckpoint
+    around: Surroundings
+    rules: Rules
+    meshes: Sequence[Mesh]
+    experts: int
+    kernels: Mapping[str, AdaptedKernel]
+    format: Format = dataclasses.field(init=False)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.format = format_of(self.options, self.source)
 
     def way(self, kept: Kept, array: Array) -> Way:
         """The way of an array."""

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings import StoredArray
@@ -43,6 +42,7 @@ from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
@@ -61,7 +61,7 @@ from weightbeam.transforms.planning.options import (
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.planning.tree_model import Model, NewTree, Taken
 
-DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in COMPUTED}
+DTYPES = {name: dtype_named(name) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
 SMALL_CHUNK = 32  # of an adapter: as many of them take the memory of a unit
 
@@ -177,13 +177,9 @@ class Reshard(ComparesSource, Transfer):
             array: f"adapter{roots.index(array.items)}/" for array in large
         }
 
-    @property
+    @functools.cached_property
     def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
         """The chunks to unpack before the first unit: each array and the chunk's index."""
-        return self._chunks
-
-    @functools.cached_property
-    def _chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
         return [(array, index) for array in self.unpacked for index in chunks(array)]
 
     def unpack(self, number: int, place: Store) -> int:

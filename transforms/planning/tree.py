@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.orbax.metadata import path_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.stacking import Held, Moved, Path, RestackError, Stacks, elsewhere, restack, same, unused
@@ -183,10 +184,7 @@ def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
 
 def _metadata(source: OrbaxCheckpoint, arrays: Mapping[Path, Path], bare: Mapping[Path, Path]) -> dict[str, Any]:
     """`tree_metadata`: every leaf as it was, by its new path; arrays without the mesh that they lay on."""
-    before = {
-        tuple(str(key["key"]) for key in entry["key_metadata"]): entry
-        for entry in source.metadata["tree_metadata"].values()
-    }
+    before = {path_of(entry): entry for entry in source.metadata["tree_metadata"].values()}
     found = {}
     for path, like in {**arrays, **bare}.items():
         entry = before[like]

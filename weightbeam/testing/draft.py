@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.model_mappings.drafting import TODO
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import TensorSpec
 
 
@@ -52,7 +50,7 @@ def _of_release(release: HfCheckpoint) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def _spec(dtype: str, *shape: int) -> TensorSpec:
-    return TensorSpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype)), "model.safetensors")
+    return TensorSpec(shape, dtype_named(dtype), "model.safetensors")
 
 
 def read_tree(path: Path | str) -> Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:

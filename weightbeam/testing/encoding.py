@@ -18,7 +18,7 @@ from weightbeam.formats.encodings.table import known
 from weightbeam.formats.release.source import ReleaseTensors, open_source
 from weightbeam.formats.safetensors import open_hf, read_boxes
 from weightbeam.formats.safetensors.header import DTYPE_NAMES
-from weightbeam.model_mappings.boxes import Box, extent, whole
+from weightbeam.model_mappings.boxes import Box, extent, slices, whole
 
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 UNTOUCHED = 77  # what lies in an array before it is decoded into
@@ -121,7 +121,7 @@ def _check_boxes(encoding: Encoding, values: np.ndarray, dtype: np.dtype) -> Non
         _holds(sum(read.nbytes for read in reads) <= total, f"{box} reads more bytes than the whole weight")
         got = _decode(encoding, box, dtype)
         _holds(got.dtype == dtype or encoding.label is None, f"{box} is {got.dtype}, should be {dtype}")
-        _same_bits(got.astype(dtype), wanted[tuple(slice(*span) for span in box)], f"{box} in {dtype}")
+        _same_bits(got.astype(dtype), wanted[slices(box)], f"{box} in {dtype}")
 
 
 def _decode(encoding: Encoding, box: Box, dtype: np.dtype) -> np.ndarray:
