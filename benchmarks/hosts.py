@@ -117,10 +117,7 @@ def convert(source: Path, hosts: int, number: int, options: list[str], phase: Ph
     options = [*options, f"--parallelism={hosts}", f"--job_server_timeout={PATIENCE}"]
     with phase.watched():
         done = subprocess.run(
-            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options],
-            capture_output=True,
-            text=True,
-            check=False,
+            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options], capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

@@ -66,7 +66,7 @@ SIZES: dict[str, dict[str, int]] = {
 ROPES: dict[str, dict[str, object]] = {
     "gpt_oss": dict(
         rope_type="yarn", factor=32, beta_fast=32, beta_slow=1, truncate=False, original_max_position_embeddings=4096
-    ),
+    )
 }
 
 

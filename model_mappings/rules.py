@@ -245,12 +245,7 @@ class Stack:
 
 
 def stack(
-    target: str,
-    source: str,
-    layers: object,
-    table: Sequence[Sequence[Rule]],
-    names: str = "",
-    collection: str = PARAMS,
+    target: str, source: str, layers: object, table: Sequence[Sequence[Rule]], names: str = "", collection: str = PARAMS
 ) -> Stack:
     """A table repeated over layers.
 

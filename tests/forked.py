@@ -94,12 +94,7 @@ class Chosen:
 
 
 def run_tests(
-    root: Path,
-    chosen: Chosen,
-    options: Iterable[str],
-    temp: Path,
-    limit: float,
-    until: float = float("inf"),
+    root: Path, chosen: Chosen, options: Iterable[str], temp: Path, limit: float, until: float = float("inf")
 ) -> Iterator[Event]:
     """Runs tests and yields what happens: `collected`, `started`, `passed`, `skipped`, `failed`, and at last one of
     `ended`, with pytest's status, `crashed`, `late` (a test that has taken more than its limit) and `stopped`.

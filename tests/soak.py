@@ -113,10 +113,7 @@ def bundles_twice(root: Path, times: int) -> Counter[str]:
     that count.
     """
     root.mkdir()
-    source, wanted = (
-        make_release(root / "hf", files=2),
-        reference(LLAMA, random_tensors(LLAMA), BF16),
-    )
+    source, wanted = (make_release(root / "hf", files=2), reference(LLAMA, random_tensors(LLAMA), BF16))
     outputs = [root / f"out{number}" for number in range(times)]
     jobs: list[dict[str, Any]] = [
         dict(arguments=arguments(source, output, "--direct_runner_bundle_repeat=1"), printed=str(root / "printed"))

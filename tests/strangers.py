@@ -78,12 +78,7 @@ def zarr3(values: np.ndarray, codecs: Iterable[Mapping[str, Any]] = (LITTLE,), *
 
 def sharded(chunk: Iterable[int], codecs: Iterable[Mapping[str, Any]] = (LITTLE,), **other: Any) -> dict[str, Any]:
     """The codec of shards."""
-    usual = {
-        "chunk_shape": list(chunk),
-        "codecs": list(codecs),
-        "index_codecs": [LITTLE, CRC],
-        "index_location": "end",
-    }
+    usual = {"chunk_shape": list(chunk), "codecs": list(codecs), "index_codecs": [LITTLE, CRC], "index_location": "end"}
     return {"name": "sharding_indexed", "configuration": usual | other}
 
 

@@ -42,10 +42,7 @@ def merge_release(
     problems += _unlike(renamed, ties, merging)
     return dataclasses.replace(
         merging,
-        encodings={
-            **source.encodings,
-            **{spelled[name]: merging.encodings[name] for name in merging.touched},
-        },
+        encodings={**source.encodings, **{spelled[name]: merging.encodings[name] for name in merging.touched}},
         problems=(*merging.problems, *problems),
         touched={spelled[name]: by for name, by in merging.touched.items()},
         copies=frozenset(spelled[name] for name in merging.copies),

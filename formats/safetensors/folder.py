@@ -29,15 +29,7 @@ from weightbeam.formats.safetensors.header import (
     require,
 )
 from weightbeam.formats.safetensors.kinds import describe_other, snapshot_in
-from weightbeam.formats.storage import (
-    File,
-    LeadsOutError,
-    Store,
-    open_store,
-    read_whole,
-    reason,
-    stretches,
-)
+from weightbeam.formats.storage import File, LeadsOutError, Store, open_store, read_whole, reason, stretches
 from weightbeam.formats.storage.identity import (
     SAMPLE_BYTES,
     SAMPLES,

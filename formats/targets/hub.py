@@ -419,12 +419,7 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
 
     def open_one() -> tuple[str, str]:
         made = hub.create_commit(
-            target.repo,
-            operations,
-            commit_message=title,
-            revision=target.branch,
-            parent_commit=parent,
-            create_pr=True,
+            target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent, create_pr=True
         )
         first = next(iter(_pulls(hub, target, title)), None)
         if first and made.pr_num and first.num < made.pr_num:

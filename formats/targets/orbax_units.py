@@ -93,11 +93,7 @@ def write_unit(
 
 
 def _write(
-    staging: Staging,
-    attempt: str,
-    shards: Sequence[Shard],
-    format: Format,
-    copies: Sequence[EncodedChunk],
+    staging: Staging, attempt: str, shards: Sequence[Shard], format: Format, copies: Sequence[EncodedChunk]
 ) -> None:
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None

@@ -16,13 +16,7 @@ from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToH
 
 @takes(asked=CutOptions, how=ToHub)
 def cut(
-    source: str,
-    output: str,
-    *,
-    asked: CutOptions,
-    how: ToHub,
-    beam: Sequence[str] = (),
-    progress: bool | Report = True,
+    source: str, output: str, *, asked: CutOptions, how: ToHub, beam: Sequence[str] = (), progress: bool | Report = True
 ) -> Merged:
     """Writes a part of a release as a release of its own: the tensors that are kept are its own bytes, codes and scales
     among them, and `config.json` describes them.

@@ -64,16 +64,7 @@ from weightbeam.transforms.planning.options import AUTO, ExportOptions, ToHub
 
 LOG = logging.getLogger("weightbeam")
 # keywords that adapters have no use for
-OF_MODELS = (
-    "save_dtype",
-    "max_shard_size",
-    "lora",
-    "family",
-    "maxtext_config",
-    "tokenizer",
-    "multimodal",
-    "mtp",
-)
+OF_MODELS = ("save_dtype", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer", "multimodal", "mtp")
 GENERATION = "generation_config.json"
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 

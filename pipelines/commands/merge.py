@@ -129,11 +129,7 @@ def rewrite(
 
 
 def plan(
-    source: str,
-    asked: MergeOptions,
-    given: Given | None = None,
-    output: str | None = None,
-    slots: int | None = None,
+    source: str, asked: MergeOptions, given: Given | None = None, output: str | None = None, slots: int | None = None
 ) -> Merge:
     """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots`
     as `plan_merge` has it.

@@ -277,10 +277,7 @@ def _array_items(step: Store) -> list[str]:
 
 
 def find_model(
-    checkpoint: OrbaxCheckpoint,
-    like: str | None,
-    maxtext_config: str | None = None,
-    maxtext_model: str | None = None,
+    checkpoint: OrbaxCheckpoint, like: str | None, maxtext_config: str | None = None, maxtext_model: str | None = None
 ) -> Model:
     """What is known of a checkpoint's model: what the release says that it should be like, or a MaxText configuration;
     else what the checkpoint remembers, or the `maxtext.yml` beside it; else MaxText's model of a name.
@@ -338,11 +335,7 @@ def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None,
 def _tensors(release: HfCheckpoint) -> dict[str, Any]:
     """A release's tensors as a record has them: as they are stored, codes and scales among them."""
     return {
-        name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "file": tensor.path.rpartition("/")[2],
-        }
+        name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "file": tensor.path.rpartition("/")[2]}
         for name, tensor in release.tensors.items()
     }
 

@@ -181,12 +181,9 @@ class Weights:
         how = jax.tree.map(
             lambda shape: self._orbax.ArrayRestoreArgs(sharding=here, dtype=shape.dtype, strict=True), target
         )
-        made = self._reader.restore(
-            self._url,
-            item={"params": target},
-            transforms={},
-            restore_args={"params": how},
-        )["params"]
+        made = self._reader.restore(self._url, item={"params": target}, transforms={}, restore_args={"params": how})[
+            "params"
+        ]
         for below in made.values():
             for name in at:
                 below = below[name]

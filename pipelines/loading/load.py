@@ -139,9 +139,7 @@ def load(
             lambda found: found[0].identity(),
         )
         loading, build = meeting.agree(
-            "arrays",
-            lambda: _prepare(opened, chosen, asked, mesh, most, dequantize),
-            lambda made: made[0].identity(),
+            "arrays", lambda: _prepare(opened, chosen, asked, mesh, most, dequantize), lambda made: made[0].identity()
         )
         return build(loading.run(meeting))
 

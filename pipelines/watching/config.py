@@ -339,8 +339,7 @@ class Run(pydantic.BaseModel):
     like: Annotated[str, Field(min_length=1)] | None = None
     steps: Annotated[InstanceOf[Steps], BeforeValidator(read_steps)] = Steps()
     targets: Annotated[
-        list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]],
-        Field(min_length=1),
+        list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]], Field(min_length=1)
     ] = [RunTarget("hf")]
     keep: Keep | None = None
 

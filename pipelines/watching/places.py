@@ -52,14 +52,7 @@ from weightbeam.formats.targets.hub import (
     publish,
     told,
 )
-from weightbeam.formats.targets.published import (
-    changed_in,
-    missing_in,
-    others_in,
-    record_of,
-    replaced_in,
-    whole_files,
-)
+from weightbeam.formats.targets.published import changed_in, missing_in, others_in, record_of, replaced_in, whole_files
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError

@@ -11,16 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from lazily import lazily
-from support import (
-    assert_same_bits,
-    call,
-    convert,
-    flatten,
-    make_release,
-    read_file,
-    read_tensors,
-    restore,
-)
+from support import assert_same_bits, call, convert, flatten, make_release, read_file, read_tensors, restore
 
 from weightbeam.pipelines.commands.reshard import plan
 from weightbeam.transforms.stages.staged import load

@@ -288,9 +288,7 @@ MODELS = {
     "gemma4-e4b": (
         "Gemma4",
         dict(
-            text_config=BASE | UNEVEN_GEMMA4 | GEMMA4_E4B,
-            vision_config=UNEVEN_GEMMA4_VISION,
-            audio_config=GEMMA4_AUDIO,
+            text_config=BASE | UNEVEN_GEMMA4 | GEMMA4_E4B, vision_config=UNEVEN_GEMMA4_VISION, audio_config=GEMMA4_AUDIO
         ),
         "100KB",
     ),

@@ -60,7 +60,7 @@ def test_the_versions_are_those_that_are_tested(engine: str) -> None:
         images.append(documents("flink")[0]["spec"]["image"])
     tested, told = versions(), set(images)
     assert {image for image in told if "job_server" in image} == {
-        f"apache/beam_{'flink1.19' if engine == 'flink' else 'spark3'}_job_server:{tested['beam']}",
+        f"apache/beam_{'flink1.19' if engine == 'flink' else 'spark3'}_job_server:{tested['beam']}"
     }
     assert {re.split("[:-]", image)[1] for image in told if re.match(rf"(apache/)?{engine}:", image)} == {
         tested[engine]

@@ -259,10 +259,7 @@ def test_a_redirect_to_no_address(
 
 
 def test_a_redirect_to_a_host_that_is_away(
-    hub: FakeHub,
-    files: dict[str, bytes | Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is named, and the hub is asked for another one: who waited for this one alone never ended."""
     assert attempt(files)

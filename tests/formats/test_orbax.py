@@ -77,10 +77,7 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
     OrbaxTarget(SPECS, format, scan_layers=True).assemble(
-        staging,
-        len(units()),
-        {"source": "here", "dropped": {"a": "why", "b": "why"}},
-        overwrite,
+        staging, len(units()), {"source": "here", "dropped": {"a": "why", "b": "why"}}, overwrite
     )
 
 

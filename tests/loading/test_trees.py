@@ -15,17 +15,7 @@ import numpy as np
 import pytest
 from lazily import lazily
 from processes import run
-from support import (
-    BF16,
-    F32,
-    HERE,
-    LLAMA,
-    assert_same_bits,
-    flatten,
-    make_release,
-    random_tensors,
-    reference,
-)
+from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, make_release, random_tensors, reference
 
 import weightbeam as wb
 from weightbeam.model_mappings.trees import twins

@@ -64,12 +64,7 @@ def arrays_of(tree, version):
 def layout_of(tree, version):
     """As a tree's model was built for a version of MaxText."""
     return Layout(
-        scan=tree.scan,
-        mtp=tree.mtp,
-        multimodal=tree.multimodal,
-        model=tree.model,
-        vocab=tree.vocab,
-        maxtext=version,
+        scan=tree.scan, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab, maxtext=version
     )
 
 

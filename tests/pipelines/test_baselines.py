@@ -169,12 +169,7 @@ def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
     wb.export(
         str(made / "llama" / "ckpt"),
         str(tmp_path / "back"),
-        how=ToHub(
-            compared_with=(
-                str(closed),
-                like,
-            )
-        ),
+        how=ToHub(compared_with=(str(closed), like)),
         progress=False,
     )
     assert_as_compared(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[told_of(open_hf(like))])

@@ -80,13 +80,7 @@ def test_help_names_every_option() -> None:
         assert f"--{option} " in convert_help
     for option in {*(each.name for each in (*options_of(Options), *options_of(Token))), "source", "json"}:
         assert f"--{option} " in plan_help
-    for default in (
-        "default: true",
-        "default: bfloat16",
-        "default: 1)",
-        "default: none",
-        "default: 128MiB",
-    ):
+    for default in ("default: true", "default: bfloat16", "default: 1)", "default: none", "default: 128MiB"):
         assert default in convert_help
     assert all(command in help_of() for command in ("convert", "plan", "inspect"))
 
@@ -110,10 +104,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     """
     make_release(tmp_path / "hf")
     arrays = []
-    for name, command in {
-        "a": [WEIGHTBEAM, "convert"],
-        "b": [sys.executable, "-m", "weightbeam", "convert"],
-    }.items():
+    for name, command in {"a": [WEIGHTBEAM, "convert"], "b": [sys.executable, "-m", "weightbeam", "convert"]}.items():
         ran = run(*command, "--source", "hf", "--output", name, cwd=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert re.match(rf".*{name}/0/items: 12 arrays, .* in .* s \(.*/s\)\n", ran.stdout)

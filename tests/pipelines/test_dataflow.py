@@ -29,18 +29,7 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
 from processes import run, wait_until
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
-from support import (
-    LLAMA,
-    LLAMA_8B,
-    call,
-    convert,
-    digests,
-    given,
-    given_arrays,
-    headers_only,
-    make_release,
-    restore,
-)
+from support import LLAMA, LLAMA_8B, call, convert, digests, given, given_arrays, headers_only, make_release, restore
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at

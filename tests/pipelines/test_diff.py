@@ -10,19 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
-from support import (
-    BF16,
-    DEEPSEEK,
-    F32,
-    LLAMA,
-    QWEN3_MOE,
-    call,
-    convert,
-    make_release,
-    random_tensors,
-    save,
-    split,
-)
+from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save, split
 from trained import SHARED, trained_like
 
 import weightbeam

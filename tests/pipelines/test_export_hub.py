@@ -31,12 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints of one shape."""
     root = tmp_path_factory.mktemp("made")
     return [
-        convert(
-            make_release(root / name, seed=seed),
-            root / f"ckpt-{name}",
-            "--maxtext_model",
-            "llama2-7b",
-        )
+        convert(make_release(root / name, seed=seed), root / f"ckpt-{name}", "--maxtext_model", "llama2-7b")
         for seed, name in enumerate("ab")
     ]
 

@@ -17,17 +17,7 @@ from faults import EXPORTING, STAGES, arguments, is_published, kill, run_jobs
 from hostile import snapshot
 from lazily import lazily
 from soak import OVERLAPPING, bundles_twice, kill_and_resume
-from support import (
-    BF16,
-    LLAMA,
-    assert_same_bits,
-    call,
-    convert,
-    make_release,
-    random_tensors,
-    reference,
-    restore,
-)
+from support import BF16, LLAMA, assert_same_bits, call, convert, make_release, random_tensors, reference, restore
 
 ocp = lazily("orbax.checkpoint")
 

@@ -1128,12 +1128,7 @@ class Followed:
     """A run of asynchronous saves with `max_to_keep=2`, and a watcher that publishes its steps at a place."""
 
     def __init__(
-        self,
-        place: str,
-        folder: Path,
-        model: tuple[Path, dict[str, Any]],
-        hub: FakeHub,
-        gcs: FakeGcs,
+        self, place: str, folder: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs
     ) -> None:
         self.place, self.folder, self.like, self.hub, self.gcs = place, folder, model[0], hub, gcs
         self.rng, self.run = random.Random(pairs.SEED), folder / "run" / "checkpoints"
@@ -1373,11 +1368,7 @@ def test_what_will_never_be_a_run(
 
 
 def test_places_are_looked_at_first(
-    model: tuple[Path, dict[str, Any]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    gcs: FakeGcs,
-    hub: FakeHub,
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], gcs: FakeGcs, hub: FakeHub
 ) -> None:
     """By a dry run, too, which writes nothing: a token that may only read, a file in a folder's place, a bucket that
     isn't there, the run's own folder by another name; and the records, where all else lies elsewhere.

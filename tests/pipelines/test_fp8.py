@@ -91,11 +91,7 @@ CASES: dict[str, tuple[tuple[int, int], np.dtype, Place, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    each(list(CASES), [BF16, F32]),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), each(list(CASES), [BF16, F32]), ids=str)
 def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtype) -> None:
     """Every array of a DeepSeek-V3, whatever the blocks, the scales' dtype and file, and the units."""
     block, scale_dtype, place, options = CASES[name]

@@ -12,16 +12,7 @@ import apache_beam as beam
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from support import (
-    DEEPSEEK,
-    convert,
-    digests,
-    given,
-    given_arrays,
-    headers_only,
-    make_release,
-    restore,
-)
+from support import DEEPSEEK, convert, digests, given, given_arrays, headers_only, make_release, restore
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at

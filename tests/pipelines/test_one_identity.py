@@ -153,8 +153,7 @@ COMMANDS = {
         ("hf/tokenizer.json", "hf/README.md", "hf/config.json", "lora/adapter_config.json"),
     ),
     "materialize": Command(
-        "materialize --checkpoint {virtual} --output {out}",
-        ("virtual/0/items/source/model-00002*",),
+        "materialize --checkpoint {virtual} --output {out}", ("virtual/0/items/source/model-00002*",)
     ),
     "merge": Command(
         "merge {hf} {out} --lora {lora}",

@@ -316,8 +316,7 @@ def stop(self: BucketStaging, name: str, data: bytes, put=BucketStaging.put) -> 
 
 @pytest.mark.parametrize("place", ["bucket"], indirect=True)
 @pytest.mark.parametrize(
-    ("stopped", "names"),
-    [("before", ("README.md", "config.json", "model.safetensors")), ("behind", ("config.json",))],
+    ("stopped", "names"), [("before", ("README.md", "config.json", "model.safetensors")), ("behind", ("config.json",))]
 )
 def test_another_model_where_an_export_was_stopped(
     checkpoint: Path,

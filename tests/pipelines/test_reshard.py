@@ -16,17 +16,7 @@ import warm
 import yaml
 from lazily import lazily
 from pairs import each
-from support import (
-    LLAMA,
-    assert_same_bits,
-    call,
-    convert,
-    digest,
-    digests,
-    given,
-    make_release,
-    restore,
-)
+from support import LLAMA, assert_same_bits, call, convert, digest, digests, given, make_release, restore
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
@@ -456,14 +446,7 @@ def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
 )
 def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], layout: str) -> None:
     """Load amplification 1.0 on each mesh that was asked for, from chunks that were for another one."""
-    convert(
-        make_release(tmp_path / "hf"),
-        tmp_path / "ckpt",
-        "--maxtext_model",
-        "llama2-7b",
-        "--mesh",
-        "fsdp=32",
-    )
+    convert(make_release(tmp_path / "hf"), tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--mesh", "fsdp=32")
     options = ("--scan_layers", layout, *(word for mesh in meshes for word in ("--mesh", mesh)))
     step = reshard(tmp_path / "ckpt", tmp_path / "out", *options)
     axes, rules = json.loads((step / "conversion.json").read_text())["axes"], model_rules("llama2-7b")

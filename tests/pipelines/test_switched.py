@@ -321,11 +321,7 @@ def whole_folder(source: Path) -> None:
 @pytest.mark.parametrize("exchange", [one_by_one, whole_folder])
 @pytest.mark.parametrize("command", ["convert", "export", "cut"])
 def test_a_release_that_is_exchanged_while_it_is_planned_with(
-    command: str,
-    exchange: Callable[[Path], None],
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, exchange: Callable[[Path], None], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each file that is opened: all small files are of one release, or the command refuses."""
     for number, name in enumerate(("one", "two")):

@@ -14,15 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from lazily import lazily
-from support import (
-    F32,
-    assert_same_bits,
-    call,
-    convert,
-    make_release,
-    read_tensors,
-    restore,
-)
+from support import F32, assert_same_bits, call, convert, make_release, read_tensors, restore
 
 from weightbeam.formats.orbax import find_items, open_arrays
 

@@ -86,10 +86,7 @@ FAULTS = {  # what is planted -> how, and what names it
         edited("model.safetensors.index.json", "metadata", "total_size", value=7),
         "model.safetensors.index.json",
     ),
-    "no index": (
-        lambda release: (release / "model.safetensors.index.json").unlink(),
-        "model.safetensors.index.json",
-    ),
+    "no index": (lambda release: (release / "model.safetensors.index.json").unlink(), "model.safetensors.index.json"),
 }
 
 

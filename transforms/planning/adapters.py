@@ -155,11 +155,7 @@ def is_adapter(source: OrbaxCheckpoint) -> bool:
 
 
 def plan_adapter(
-    source: OrbaxCheckpoint,
-    like: Like,
-    alpha: float | None = None,
-    model: str | None = None,
-    axis: int | None = None,
+    source: OrbaxCheckpoint, like: Like, alpha: float | None = None, model: str | None = None, axis: int | None = None
 ) -> AdapterExport:
     """Plans the export of an adapter.
 

@@ -12,10 +12,7 @@ from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS, Config
 from weightbeam.model_mappings.configuration import lookup
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
 from weightbeam.model_mappings.plan import Problem, expand, key_of
-from weightbeam.transforms.cutting.quantizing import (
-    Given,
-    quantization_config,
-)
+from weightbeam.transforms.cutting.quantizing import Given, quantization_config
 from weightbeam.transforms.planning.export_state import (
     ExportDrops,
     ExportFit,
@@ -26,9 +23,7 @@ from weightbeam.transforms.planning.export_state import (
     made_of,
 )
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.layouts import (
-    EMBEDDING,
-)
+from weightbeam.transforms.planning.layouts import EMBEDDING
 from weightbeam.transforms.planning.options import CODED
 from weightbeam.transforms.planning.text_model import has_towers, text_class
 

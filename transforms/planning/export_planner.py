@@ -88,11 +88,7 @@ from weightbeam.transforms.planning.export_state import (
     made_of,
 )
 from weightbeam.transforms.planning.exporting import DTYPES, Export, Like
-from weightbeam.transforms.planning.layouts import (
-    MTP,
-    TOWERS,
-    maxtext_of,
-)
+from weightbeam.transforms.planning.layouts import MTP, TOWERS, maxtext_of
 from weightbeam.transforms.planning.options import ExportOptions, options_from
 
 

@@ -184,10 +184,7 @@ def _already_quantized(checkpoint: HfCheckpoint, source: ReleaseTensors) -> list
 
 
 def _encodings(
-    checkpoint: HfCheckpoint,
-    touched: Mapping[str, Encoding],
-    decoded: Collection[str],
-    replaced: Collection[str],
+    checkpoint: HfCheckpoint, touched: Mapping[str, Encoding], decoded: Collection[str], replaced: Collection[str]
 ) -> dict[str, Encoding]:
     """How each tensor that is written is stored, in the release's order; a weight stands where its codes do, if the
     release has none of its name.

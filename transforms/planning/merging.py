@@ -20,11 +20,7 @@ from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.files import FileLayout
-from weightbeam.transforms.cutting.quantizing import (
-    REASON,
-    Given,
-    recipe_for,
-)
+from weightbeam.transforms.cutting.quantizing import REASON, Given, recipe_for
 from weightbeam.transforms.cutting.row_blocks import itself
 from weightbeam.transforms.cutting.rows import VALUES
 from weightbeam.transforms.cutting.units import Fetch, Unit

@@ -39,14 +39,7 @@ from weightbeam.transforms.cutting.grid import (
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.planning.adapting import MaxTextAdapter, adapt, beside
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.options import (
-    CODED,
-    FULL,
-    KEEP,
-    PARAMS,
-    ReshardOptions,
-    options_from,
-)
+from weightbeam.transforms.planning.options import CODED, FULL, KEEP, PARAMS, ReshardOptions, options_from
 from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
 from weightbeam.transforms.planning.tree import make_tree
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken

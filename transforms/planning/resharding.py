@@ -50,14 +50,7 @@ from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.units import Unit, expand_unit
 from weightbeam.transforms.planning.adapting import Adapted, MaxTextAdapter
-from weightbeam.transforms.planning.options import (
-    COMPUTED,
-    FULL,
-    KEEP,
-    Delivery,
-    ReshardOptions,
-    hashed,
-)
+from weightbeam.transforms.planning.options import COMPUTED, FULL, KEEP, Delivery, ReshardOptions, hashed
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.planning.tree_model import Model, NewTree, Taken
 
