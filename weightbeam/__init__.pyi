@@ -103,18 +103,18 @@ def convert(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
-        quantised, as weightbeam.quantize does.
+      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
+        float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
-      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
-        of August.
+      maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
+        August 2026.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.
-      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
-        them, reading the files once more.
+      check_source: compare the source's bytes with the hashes that its store states: auto: on the way, where a bucket
+        does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
@@ -126,8 +126,8 @@ def convert(
         workers are known).
       step: the step under which the checkpoint is written.
       virtual: refer to the source's files for every array that lies in them already.
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       resume: go on with what a stopped command staged.
       overwrite: replace what is there, or throw away what a stopped command staged.
@@ -177,8 +177,8 @@ def cut(
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       family: the table that says where layers and experts are (default: by config.json).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       resume: go on with what a stopped command staged.
@@ -226,8 +226,8 @@ def dequantize(
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       save_dtype: dtype of the values (default: what config.json says).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       resume: go on with what a stopped command staged.
@@ -323,8 +323,8 @@ def export(
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as like=, else 5GB).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       like: the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://.
       save_dtype: dtype of every float tensor; auto: as like= has it, without a release bfloat16; float8_e4m3fn: FP8
         codes and scales of the checkpoint as they are.
@@ -332,7 +332,7 @@ def export(
       param_scan_axis: where the layers are stacked, where the shapes fit several axes.
       step: which step, where the root has several.
       lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
-      lora_alpha: of an adapter that MaxText trained, where its metadata don't say it.
+      lora_alpha: alpha of an adapter that MaxText trained, if its metadata lack it.
       family: the table: one of ours, an installed package's or a file of your own (default: by config.json).
       maxtext_config: a MaxText configuration (.yml) to make config.json of, for a model without a release.
       tokenizer: a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken.
@@ -556,18 +556,18 @@ def maxtext_config(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
-        quantised, as weightbeam.quantize does.
+      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
+        float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
-      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
-        of August.
+      maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
+        August 2026.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.
-      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
-        them, reading the files once more.
+      check_source: compare the source's bytes with the hashes that its store states: auto: on the way, where a bucket
+        does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
@@ -579,8 +579,8 @@ def maxtext_config(
         workers are known).
       step: the step under which the checkpoint is written.
       virtual: refer to the source's files for every array that lies in them already.
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
 
     Returns:
@@ -627,8 +627,8 @@ def merge(
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
       family: the table whose spellings of names count (default: by config.json).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
@@ -696,18 +696,18 @@ def plan(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: with save_dtype= float8_e4m3fn: make codes and scales of the linear layers of a release that isn't
-        quantised, as weightbeam.quantize does.
+      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
+        float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
-      maxtext: the version of MaxText whose tree and names of axes are written: that of the package index, or a commit
-        of August.
+      maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
+        August 2026.
       family: the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json).
       vocab_size: rows of MaxText's embedding: more pads with zeros, fewer cuts.
       mtp: convert the multi-token-prediction layers too.
-      check_source: compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of
-        them, reading the files once more.
+      check_source: compare the source's bytes with the hashes that its store states: auto: on the way, where a bucket
+        does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
       lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
@@ -719,8 +719,8 @@ def plan(
         workers are known).
       step: the step under which the checkpoint is written.
       virtual: refer to the source's files for every array that lies in them already.
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       workers: simulate it on N workers, such as 1,10,100: time and cost, on Dataflow or --runner's cluster.
       worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
@@ -778,8 +778,8 @@ def quantize(
       max_shard_size: bytes of tensors in a file, such as 5GB (default: as source=).
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       format: what the weights of linear layers become.
       like: a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export.
       lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
@@ -864,9 +864,9 @@ def reshard(
         workers are known).
       step: which step, where the source has several; and the one that is written (default: the source's).
       lora: an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated.
-      lora_alpha: of an adapter whose metadata don't say it.
-      full_paths: how records and cards name sources: true: by full paths; false: by names alone (default: full paths in
-        a folder, names on the hub, names of this machine's folders in gs://).
+      lora_alpha: alpha of an adapter that MaxText trained, if its metadata lack it.
+      full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
+        paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       like: a release of the model, if the checkpoint doesn't remember one: its table names axes and layers.
       maxtext_config: the run's MaxText configuration (.yml), in place of like=.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
@@ -912,13 +912,13 @@ def verify(
       beam: Beam's options, as on the command line.
       progress: shown on standard error, told to a callback, or False for neither.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
-      like: of an export: the release that its towers were taken from, where it isn't where the export says.
+      like: of an export: the release that its towers were taken from, if it has moved since.
       accept: of an export: a field of config.json, or another small file, that may be another than the export wrote.
-      lora: an adapter that was merged, where it isn't where the checkpoint says.
+      lora: an adapter that was merged, if it has moved since.
       sample: compare only this share of each array's tensors, such as 0.05, but one at least.
       maxtext_model: the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it.
-      scan_layers: whether layers are stacked.
-      param_scan_axis: where the stacked axis is (default: 1).
+      scan_layers: whether layers are stacked (default: as the checkpoint says).
+      param_scan_axis: where the stacked axis is (default: as the checkpoint says).
       family: the table; a file of your own has to be named, also where the checkpoint names it (default: the
         checkpoint's).
 

@@ -208,8 +208,8 @@ def taken(kind: type[Kind], options: Any, **said: Any) -> Kind:
 # --- what stands in several commands ----------------------------------------------------------------------------------
 
 PATHS_HELP = (
-    "how records and cards name sources: true: by full paths; false: by names alone (default: full paths in a folder, "
-    "names on the hub, names of this machine's folders in gs://)"
+    "whether records and model cards name sources by their full paths, or by their names alone (default: paths in a "
+    "folder, names on the hub; in gs:// names for what lies in this machine's folders)"
 )
 UNITS_HELP = (
     "bound on the memory of one unit of work, such as 64M "
@@ -220,11 +220,12 @@ SOURCE_HELP = "config.json and the safetensors files: a folder, gs://bucket/fold
 FAMILY_HELP = "the table; a file of your own has to be named, also where the checkpoint names it (default: the checkpoint's)"
 RULES_HELP = "your logical_axis_rules, as for convert"
 TOWERS_HELP = "true: with vision and audio towers, those of --like where the checkpoint has none; false: the language model alone"
+ALPHA_HELP = "alpha of an adapter that MaxText trained, if its metadata lack it"
 OF_CHECKPOINTS = "of an Orbax checkpoint"
 LAYERS_HELP = "with --like's multi-token-prediction layers where the checkpoint has none"
 OUTPUT = "output"
 
-GROUPS = ("what is converted", "what is written", "", "layout", "storage", "simulation", OUTPUT)  # headings of help pages
+GROUPS = ("what is read", "what is written", "", "layout", "storage", "simulation", OUTPUT)  # headings of help pages
 _what, _written, _, _layout, _storage, _simulated, _output = (functools.partial(option, group=each) for each in GROUPS)
 Adapters = tuple[tuple[str, float], ...]  # URL, and what its deltas are multiplied by
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]  # what the file says
@@ -304,16 +305,16 @@ class Options(Excerpt):
     param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
     save_dtype: str = _layout(f"dtype of every float array; computed in float32, cast once. {CODED}: FP8 weights stay codes, "
                               "each with its scales beside it, and everything else in its own dtype", "bfloat16", choices=(*COMPUTED, CODED))
-    quantize: str | None = _what(f"with --save_dtype {CODED}: make codes and scales of the linear layers of a release that isn't quantised, as weightbeam quantize does")
+    quantize: str | None = _what(f"fp8: quantise the linear layers on the way, as weightbeam quantize does; needs --save_dtype {CODED}")
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
     sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")
-    maxtext: str = _what("the version of MaxText whose tree and names of axes are written: that of the package index, or a commit of August", DEFAULT, choices=VERSIONS)
+    maxtext: str = _what("the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in August 2026", DEFAULT, choices=VERSIONS)
     family: str | None = _what("the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
     vocab_size: int | None = _what("rows of MaxText's embedding: more pads with zeros, fewer cuts")
     mtp: bool = _what("convert the multi-token-prediction layers too", False)
-    check_source: str = _what("compare the source's bytes with their known hashes: auto those of a bucket on their way, "
-                              "true all of them, reading the files once more", "auto")
+    check_source: str = _what("compare the source's bytes with the hashes that its store states: auto: on the way, where a bucket does; "
+                              "true: all of them, in a read of their own; false: none", "auto")
     allow_links: bool = _what("take files of the source that are links to another folder", False)
     multimodal: bool = _what("convert the vision and audio towers too", False)
     lora: Adapters = _what("a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated", ())
@@ -363,7 +364,7 @@ class ReshardOptions:
     unit_bytes: int = _storage(UNITS_HELP, UNIT_BYTES)
     step: int | None = _written("which step, where the source has several; and the one that is written (default: the source's)")
     lora: Adapters = _written("an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated", (), metavar="CKPT[,WEIGHT]")
-    lora_alpha: float | None = _written("of an adapter whose metadata don't say it")
+    lora_alpha: float | None = _written(ALPHA_HELP)
     full_paths: bool | None = _storage(PATHS_HELP)
     like: str | None = _layout("a release of the model, if the checkpoint doesn't remember one: its table names axes and layers", settles=False)
     maxtext_config: str | None = _layout("the run's MaxText configuration (.yml), in place of --like", settles=False)
@@ -397,7 +398,7 @@ class ExportOptions(ReleaseOptions):
     max_shard_size: int | None = option("bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
     step: int | None = option("which step, where the root has several", settles=False)
     lora: Adapters = option(LORA_HELP, ())
-    lora_alpha: float | None = option("of an adapter that MaxText trained, where its metadata don't say it", settles=False)
+    lora_alpha: float | None = option(ALPHA_HELP, settles=False)
     family: str | None = option("the table: one of ours, an installed package's or a file of your own (default: by config.json)")
     maxtext_config: str | None = option("a MaxText configuration (.yml) to make config.json of, for a model without a release", settles=False)
     tokenizer: str | None = option("a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken", settles=False)
@@ -467,13 +468,13 @@ class Simulation:
 class VerifyOptions(Token):
     """Of a comparison of a checkpoint with its source; None for what the checkpoint says."""
 
-    like: str | None = option("of an export: the release that its towers were taken from, where it isn't where the export says")
+    like: str | None = option("of an export: the release that its towers were taken from, if it has moved since")
     accept: tuple[str, ...] = option("of an export: a field of config.json, or another small file, that may be another than the export wrote", ())
-    lora: Adapters = option("an adapter that was merged, where it isn't where the checkpoint says", ())
+    lora: Adapters = option("an adapter that was merged, if it has moved since", ())
     sample: float = option("compare only this share of each array's tensors, such as 0.05, but one at least", 1.0)
     maxtext_model: str | None = option("the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
-    scan_layers: bool | None = option("whether layers are stacked")
-    param_scan_axis: int | None = option("where the stacked axis is (default: 1)")
+    scan_layers: bool | None = option("whether layers are stacked (default: as the checkpoint says)")
+    param_scan_axis: int | None = option("where the stacked axis is (default: as the checkpoint says)")
     family: str | None = option(FAMILY_HELP)
 
 

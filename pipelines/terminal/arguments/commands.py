@@ -44,8 +44,8 @@ class PlanShell:
     """Of a plan, at the shell only: a function returns it as a value."""
 
     maxtext_config: str | None = option("write maxtext.yml; - is standard output, and nothing else is printed")
-    resume: bool = option("of a conversion that goes on there", False)
-    overwrite: bool = option("of a conversion that replaces what is there", False)
+    resume: bool = option("plan as for convert --resume", False)
+    overwrite: bool = option("plan as for convert --overwrite", False)
     load: bool = option("say how weightbeam.load would read it onto each --mesh", False, **TRUTH)
     hosts: int | None = option(
         "hosts that share the devices of a mesh, for --load; one for each device unless said",
@@ -69,7 +69,7 @@ class RunOptions:
         metavar=None,
     )
     on_nan: str | None = option(
-        "of --run: what becomes of a step with NaN or infinities: nothing; it is published, but not made the newest (the default); the newest",
+        "of --run: a step with NaN or infinities: hold: isn't published; publish: is, but not as the newest (the default); newest: is, like any other",
         choices=("hold", "publish", "newest"),
     )
     save_dtype: str | None = option("of --run: as for export or reshard", metavar="DTYPE")
@@ -209,13 +209,13 @@ COMMANDS = {
     for command in (
         Command(
             "convert", "convert a release into an Orbax checkpoint", texts.CONVERT, "SOURCE OUTPUT [options]",
-            _place("source", SOURCE_HELP, "what is converted") | _to(f"where the checkpoint goes: {_FOLDER}; it must not hold that step yet"),
+            _place("source", SOURCE_HELP, "what is read") | _to(f"where the checkpoint goes: {_FOLDER}; it must not hold that step yet"),
             (Options, Linking), progress=True,
         ),
         Command(
             "plan", "say what a conversion would do, and every problem", texts.PLAN,
             "SOURCE [OUTPUT] [options]\n       weightbeam plan COMMAND … [options]",
-            _place("source", SOURCE_HELP, "what is converted") | _to("where the checkpoint would go"),
+            _place("source", SOURCE_HELP, "what is read") | _to("where the checkpoint would go"),
             (Options, Token, Simulation), (PlanShell,),
         ),
         Command(
