@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +18,7 @@ from weightbeam.formats.storage.local import write_file
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import say_above_bar
+from weightbeam.pipelines.terminal.streams import is_missing
 
 if TYPE_CHECKING:
     from weightbeam.pipelines.terminal.shown import Shown
@@ -89,34 +90,45 @@ def check_written(args: argparse.Namespace) -> None:
         value if isinstance(value, list) else [value] for name, value in vars(args).items() if name not in written
     ]
     places = [place for place in itertools.chain(*others) if isinstance(place, str) and place]
-    problems, taken = [], dict[Path, str]()
-    for option in sorted(written):
-        file = getattr(args, option, None)
-        if not file:
-            continue
-        if file == STDOUT:
-            if (other := taken.setdefault(Path(STDOUT), option)) != option:
-                problems.append(f"--{option}=-: goes to standard output, as --{other} does; name a file")
-            continue
-        path = Path(os.path.realpath(file))
-        if (other := taken.setdefault(path, option)) != option and (path.is_file() or not path.exists()):
-            problems.append(f"--{option}={file}: is the file of --{other}; name another")
-        elif option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
-            problems.append(f"--{option}={file}: {why}")
-        elif path.is_file() and (
-            there := next((place for place in places if path.is_relative_to(os.path.realpath(place))), None)
-        ):
-            problems.append(f"--{option}={file}: is a file of {there}, and would be changed; name another")
-        elif isinstance(output := getattr(args, "output", None), str) and path == Path(os.path.realpath(output)):
-            problems.append(f"--{option}={file}: is where the result goes; name another")
-        elif path.is_file() and path.stat().st_nlink > 1:
-            problems.append(
-                f"--{option}={file}: has another name, too (a hard link), which would be changed; name another file"
-            )
-        elif whole := next(filter(None, map(_holder, {path, Path(os.path.abspath(file))})), None):
-            problems.append(f"--{option}={file}: lies in {whole}, which would be changed; name another")
+    taken: dict[Path, str] = {}
+    output = getattr(args, "output", None)
+    problems = [
+        f"--{option}={file}: {why}"
+        for option in sorted(written)
+        if (file := getattr(args, option, None)) and (why := _why_not_written(option, file, taken, places, output))
+    ]
     if problems:
         raise Refused("\n".join(problems))
+
+
+def _why_not_written(option: str, file: str, taken: dict[Path, str], read: Sequence[str], output: object) -> str | None:
+    """Why an option can't write a file; None where it can.
+
+    Args:
+      taken: the options before, by their files; gets this one.
+      read: what other options name.
+      output: where the result goes.
+    """
+    if file == STDOUT:
+        if (other := taken.setdefault(Path(STDOUT), option)) != option:
+            return f"goes to standard output, as --{other} does; name a file"
+        return "standard output is closed; name a file" if is_missing(sys.stdout) else None
+    path = Path(os.path.realpath(file))
+    if (other := taken.setdefault(path, option)) != option and (path.is_file() or not path.exists()):
+        return f"is the file of --{other}; name another"
+    if option != "save_logits" and (why := why_unwritable(file)):  # which the command tells with all else
+        return why
+    if path.is_file() and (
+        there := next((place for place in read if path.is_relative_to(os.path.realpath(place))), "")
+    ):
+        return f"is a file of {there}, and would be changed; name another"
+    if isinstance(output, str) and path == Path(os.path.realpath(output)):
+        return "is where the result goes; name another"
+    if path.is_file() and path.stat().st_nlink > 1:
+        return "has another name, too (a hard link), which would be changed; name another file"
+    if whole := next(filter(None, map(_holder, {path, Path(os.path.abspath(file))})), None):
+        return f"lies in {whole}, which would be changed; name another"
+    return None
 
 
 def _holder(path: Path) -> str | None:

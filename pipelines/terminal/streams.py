@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 
 def stop_at_once(status: int) -> NoReturn:
@@ -16,6 +16,11 @@ def stop_at_once(status: int) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, b"\nweightbeam: stopped\n")
     os._exit(status)
+
+
+def is_missing(stream: TextIO) -> bool:
+    """Whether a stream was closed when the command began, and `prepare_streams` put one in its place that leads nowhere."""
+    return getattr(stream, "name", None) == os.devnull
 
 
 def prepare_streams() -> None:

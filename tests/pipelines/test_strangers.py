@@ -99,6 +99,14 @@ def test_a_narrow_encoding(source: Path, command: str, encoding: str) -> None:
     assert b"embed" in ran.stdout
 
 
+def test_a_result_for_a_closed_stream_is_refused(source: Path) -> None:
+    """Not lost with status 0."""
+    script = f"{sys.executable} -m weightbeam.pipelines.cli inspect {source} --json - >&-"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "--json=-: standard output is closed; name a file" in ended.stderr
+
+
 @pytest.mark.parametrize("closed", some(["2>&-", ">&-", "<&-", ">&- 2>&-"], 2))
 def test_closed_streams(source: Path, tmp_path: Path, closed: str) -> None:
     """The exit status is right, and nothing that is printed gets into a file that is open under that number."""
