@@ -22,7 +22,7 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse, refuse_unknown
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.shell import check_written, messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
@@ -155,10 +155,10 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
                     print(end="", flush=True)  # now, where a reader that is gone is looked after
                 interrupts.over = True
                 return status
-        except RefusedError as e:
+        except Refused as e:
             told("refused", e)
             return 2
-        except FailedError as e:
+        except Failed as e:
             told("failed", e)
             return 1
         except BrokenPipeError:  # the reader of our output has seen enough

@@ -17,7 +17,7 @@ from weightbeam.pipelines.running.slots import slots_of, worker_of
 from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
 from weightbeam.pipelines.terminal import report, tables
 from weightbeam.pipelines.terminal.arguments.parser import command_line
-from weightbeam.pipelines.terminal.errors import BusyError, Refused, reworded
+from weightbeam.pipelines.terminal.errors import Busy, Refused, reworded
 from weightbeam.pipelines.terminal.keywords import arguments_of, asked_of, takes
 from weightbeam.pipelines.terminal.shell import STDOUT, say, write_json, write_text
 from weightbeam.pipelines.terminal.shown import Shown
@@ -243,7 +243,7 @@ def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
     place = find_place(made.conversion, args.output)
     try:
         found = check_output(place, made.conversion, asked_of(args, Linking if hasattr(args, "link") else Delivery))
-    except BusyError as e:
+    except Busy as e:
         found = [Problem("output", str(place.final), str(e.__cause__))]
     return dataclasses.replace(made, against=tuple(found))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 
 if TYPE_CHECKING:
     import jax
@@ -53,7 +53,7 @@ class Agreement:
       go_on: is called before a vote, and raises where there is no use in it.
 
     Raises:
-      RefusedError: there are several, and they can't have met.
+      Refused: there are several, and they can't have met.
     """
 
     def __init__(self, go_on: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Agreement:
         self._votes: collections.deque[jax.Array] = collections.deque()
         if not self.alone:
             if not jax.distributed.is_initialized():
-                raise RefusedError(
+                raise Refused(
                     f"JAX has {jax.process_count()} processes; call jax.distributed.initialize() in each first, so that they can agree on what they load"
                 )
             self._split, self._largest = _largest(tuple(jax.devices()))
@@ -80,7 +80,7 @@ class Agreement:
         """Says how a step went, and looks at an earlier one.
 
         Raises:
-          AgreedError: it failed in a process: there with the error itself, in all others with a FailedError that says in
+          AgreedError: it failed in a process: there with the error itself, in all others with a Failed that says in
             which, and why.
         """
         if self.alone:
@@ -120,4 +120,4 @@ class Agreement:
             return self.error
         failed = [process for process in range(jax.process_count()) if everyone[process].any()]
         message = bytes(everyone[failed[0]]).rstrip(b"\0").decode(errors="replace")
-        return FailedError(f"process {failed[0]} of {jax.process_count()} failed, so nothing was loaded: {message}")
+        return Failed(f"process {failed[0]} of {jax.process_count()} failed, so nothing was loaded: {message}")

@@ -17,7 +17,7 @@ from weightbeam.formats.encodings.nibbles import decode_rows
 from weightbeam.formats.encodings.scaled import table_of
 from weightbeam.pipelines.loading.coded import CODE, SMALLEST, Coded, Form
 from weightbeam.pipelines.loading.placing import bits
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 
 if TYPE_CHECKING:
     import jax
@@ -118,14 +118,14 @@ def check_devices(wanted: Iterable[tuple[Devices, np.dtype]]) -> None:
     process.
 
     Raises:
-      RefusedError: a device makes other bits of one than the host.
+      Refused: a device makes other bits of one than the host.
     """
     import jax
 
     for devices, dtype in wanted:
         mine = tuple(device for device in devices if device.process_index == jax.process_index())
         if not _have_hosts_bits(mine, dtype):
-            raise RefusedError(
+            raise Refused(
                 f"dequantize=device: {mine[0].device_kind} makes other {dtype.name} of FP8 than the host, and so than a conversion; leave it out"
             )
 

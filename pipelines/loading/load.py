@@ -50,7 +50,7 @@ from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.without_beam import cores
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.transforms.cutting.mesh import axes_in
@@ -103,10 +103,10 @@ def load(
       A tree of `jax.Array`s, in the form of `like` (its keys, shapes, dtypes and shardings); without it nested dicts.
 
     Raises:
-      RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:
+      Refused: before anything is read: there is no such source, or problems stand against it or against `like`:
         all of them; in this process or in another one, or the processes don't mean the same. Or an earlier load broke off
         in the middle of an exchange.
-      FailedError: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
+      Failed: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
 
     Example:
       >>> import jax
@@ -159,19 +159,17 @@ def _asked(
     """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
 
     Raises:
-      RefusedError: they can't be meant, or this process can't count.
+      Refused: they can't be meant, or this process can't count.
     """
     check_arithmetic()
     if not _is_time(timeout):
-        raise RefusedError(f"timeout={timeout!r} should be seconds, more than 0")
+        raise Refused(f"timeout={timeout!r} should be seconds, more than 0")
     if dequantize not in (HOST, DEVICE):
-        raise RefusedError(
+        raise Refused(
             f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
         )
     if like is None and mesh is None:
-        raise RefusedError(
-            "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
-        )
+        raise Refused("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
     asked = read_tree(like) if like is not None else None
     return asked, choose(options), read_options({"unit_bytes": unit_bytes}).unit_bytes
 
@@ -210,12 +208,12 @@ def _open(
     told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
     told.setdefault("multimodal", any(key.startswith(("vision_encoder.", "audio_encoder.")) for key in shapes))
     best: tuple[int, ArraySource, Options] | None = None
-    refused: RefusedError | None = None
+    refused: Refused | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
         chosen = options(told | {"scan_layers": scan})
         try:
             opened = find_source(source, chosen, release=release, values=values)
-        except RefusedError as e:
+        except Refused as e:
             refused = refused or e
             continue
         lacking = len(asked.spelled_as(opened.arrays).keys - opened.arrays.keys())
@@ -240,7 +238,7 @@ def _prepare(
     """The load of what is asked for, and what makes the tree of its arrays.
 
     Raises:
-      RefusedError: the source hasn't what is asked for, or nobody says where it should lie.
+      Refused: the source hasn't what is asked for, or nobody says where it should lie.
     """
     abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
     if mesh is not None:
@@ -292,7 +290,7 @@ class Loading:
       steps: the schedule.
 
     Raises:
-      RefusedError: devices are to decode, and their bits aren't the host's.
+      Refused: devices are to decode, and their bits aren't the host's.
     """
 
     def __init__(self, source: ArraySource, targets: Sequence[RequestedArray], unit_bytes: int = UNIT_BYTES):
@@ -325,7 +323,7 @@ class Loading:
         """Loads everything, once the processes have met; the arrays in the order of the targets.
 
         Raises:
-          FailedError: a file can't be read, or was changed since it was opened; or another process failed.
+          Failed: a file can't be read, or was changed since it was opened; or another process failed.
         """
         import jax
 
@@ -336,7 +334,7 @@ class Loading:
                 STATUS.match(str(e)) and not (meeting.alone or meeting.agreed)
             ):
                 raise self._lost(e, meeting) from e
-            raise FailedError(f"{self.source.url}: {e}") from e
+            raise Failed(f"{self.source.url}: {e}") from e
         dtypes = {key: target.dtype for key, target in self.targets.items()}
         settled = settle(
             arrays,
@@ -349,7 +347,7 @@ class Loading:
         """What is raised for an error of JAX.
 
         Raises:
-          FailedError: it comes of a process that has stopped, or left.
+          Failed: it comes of a process that has stopped, or left.
         """
         import jax
 
@@ -357,7 +355,7 @@ class Loading:
             return error
         if "RESOURCE_EXHAUSTED" not in str(error):  # which is this process's own
             meeting.find_lost()
-        return FailedError(
+        return Failed(
             f"the exchange with the other {jax.process_count() - 1} processes failed; one of them may have stopped: {error}"
         )
 
@@ -538,4 +536,4 @@ class Loading:
 
 def _in_words(error: Exception) -> Exception:
     """What failed, for who loads: nothing is kept of a load that could be started anew."""
-    return FailedError(f"{error.what}; load it again") if isinstance(error, ChangedError) else error
+    return Failed(f"{error.what}; load it again") if isinstance(error, ChangedError) else error

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 from weightbeam.pipelines.loading.agreement import AgreedError
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 
 Made = TypeVar("Made")
 
@@ -79,7 +79,7 @@ class Meeting:
             _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")
         if not self.alone:
             self._beating.join()
-            with contextlib.suppress(FailedError):  # the coordinator is gone
+            with contextlib.suppress(Failed):  # the coordinator is gone
                 self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})
                 if self.process == 0 and isinstance(error, Exception):
                     self._leave_last()
@@ -88,8 +88,8 @@ class Meeting:
         """What process 0 makes, of values that JSON can say: one decides for all.
 
         Raises:
-          RefusedError: it was refused.
-          FailedError: it isn't heard of.
+          Refused: it was refused.
+          Failed: it isn't heard of.
         """
         if self.alone or self.process == 0:
             made = self._made(what, make)
@@ -101,8 +101,8 @@ class Meeting:
         """What each process makes, once all have made it and know the same facts of it.
 
         Raises:
-          RefusedError: one was refused, or has other facts than process 0; with its words.
-          FailedError: one isn't heard of; with its number.
+          Refused: one was refused, or has other facts than process 0; with its words.
+          Failed: one isn't heard of; with its number.
           Exception: the error itself, in the process that has it.
         """
         if self.alone:
@@ -115,12 +115,12 @@ class Meeting:
             told = differences(mine, self._hear(0, f"{what}/0")["yes"])
             self._say(f"{what}/{self.process}", {"no": told} if told else {"yes": {}})
             if told:
-                raise RefusedError(f"{told}; every process has to load the same, by the same arguments")
+                raise Refused(f"{told}; every process has to load the same, by the same arguments")
             outcome = self._hear(0, f"{what}/all")
         if "silent" in outcome:
-            raise FailedError(outcome["silent"])
+            raise Failed(outcome["silent"])
         if "refused" in outcome:
-            raise RefusedError(outcome["refused"])
+            raise Refused(outcome["refused"])
         return made
 
     def until(self, work: Callable[[], Made]) -> Made:
@@ -129,7 +129,7 @@ class Meeting:
         with Gloo for each of its groups of devices.
 
         Raises:
-          FailedError: one isn't heard of, or left with an error; with its number. Or all are there, and none comes further.
+          Failed: one isn't heard of, or left with an error; with its number. Or all are there, and none comes further.
           Exception: of the work.
         """
         if self.alone:
@@ -166,10 +166,10 @@ class Meeting:
         """What the work of `until` calls before it begins an exchange.
 
         Raises:
-          FailedError: this process has left the call.
+          Failed: this process has left the call.
         """
         if self._left.is_set():
-            raise FailedError(f"call {self.number} of load was left")
+            raise Failed(f"call {self.number} of load was left")
         self._begun += 1
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Meeting:
         """Looks for who has stopped or left, where an exchange broke off: which one it was is known a little later.
 
         Raises:
-          FailedError: one has; with its number. Nothing is raised where all are there.
+          Failed: one has; with its number. Nothing is raised where all are there.
         """
         latest = time.monotonic() + self.timeout + BEAT
         while time.monotonic() < latest:
@@ -196,7 +196,7 @@ class Meeting:
         """Looks whether all processes are there, or have left without an error.
 
         Raises:
-          FailedError: one hasn't; with its number.
+          Failed: one hasn't; with its number.
         """
         self._look()
         silent = []
@@ -204,23 +204,23 @@ class Meeting:
             left = _left(sign)
             if left:
                 who = f"process {process} of {self.processes} failed, so nothing was loaded: "
-                raise FailedError(left if left.startswith("process ") else who + left)  # it may have been told, too
+                raise Failed(left if left.startswith("process ") else who + left)  # it may have been told, too
             if left is None and process != self.process and time.monotonic() - since > self.timeout:
                 silent.append(self._silence(_SilentError(process, came=True)))
         if silent:
-            raise FailedError("; ".join(silent))
+            raise Failed("; ".join(silent))
 
     def _check_progress(self) -> None:
         """Looks whether the exchanges come further, now that all processes are there.
 
         Raises:
-          FailedError: they stand still, and not because one reads.
+          Failed: they stand still, and not because one reads.
         """
         if time.monotonic() - self._moved > self.timeout + BEAT:  # a silent one is found before
             there = [(process, sign) for process, (sign, _) in self._heard.items() if _left(sign) is None]
             begun = [(_said(sign).get("begun", 0), process) for process, sign in there]
             (fewest, last), (most, first) = min(begun), max(begun)
-            raise FailedError(
+            raise Failed(
                 f"the exchanges of call {self.number} of load stood still for {self.timeout:,.0f} s, though all "
                 f"{self.processes} processes are there, so nothing was loaded (process {last} has begun {fewest:,} of "
                 f"them, process {first} {most:,}); with timeout=… they wait longer"
@@ -230,11 +230,11 @@ class Meeting:
         """What this process makes; its error is told to the others first.
 
         Raises:
-          RefusedError: it can't exchange any more.
+          Refused: it can't exchange any more.
         """
         try:
             if not self.alone and _BROKEN_OFF:
-                raise RefusedError(f"{_BROKEN_OFF[0]}, for which devices may still wait; start all processes anew")
+                raise Refused(f"{_BROKEN_OFF[0]}, for which devices may still wait; start all processes anew")
             return make()
         except BaseException as e:
             self._say(f"{what}/{self.process}", {"no": _words(e)})
@@ -272,15 +272,15 @@ class Meeting:
         """What a process says.
 
         Raises:
-          RefusedError: that it was refused.
-          FailedError: nothing.
+          Refused: that it was refused.
+          Failed: nothing.
         """
         try:
             said = json.loads(self._wait(process, key))
         except _SilentError as e:
-            raise FailedError(self._silence(e)) from None
+            raise Failed(self._silence(e)) from None
         if "no" in said:
-            raise RefusedError(self._refusal(process, said))
+            raise Refused(self._refusal(process, said))
         return said
 
     def _wait(self, process: int, key: str) -> str:
@@ -322,7 +322,7 @@ class Meeting:
 
     def _beat(self) -> None:
         """Gives signs of this process, and looks for those of the others, until it leaves."""
-        with contextlib.suppress(FailedError):  # the coordinator is gone: who waits for it says so
+        with contextlib.suppress(Failed):  # the coordinator is gone: who waits for it says so
             for number in itertools.count():
                 self._say(f"signs/{self.process}", {"sign": number, "begun": self._begun, "reads": self._reads})
                 self._look()
@@ -352,7 +352,7 @@ class Meeting:
         """Context manager: JAX's coordinator is asked; for one who waits, that a key isn't there yet is JAX's error.
 
         Raises:
-          FailedError: it can't be reached.
+          Failed: it can't be reached.
         """
         from jax.errors import JaxRuntimeError
 
@@ -361,7 +361,7 @@ class Meeting:
         except JaxRuntimeError as e:
             if waits and "DEADLINE_EXCEEDED" in str(e):
                 raise
-            raise FailedError(
+            raise Failed(
                 f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"
             ) from e
 

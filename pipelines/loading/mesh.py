@@ -14,7 +14,7 @@ import numpy as np
 
 from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.loading.schedule import ShardLayout
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.transforms.cutting.mesh import Mesh as MeshSizes
 from weightbeam.transforms.cutting.mesh import MeshError, Rules, axes_in, axes_of, partition_spec
 
@@ -24,38 +24,36 @@ if TYPE_CHECKING:
 
 
 def check_jax() -> None:
-    """Raises `RefusedError` where JAX isn't installed."""
+    """Raises `Refused` where JAX isn't installed."""
     try:
         import jax  # noqa: F401
     except ModuleNotFoundError as e:
-        raise RefusedError(
-            f"JAX is needed for arrays on devices, and {e.name} isn't installed; {install('restore')}"
-        ) from e
+        raise Refused(f"JAX is needed for arrays on devices, and {e.name} isn't installed; {install('restore')}") from e
 
 
 def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
     """The mesh, or the one that `"fsdp=4,tensor=2"` makes of all devices.
 
     Raises:
-      RefusedError: it can't be read, or has another number of devices than there are.
-      FailedError: JAX can't open its devices.
+      Refused: it can't be read, or has another number of devices than there are.
+      Failed: JAX can't open its devices.
     """
     import jax
 
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh
     if not isinstance(mesh, str):
-        raise RefusedError(f"mesh={mesh!r} should be a jax.sharding.Mesh, or a text such as fsdp=4,tensor=2")
+        raise Refused(f"mesh={mesh!r} should be a jax.sharding.Mesh, or a text such as fsdp=4,tensor=2")
     try:
         devices = len(jax.devices())
     except RuntimeError as e:  # in a job of several processes where one ends meanwhile, too
-        raise FailedError(f"JAX's devices can't be opened: {e}") from e
+        raise Failed(f"JAX's devices can't be opened: {e}") from e
     try:
         sizes = MeshSizes.parse(mesh, axes_in(rules), devices)
     except MeshError as e:
-        raise RefusedError(str(e)) from e
+        raise Refused(str(e)) from e
     if sizes.devices != devices:
-        raise RefusedError(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {devices:,}")
+        raise Refused(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {devices:,}")
     auto = (jax.sharding.AxisType.Auto,) * len(sizes.sizes)
     return jax.make_mesh(tuple(sizes.sizes.values()), tuple(sizes.sizes), axis_types=auto)
 

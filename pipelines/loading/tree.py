@@ -18,7 +18,7 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source, values_asked
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, shape_text
 from weightbeam.transforms.cutting.mesh import Rules
@@ -35,12 +35,12 @@ def check(source: ArraySource) -> None:
     """Checks that the files of a source are those that were opened.
 
     Raises:
-      FailedError: one isn't, or is gone.
+      Failed: one isn't, or is gone.
     """
     try:
         source.check()
     except ChangedError as e:
-        raise FailedError(f"{e.what}; open it again") from e
+        raise Failed(f"{e.what}; open it again") from e
 
 
 class LazyArray:
@@ -77,7 +77,7 @@ class LazyArray:
         An axis that a mesh doesn't divide evenly isn't sharded.
 
         Raises:
-          RefusedError: the mesh can't be read, or has another number of devices than there are.
+          Refused: the mesh can't be read, or has another number of devices than there are.
         """
         from weightbeam.pipelines.loading.mesh import check_jax, named_sharding, open_mesh
 
@@ -89,7 +89,7 @@ class LazyArray:
         try:
             (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
         except ChangedError as e:
-            raise FailedError(f"{e.what}; open it again") from e
+            raise Failed(f"{e.what}; open it again") from e
         if values.nbytes >= CHECKED and "://" not in self._source.url and not isinstance(self._source, Orbax):
             check(self._source)
         return values[rest]
@@ -133,7 +133,7 @@ class LazyTree(Shown, Mapping[str, LazyArray]):
         """Checks that the files are those that were opened, all of them, whether a box of them was read or not.
 
         Raises:
-          FailedError: one isn't, or is gone: what was read may be of either.
+          Failed: one isn't, or is gone: what was read may be of either.
         """
         check(self._source)
 
@@ -177,7 +177,7 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       The arrays by their names. An index, in elements, reads that box of one, as numpy.
 
     Raises:
-      RefusedError: there is no such source, or problems stand against it: all of them.
+      Refused: there is no such source, or problems stand against it: all of them.
 
     Example:
       >>> tree = wb.open("models/qwen3")
@@ -186,6 +186,6 @@ def open(source: str, *, as_is: bool = False, release: str | None = None, **opti
       ((64, 2, 128), (64, 128))
     """
     if as_is not in (True, False):
-        raise RefusedError(f"as_is={as_is!r} should be True or False")
+        raise Refused(f"as_is={as_is!r} should be True or False")
     chosen = dataclasses.replace(choose(options), unit_bytes=sys.maxsize)  # who indexes says how much is read at a time
     return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

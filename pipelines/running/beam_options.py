@@ -26,7 +26,7 @@ from weightbeam.pipelines.running.runners.table import runner_of
 from weightbeam.pipelines.running.without_beam import local_threads
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import add_options, meant
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 
 # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 IMAGE = "WEIGHTBEAM_IMAGE"
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
     """Beam's options; a wrong value is refused in one line, not with all of Beam's usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusedError(message)
+        raise Refused(message)
 
 
 def check_options(arguments: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:
@@ -65,7 +65,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
       places: the options of the command that name a folder.
 
     Raises:
-      RefusedError: names all that is wrong.
+      Refused: names all that is wrong.
     """
     runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     runner.add_argument("--runner")
@@ -89,7 +89,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         problems += _find_problems(settled, command, places or {})
         problems = problems or list(runner_of(settled).find_unreachable(settled))  # last: it asks the network
     if problems:
-        raise RefusedError("\n".join(problems))
+        raise Refused("\n".join(problems))
 
 
 def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, str | None]) -> Iterator[str]:

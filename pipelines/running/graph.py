@@ -23,7 +23,7 @@ from weightbeam.pipelines.running.runners.runner import Job
 from weightbeam.pipelines.running.runners.table import runner_of
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import threads_of
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.transforms.execution.overlap import overlaps, units_at_a_time
@@ -138,8 +138,8 @@ def execute(
       The pipeline's result; None where only publishing was left to do.
 
     Raises:
-      RefusedError: no such runner, a job is at work there, or the source's files can't be linked.
-      FailedError: it failed on the way; what is done is kept.
+      Refused: no such runner, a job is at work there, or the source's files can't be linked.
+      Failed: it failed on the way; what is done is kept.
     """
     runner = runner_of(options)
     runner.settle(options, planned, str(staging.final), len(how.compared_with))
@@ -148,7 +148,7 @@ def execute(
     try:
         pipeline = make_pipeline(options, at_a_time * planned.unit_working_bytes)
     except ValueError as e:
-        raise RefusedError(str(e)) from e
+        raise Refused(str(e)) from e
     noise = io.StringIO()
     try:
         if not stage(planned, staging, how):
@@ -162,9 +162,9 @@ def execute(
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)
         return runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
     except LinkError as e:
-        raise RefusedError(f"  link: {e}") from e
+        raise Refused(f"  link: {e}") from e
     except Exception as e:
-        raise FailedError(_failure(e, staging, noise.getvalue())) from e
+        raise Failed(_failure(e, staging, noise.getvalue())) from e
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

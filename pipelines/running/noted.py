@@ -14,7 +14,7 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
     """Makes sure that no job which was left to its own is at work there.
 
     Raises:
-      RefusedError: one is, or the engine doesn't let us see.
+      Refused: one is, or the engine doesn't let us see.
     """
     try:
         noted = json.loads(staging.plan_folder.read(JOB))

@@ -22,7 +22,7 @@ from weightbeam.formats.storage.identity import describe_changes
 from weightbeam.formats.storage.renaming import is_anothers
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
+from weightbeam.pipelines.terminal.errors import Busy, Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.transforms.planning.options import Delivery, hashed
 from weightbeam.transforms.planning.transfer import Transfer
@@ -40,8 +40,8 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
       look: raises if something is at work there that has no lease (`Staging.hold`).
 
     Raises:
-      BusyError: another command is at work there.
-      RefusedError: nothing can be written there.
+      Busy: another command is at work there.
+      Refused: nothing can be written there.
       KeyboardInterrupt: as it came, and says what is kept, if anything is.
     """
     with contextlib.ExitStack() as stack:
@@ -51,10 +51,10 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
             staging.output.check_writable()
             stack.enter_context(staging.hold(look))
         except HeldError as e:
-            raise BusyError(f"  output: {staging.final}: {e}") from e
+            raise Busy(f"  output: {staging.final}: {e}") from e
         except OSError as e:
             why = reason(e).removeprefix(f"{staging.output}: ")  # a store's own errors name it
-            raise RefusedError(f"  output: {staging.output}: {why}") from e
+            raise Refused(f"  output: {staging.output}: {why}") from e
         try:
             yield
         except KeyboardInterrupt as e:
@@ -85,8 +85,8 @@ def bring_back(output: str) -> None:
     is none meanwhile.
 
     Raises:
-      BusyError: its successor lives.
-      RefusedError: nothing can be written there.
+      Busy: its successor lives.
+      Refused: nothing can be written there.
     """
     store = open_store(output)
     if isinstance(store, LocalFolder) and store.folder.is_dir():
@@ -112,7 +112,7 @@ def check_output(place: Staging, planned: Transfer, how: Delivery) -> list[Probl
       how: what may be gone on with or replaced there.
 
     Raises:
-      BusyError: another command is at work there.
+      Busy: another command is at work there.
     """
     try:
         if unfit := planned.target.find_unfit(place):
@@ -120,7 +120,7 @@ def check_output(place: Staging, planned: Transfer, how: Delivery) -> list[Probl
         place.check_free()
         return _find_problems(place, planned, how)
     except HeldError as e:
-        raise BusyError(f"  output: {place.final}: {e}") from e
+        raise Busy(f"  output: {place.final}: {e}") from e
     except OSError as e:
         return [Problem("output", str(place.output), reason(e).removeprefix(f"{place.final}: "))]
 

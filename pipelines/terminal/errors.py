@@ -65,9 +65,6 @@ class Interrupted(KeyboardInterrupt):
         return [f"Interrupted: {self}"]
 
 
-RefusedError, BusyError, FailedError = Refused, Busy, Failed  # the names by which the other modules know them
-
-
 def reworded(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Problems as their reader would say them."""
     return tuple(

@@ -24,7 +24,7 @@ from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.doors import code_of
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read, read_options, read_value
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
@@ -155,7 +155,7 @@ def _read_target(given: Any) -> TargetConfig:
         meshes_of(options)
         if not problems:
             return TargetConfig(str(name), right, options)
-    except (MeshError, RefusedError) as e:
+    except (MeshError, Refused) as e:
         problems.append(str(e))
     raise ValueError("\n".join(problems))
 
@@ -198,7 +198,7 @@ def _read_each(
                 read = read_value(options[name], value)
                 # a dtype is recorded by its full name, and an adapter where it was found
                 right[name] = read if kind is not Options and name.endswith("dtype") else value
-            except RefusedError as e:
+            except Refused as e:
                 choices = ", ".join(map(repr, options[name].choices))
                 why = (
                     f"invalid choice: {value!r} (choose from {choices})" if choices else str(e).removeprefix(f"{name}=")
@@ -273,7 +273,7 @@ def _read_target_options(
         options = read(KINDS[kind], right)
         if isinstance(options, ReshardOptions):
             meshes_of(Options(mesh=options.mesh, sharding_rules=options.sharding_rules))
-    except (MeshError, RefusedError) as e:
+    except (MeshError, Refused) as e:
         problems.append(str(e))
     return options
 
@@ -415,7 +415,7 @@ def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dic
 
         try:
             check_options(_arguments(options, flags=True), "convert", {"output": str(info.data.get("output", ""))})
-        except RefusedError as e:
+        except Refused as e:
             raise ValueError("; ".join(str(e).splitlines())) from e
     return options
 
@@ -477,7 +477,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
       target: its fields but for `name` and `output`, as a file has them.
 
     Raises:
-      RefusedError: everything that is wrong with it.
+      Refused: everything that is wrong with it.
     """
     problems, place, records = [], "", ""
     try:
@@ -496,9 +496,9 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
         config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:
         problems += [f"--run={run}: {_said(error)}" for error in e.errors()]
-        raise RefusedError("\n".join(problems)) from e
+        raise Refused("\n".join(problems)) from e
     if problems:
-        raise RefusedError("\n".join(problems))
+        raise Refused("\n".join(problems))
     return config
 
 
@@ -506,19 +506,19 @@ def read_config(path: str) -> WatchConfig:
     """Reads a configuration, from a local file or a bucket.
 
     Raises:
-      RefusedError: it can't be read, or everything that is wrong with it.
+      Refused: it can't be read, or everything that is wrong with it.
     """
     try:
         store, name = store_and_name(path if "://" in path else os.path.abspath(path))
         given = parse_yaml(store.read(name), _Loader)
     except FileNotFoundError as e:
-        raise RefusedError(f"--config={path}: no such file") from e
+        raise Refused(f"--config={path}: no such file") from e
     except OSError as e:
-        raise RefusedError(f"--config={path}: {e.strerror or e}") from e
+        raise Refused(f"--config={path}: {e.strerror or e}") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise RefusedError(f"--config={path}: {' '.join(str(e).split())}") from e
+        raise Refused(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
-        raise RefusedError(
+        raise Refused(
             f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example"
         )
     config, problems = None, list(_find_what_is_between(given))
@@ -530,7 +530,7 @@ def read_config(path: str) -> WatchConfig:
         ]
         problems = [*said, *problems]
     if problems or config is None:
-        raise RefusedError("\n  ".join([f"--config={path}:", *problems]))
+        raise Refused("\n  ".join([f"--config={path}:", *problems]))
     return config
 
 

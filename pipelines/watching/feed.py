@@ -185,7 +185,7 @@ class Feed(abc.ABC):
         same time.
 
         Raises:
-          FailedError: what is needed for that can't be told.
+          Failed: what is needed for that can't be told.
         """
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:

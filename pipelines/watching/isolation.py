@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from weightbeam.pipelines.running.without_beam import leave_out_services
-from weightbeam.pipelines.terminal.errors import BusyError, FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.pipelines.terminal.wording import at_the_shell
 from weightbeam.transforms.planning.options import (
@@ -225,11 +225,11 @@ def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
 def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
     try:
         return Outcome(DONE, facts=action(**keywords))
-    except BusyError as e:
+    except Busy as e:
         return Outcome(BUSY, str(e).strip())
-    except RefusedError as e:
+    except Refused as e:
         return Outcome(FAILED if _has_changed(e) else REFUSED, str(e).strip())
-    except FailedError as e:
+    except Failed as e:
         return Outcome(FAILED, str(e).strip())
     except Exception as e:
         traceback.print_exc()
@@ -274,15 +274,15 @@ def plan(source: str, asked: Options) -> dict[str, Any]:
     """Plans a conversion; returns what is worth knowing of it.
 
     Raises:
-      RefusedError: it has problems.
-      FailedError: a file can't be read, or isn't whole, which may be different another time.
+      Refused: it has problems.
+      Failed: a file can't be read, or isn't whole, which may be different another time.
     """
     from weightbeam.pipelines.commands.plan import plan
     from weightbeam.pipelines.running.prepare import describe
 
     made = plan(source, asked=asked)
     if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
-        raise FailedError(describe(made.problems))
+        raise Failed(describe(made.problems))
     made.check()
     conversion = made.conversion
     return {
@@ -324,7 +324,7 @@ def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
     """Plans an export; returns what is worth knowing of it.
 
     Raises:
-      RefusedError: it has problems.
+      Refused: it has problems.
     """
     from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.pipelines.commands import export
@@ -352,7 +352,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
 
     Raises:
-      RefusedError: it has problems.
+      Refused: it has problems.
     """
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands.export import plan_adapter_with
@@ -380,7 +380,7 @@ def _planned(planned: Any) -> dict[str, Any]:
     """What is worth knowing of a planned export.
 
     Raises:
-      RefusedError: it has problems.
+      Refused: it has problems.
     """
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.running.prepare import refuse
@@ -407,8 +407,8 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
     """A checkpoint of a run.
 
     Raises:
-      RefusedError: its tree isn't one that can be taken.
-      FailedError: it can't be read, which may be different another time.
+      Refused: its tree isn't one that can be taken.
+      Failed: it can't be read, which may be different another time.
     """
     from weightbeam.formats.storage import StorageError
     from weightbeam.model_mappings.trees import TreeError
@@ -416,7 +416,7 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
     try:
         return open_orbax(source)
     except StorageError as e:
-        raise (RefusedError if isinstance(e.__cause__, TreeError) else FailedError)(str(e)) from e
+        raise (Refused if isinstance(e.__cause__, TreeError) else Failed)(str(e)) from e
 
 
 def export(**keywords: Any) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
     planned, and of the release that it is to be like, or to be merged into.
 
     Raises:
-      FailedError: it was made of others; nothing of it is kept, and the next attempt plans anew.
+      Failed: it was made of others; nothing of it is kept, and the next attempt plans anew.
     """
     from weightbeam.formats.storage import open_store
     from weightbeam.formats.targets.release import HOLDS_OTHERS
@@ -455,7 +455,7 @@ def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
     read, told, output = keywords.pop("read", ""), keywords.pop("told", ""), open_store(keywords["output"])
     try:
         made = function(**keywords, progress=False)
-    except RefusedError as e:
+    except Refused as e:
         messages = [problem.message for problem in e.problems]
         if not any(message.startswith((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)) for message in messages):
             raise
@@ -470,7 +470,7 @@ def _write(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, 
         changed.append(keywords["source"])
     if changed:
         output.delete_folder()
-        raise FailedError(f"{changed[0]} isn't what the step was planned with any more")
+        raise Failed(f"{changed[0]} isn't what the step was planned with any more")
     return {}
 
 
@@ -502,7 +502,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     """Plans the copy of a checkpoint; returns what is worth knowing of it.
 
     Raises:
-      RefusedError: it has problems.
+      Refused: it has problems.
     """
     from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.formats.record.naming import digest
@@ -533,14 +533,14 @@ def verify_reshard(a: str, b: str) -> dict[str, Any]:
     """Compares a copy `b` with the checkpoint that it was made of, array by array.
 
     Raises:
-      FailedError: an array differs by more than one rounding, or is missing.
+      Failed: an array differs by more than one rounding, or is missing.
     """
     from weightbeam.pipelines.commands.diff import diff
 
     found = diff(a, b, progress=False)
     wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]
     if wrong:
-        raise FailedError(
+        raise Failed(
             f"{count(len(wrong), 'array')} aren't the checkpoint's, such as {wrong[0]}: {found.tensors[wrong[0]].status}"
         )
     elements = sum(verdict.difference.elements for verdict in found.tensors.values() if verdict.difference)

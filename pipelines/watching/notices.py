@@ -16,7 +16,7 @@ import tenacity
 
 from weightbeam.formats.text.installing import install
 from weightbeam.formats.text.printable import printable
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
 
 ATTEMPTS = 4
@@ -91,13 +91,13 @@ def _publisher() -> Any:
     try:
         from google.cloud.pubsub_v1 import PublisherClient  # only now: it isn't needed elsewhere
     except ImportError as e:
-        raise RefusedError(f"notify: a Pub/Sub topic needs google-cloud-pubsub: {install('gcp')}") from e
+        raise Refused(f"notify: a Pub/Sub topic needs google-cloud-pubsub: {install('gcp')}") from e
     from google.auth.exceptions import DefaultCredentialsError
 
     try:
         return PublisherClient()
     except DefaultCredentialsError as e:
-        raise RefusedError(
+        raise Refused(
             "notify: a Pub/Sub topic needs Google credentials; `gcloud auth application-default login` makes them"
         ) from e
 

@@ -12,7 +12,7 @@ from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.release.files import has_weights
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.hub import Repository
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED, is_maxtext_config
@@ -27,7 +27,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     """Looks at every run and at every place before the first byte.
 
     Raises:
-      RefusedError: with everything that stands against it.
+      Refused: with everything that stands against it.
     """
     if not feeds:
         return
@@ -53,7 +53,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
         for folder in missing:  # was made to see whether it can be
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-        raise RefusedError("\n".join(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
+        raise Refused("\n".join(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
 
 
 def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:

@@ -11,7 +11,7 @@ from weightbeam import __version__
 from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
 from weightbeam.formats.text.printable import listed
-from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
@@ -208,9 +208,9 @@ class ReleaseFeed(Feed):
         try:
             is_there = self.output.create(self._report_of(checkpoint), told) or self._report(checkpoint)
         except OSError as e:
-            raise FailedError(f"{checkpoint}/{REPORT}: {reason(e)}") from e
+            raise Failed(f"{checkpoint}/{REPORT}: {reason(e)}") from e
         if not is_there:
-            raise FailedError(f"{checkpoint}/{REPORT} exists, and isn't of this release; move it away")
+            raise Failed(f"{checkpoint}/{REPORT} exists, and isn't of this release; move it away")
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:

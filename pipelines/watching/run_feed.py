@@ -18,7 +18,7 @@ from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
 from weightbeam.formats.storage.local import cache_folder
-from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import (
@@ -517,7 +517,7 @@ class RunFeed(Feed):
     def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> FeedTask:
         """Merges a step's adapter into the release that it is for."""
         if (form := self._like_of(history)) is None:
-            raise FailedError(
+            raise Failed(
                 f"the record in {history.store} names the release that the adapter is for as {history.facts['form']}, and this "
                 "watcher isn't told where that is; name it as like"
             )
@@ -582,7 +582,7 @@ class RunFeed(Feed):
         """The step before, of those that are published: its number and URL.
 
         Raises:
-          FailedError: it can't be told.
+          Failed: it can't be told.
         """
         found = [mark for mark in self._marks.of(history.first["target"]) if mark.step < history.first["step"]]
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
@@ -591,7 +591,7 @@ class RunFeed(Feed):
                 if other and other.state == PUBLISHED and self._is_published(other):
                     return {"step": mark.step, "url": self._checkpoint(other)}
             except StorageError as e:
-                raise FailedError(str(e)) from e
+                raise Failed(str(e)) from e
         return None
 
     def _listed(self) -> set[tuple[int, str]]:
@@ -631,14 +631,14 @@ class RunFeed(Feed):
             if (work / RELEASE).exists(REPORT):
                 said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
             elif not place.is_whole(url, history.key, lambda: self._is_newest_by_now(history)):
-                raise FailedError(f"{work.url}: what was made there is gone; someone has removed it")
+                raise Failed(f"{work.url}: what was made there is gone; someone has removed it")
             url = said.get("checkpoint", url)
             self._point(history, url)
             self.clear(history)
         except StorageError as e:  # says where
-            raise FailedError(str(e)) from e
+            raise Failed(str(e)) from e
         except OSError as e:
-            raise FailedError(f"{e.filename2 or e.filename or url}: {reason(e)}") from e
+            raise Failed(f"{e.filename2 or e.filename or url}: {reason(e)}") from e
         return {"checkpoint": url, **said}
 
     def _title(self, history: History) -> str:

@@ -21,7 +21,7 @@ from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.running.without_beam import is_local
 from weightbeam.pipelines.terminal.arguments.commands import RunOptions
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
-from weightbeam.pipelines.terminal.errors import FailedError, RefusedError
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table
@@ -45,13 +45,13 @@ TARGET = tuple(each.name for each in options_of(RunOptions))
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Watches once, or until it is stopped."""
     if args.json and not (args.once or args.dry_run or args.retry):
-        raise RefusedError(
+        raise Refused(
             "--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen"
         )
     refuse_unknown(args, rest, "what is passed on to Beam stands in the configuration, under runner")
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
-        raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
+        raise Refused(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
     once, prepare = args.once or args.dry_run, partial(prepare_to_make, is_local(config.runner_arguments()))
     try:
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             with _webhooks(args.serve) as changed:
                 _loop(watcher, args.interval, changed)
     except LostError as e:
-        raise FailedError(f"  {e} at this moment; run it again for what is still refused or failed") from e
+        raise Failed(f"  {e} at this moment; run it again for what is still refused or failed") from e
     except OSError as e:
-        raise FailedError(f"  {e}") from e
+        raise Failed(f"  {e}") from e
     return 0
 
 
@@ -88,28 +88,28 @@ def _config(args: argparse.Namespace) -> WatchConfig:
     """What is watched: a file says it, or the options do for one run.
 
     Raises:
-      RefusedError: neither, both, or everything that is wrong with it.
+      Refused: neither, both, or everything that is wrong with it.
     """
     target = {name: value for name in TARGET if (value := getattr(args, name)) is not None}
     given = [f"--{name}" for name in ("run", "like", "output", "every", *TARGET) if getattr(args, name) is not None]
     if args.config:
         if given:
-            raise RefusedError(f"{', '.join(given)}: what the file of --config says; give the one or the other")
+            raise Refused(f"{', '.join(given)}: what the file of --config says; give the one or the other")
         return read_config(args.config)
     if not args.run:
-        raise RefusedError(
+        raise Refused(
             "--config is missing: a file that says what to watch (`weightbeam help watching` has an example); or --run: the checkpoints of a training run"
         )
     if not args.output:
-        raise RefusedError("--output is missing: a folder, gs://bucket/folder or hf://owner/name for the run's steps")
+        raise Refused("--output is missing: a folder, gs://bucket/folder or hf://owner/name for the run's steps")
     return config_of_run(args.run, args.like, args.output, args.every, target)
 
 
 def _check_watched(name: str, config: WatchConfig, feeds: Sequence[Feed]) -> None:
-    """Raises `RefusedError` where `--retry` names nothing that is watched."""
+    """Raises `Refused` where `--retry` names nothing that is watched."""
     if not any(feed.is_wanted(name) for feed in feeds):
         there = ", ".join([*config.models, *(run.name for run in config.runs)])
-        raise RefusedError(f"--retry={name}: no such model or run is watched; there are {there}")
+        raise Refused(f"--retry={name}: no such model or run is watched; there are {there}")
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _webhooks(port: int | None) -> Iterator[queue.SimpleQueue[str]]:
         with receive_webhooks(port, os.environ[SECRET], changed.put):
             yield changed
     except OSError as e:
-        raise RefusedError(f"--serve={port}: {e.strerror or e}") from e
+        raise Refused(f"--serve={port}: {e.strerror or e}") from e
 
 
 def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) -> None:

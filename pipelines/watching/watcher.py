@@ -13,7 +13,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import IRREGULAR
 from weightbeam.formats.storage.uninterrupted import DONE
-from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
@@ -332,7 +332,7 @@ class Watcher:
                 self._notices.tell(history.add(HELD, why))
                 return
             said = feed.publish(history, target)
-        except FailedError as e:
+        except Failed as e:
             self._fail(history, str(e), attempt)
             return
         note = said.pop(NOTE, None) or feed.notice(history, target)

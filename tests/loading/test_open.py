@@ -36,7 +36,7 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.tree import LazyTree
 from weightbeam.pipelines.loading.tree import open as open_tree
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 
 
 def names(tree: LazyTree) -> dict[str, np.ndarray]:
@@ -123,9 +123,7 @@ def test_a_checkpoint_is_opened_as_it_is(option: dict[str, Any], tmp_path: Path)
     convert(make_release(tmp_path / "hf"), tmp_path / "out")
     ((name, value),) = option.items()
     for opens in (open_tree, functools.partial(wb.load, mesh="fsdp=1")):
-        with pytest.raises(
-            RefusedError, match=rf"^{name}={value}: says what is made of a release, and .* opened as it is"
-        ):
+        with pytest.raises(Refused, match=rf"^{name}={value}: says what is made of a release, and .* opened as it is"):
             opens(str(tmp_path / "out"), **option)
     for option in (
         dict(save_dtype="float32"),
@@ -134,7 +132,7 @@ def test_a_checkpoint_is_opened_as_it_is(option: dict[str, Any], tmp_path: Path)
         dict(maxtext_model="x"),
     ):
         for opens in (open_tree, functools.partial(wb.load, mesh="fsdp=1")):
-            with pytest.raises(RefusedError, match=rf"^{next(iter(option))}=.* is an Orbax checkpoint"):
+            with pytest.raises(Refused, match=rf"^{next(iter(option))}=.* is an Orbax checkpoint"):
                 opens(str(tmp_path / "out"), **option)
     assert open_tree(str(tmp_path / "out"), save_dtype="bfloat16")
 
@@ -144,11 +142,11 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA)
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     folder = save(tmp_path / "hf", LLAMA, tensors)
-    with pytest.raises(RefusedError, match="2 problems") as refused:
+    with pytest.raises(Refused, match="2 problems") as refused:
         open_tree(str(folder))
     assert all(name in str(refused.value) for name in ("model.norm.weight", "layers.1.mlp.up_proj.weight"))
     assert set(open_tree(str(folder), as_is=True)) == set(read_tensors(folder))
-    with pytest.raises(RefusedError, match="no Orbax checkpoint"):
+    with pytest.raises(Refused, match="no Orbax checkpoint"):
         open_tree(str(tmp_path))
     with pytest.raises(TypeError, match="unit_bytes"):
         open_tree(str(folder), unit_bytes=3)

@@ -39,7 +39,7 @@ from weightbeam.pipelines.commands import export
 from weightbeam.pipelines.running.beam_options import SETUP_FILE, pipeline_options
 from weightbeam.pipelines.running.graph import build
 from weightbeam.pipelines.running.runners import dataflow
-from weightbeam.pipelines.terminal.errors import RefusedError
+from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.memory import memory_bound
@@ -471,10 +471,10 @@ def test_threads_by_machine(machine: str, unit_bytes: int, threads: int) -> None
 def test_a_machine_that_is_too_small() -> None:
     conversion = prepare(Options(unit_bytes=1 << 30), headers_only(LLAMA))
     with pytest.raises(
-        RefusedError, match=r"--machine_type=n1-highcpu-2 has 1.93 GB of memory, but .* are needed: 1 threads"
+        Refused, match=r"--machine_type=n1-highcpu-2 has 1.93 GB of memory, but .* are needed: 1 threads"
     ):
         settled(conversion, "--machine_type=n1-highcpu-2")
-    with pytest.raises(RefusedError, match=r"--number_of_worker_harness_threads \(now 9\)"):
+    with pytest.raises(Refused, match=r"--number_of_worker_harness_threads \(now 9\)"):
         settled(conversion, "--number_of_worker_harness_threads=9")
 
 
@@ -629,6 +629,6 @@ def test_a_note_of_a_job_that_is_damaged(tmp_path: Path, noted: bytes) -> None:
     staging = staging_at(tmp_path, 0)
     staging.create(b"the plan")
     staging.plan_folder.write(dataflow.JOB, noted)
-    with pytest.raises(RefusedError, match=dataflow.JOB):
+    with pytest.raises(Refused, match=dataflow.JOB):
         dataflow.check_noted(staging, PipelineOptions())
     assert staging.is_staged()

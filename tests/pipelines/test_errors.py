@@ -37,7 +37,7 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.model_mappings import doors
-from weightbeam.pipelines.cli import FailedError
+from weightbeam.pipelines.cli import Failed
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.graph import execute
 from weightbeam.transforms.planning.conversion_planner import prepare
@@ -539,7 +539,7 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     source = make_release(tmp_path / "hf")
     conversion = prepare(Options(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)
-    with pytest.raises(FailedError, match=r"model\.safetensors changed while it was converted, [^$]*overwrite=True"):
+    with pytest.raises(Failed, match=r"model\.safetensors changed while it was converted, [^$]*overwrite=True"):
         execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     assert not (tmp_path / "out" / "0").exists()
 

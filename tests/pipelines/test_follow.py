@@ -63,7 +63,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.pipelines.checking import pairwise
-from weightbeam.pipelines.terminal.errors import FailedError, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching import changes, describing, places, preflight, run_feed, watcher
 from weightbeam.pipelines.watching import records as watching_records
@@ -1973,7 +1973,7 @@ class Interrupt:
                 self.done()
                 if self.fails:
                     self.left = -1
-                    raise FailedError("interrupted")
+                    raise Failed("interrupted")
             self.left -= 1
             yield task
 

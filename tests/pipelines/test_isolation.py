@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightbeam.formats.storage import ChangedError, StorageError
-from weightbeam.pipelines.terminal.errors import FailedError, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.watching.isolation import DONE, FAILED, REFUSED, Workers
 
 PREPARED: list[bool] = []
@@ -32,7 +32,7 @@ def sleep(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def fail(arguments: Sequence[str]) -> dict[str, Any]:
-    raise FailedError(" ".join(arguments))
+    raise Failed(" ".join(arguments))
 
 
 def refuse(cause: Sequence[Any]) -> dict[str, Any]:

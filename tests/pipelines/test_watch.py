@@ -50,7 +50,7 @@ from support import (
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.terminal.errors import FailedError
+from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import isolation, notices
 from weightbeam.pipelines.watching.config import TargetConfig, read_config
 from weightbeam.pipelines.watching.notices import Notices
@@ -651,7 +651,7 @@ def test_a_checkpoint_that_is_no_more_what_was_verified(
     publish = ReleaseFeed.publish
 
     def stop(*_: Any) -> None:
-        raise FailedError("stopped")
+        raise Failed("stopped")
 
     monkeypatch.setattr(ReleaseFeed, "publish", stop)
     assert watch.once() == 1

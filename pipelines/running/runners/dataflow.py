@@ -28,7 +28,7 @@ from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.running.runners.failure import RunnerError
 from weightbeam.pipelines.running.runners.runner import Job, Runner, job_name
 from weightbeam.pipelines.running.without_beam import MAX_THREADS, THREADS_PER_CORE, bring_back_services
-from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
+from weightbeam.pipelines.terminal.errors import Busy, Refused
 from weightbeam.pipelines.terminal.progress import at_most_every, quiet, watch_progress
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.transforms.planning.memory import base_bytes, memory_bound, spare_bytes
@@ -118,7 +118,7 @@ def fill_in(options: PipelineOptions, planned: Transfer, target: str, baselines:
     that is the target's own.
 
     Raises:
-      RefusedError: the machine that was asked for is too small.
+      Refused: the machine that was asked for is too small.
     """
     cloud = options.view_as(GoogleCloudOptions)
     cloud.region = cloud.region or _default_region(create_runner(RUNNER))
@@ -158,7 +158,7 @@ def _check_memory(options: PipelineOptions, planned: Transfer, machine: Machine 
         threads = options.view_as(DebugOptions).number_of_worker_harness_threads
         what = f"{threads} threads × {human(planned.thread_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
-        raise RefusedError(
+        raise Refused(
             f"--machine_type={asked} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}"
         )
 
@@ -206,8 +206,8 @@ def check_alone(options: PipelineOptions) -> None:
     is done.
 
     Raises:
-      BusyError: there is one.
-      RefusedError: Dataflow doesn't let us see.
+      Busy: there is one.
+      Refused: Dataflow doesn't let us see.
     """
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import GoogleAuthError
@@ -218,14 +218,14 @@ def check_alone(options: PipelineOptions) -> None:
     try:
         job = find_active(options, cloud.job_name)
     except ImportError as e:
-        raise RefusedError(
+        raise Refused(
             f"Google's clients aren't installed, and Dataflow can't be asked for its jobs; {install('gcp')}"
         ) from e
     except (GoogleAPIError, GoogleAuthError, OSError) as e:
-        raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
+        raise Refused(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
     if job:
         todo = f"wait for it, or gcloud dataflow jobs cancel {job} --project {cloud.project} --region {cloud.region}"
-        raise BusyError(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
+        raise Busy(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
 
 
 def note_job(staging: Staging, options: PipelineOptions) -> None:
@@ -240,7 +240,7 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
     """Makes sure that the job which a command before this one left to its own isn't at work any more.
 
     Raises:
-      RefusedError: it is, or Dataflow doesn't let us see.
+      Refused: it is, or Dataflow doesn't let us see.
     """
     try:
         noted = json.loads(staging.plan_folder.read(JOB))
@@ -248,14 +248,14 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as e:
-        raise RefusedError(
+        raise Refused(
             f"  output: {staging.plan_folder.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
         ) from e
     cloud = options.view_as(GoogleCloudOptions)
     cloud.job_name, cloud.project, cloud.region, cloud.template_location = name, project, region, None
     try:
         check_alone(options)
-    except RefusedError as e:
+    except Refused as e:
         raise type(e)(
             f"  output: {staging.plan_folder}: {e}; {staging.plan_folder.path(JOB)} names the job: delete it if that is gone"
         ) from e

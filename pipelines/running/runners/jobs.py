@@ -31,7 +31,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineState
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
 from weightbeam.pipelines.running.runners.runner import Job
-from weightbeam.pipelines.terminal.errors import BusyError, RefusedError
+from weightbeam.pipelines.terminal.errors import Busy, Refused
 from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import quiet, watch_progress
 from weightbeam.pipelines.terminal.tables import count
@@ -197,18 +197,18 @@ def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
     """Makes sure that a job which was noted isn't at work any more.
 
     Raises:
-      BusyError: it is.
-      RefusedError: the engine doesn't let us see.
+      Busy: it is.
+      Refused: the engine doesn't let us see.
     """
     site, file = Site(**noted), staging.plan_folder.path(JOB)
     try:
         active = site.active()
     except OSError as e:
-        raise RefusedError(
+        raise Refused(
             f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
         ) from e
     if active:
-        raise BusyError(f"  output: {staging.plan_folder}: a job is at work there: {site.how_to_end}, or wait for it")
+        raise Busy(f"  output: {staging.plan_folder}: a job is at work there: {site.how_to_end}, or wait for it")
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------

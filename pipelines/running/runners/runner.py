@@ -84,7 +84,7 @@ class Runner:
         """Sets what the user left open and the plan tells: at least a job's name that is the target's own.
 
         Raises:
-          RefusedError: it can't run with these options, or is at work on the target already.
+          Refused: it can't run with these options, or is at work on the target already.
         """
         cloud = options.view_as(GoogleCloudOptions)  # where every engine looks for the job's name
         cloud.job_name = cloud.job_name or job_name(planned, target)
