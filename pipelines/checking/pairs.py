@@ -24,9 +24,8 @@ from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
 from weightbeam.pipelines.checking.subject import prepare_as
-from weightbeam.pipelines.running.prepare import describe, options_of, options_of_export, refuse
+from weightbeam.pipelines.running.prepare import options_of, options_of_export, refuse
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
@@ -152,8 +151,7 @@ def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
         for problem in (*release.problems, *source.problems)
         if (problem.kind, problem.subject) != ("missing", "config.json")
     ]
-    if problems:
-        raise Refused(f"{release.root}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    refuse(problems, of=release.root)
     return {name: stored_operand(encoding) for name, encoding in source.encodings.items()}
 
 

@@ -45,7 +45,7 @@ from weightbeam.pipelines.commands.releases import (
     to_dict,
 )
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import describe, open_adapters, refuse
+from weightbeam.pipelines.running.prepare import open_adapters, refuse
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, Written
 from weightbeam.pipelines.terminal.errors import Refused
@@ -355,12 +355,14 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
 
 def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
     checkpoint = open_hf(url)
-    if wrong := [
-        problem
-        for problem in checkpoint.problems
-        if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
-    ]:
-        raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
+    refuse(
+        [
+            problem
+            for problem in checkpoint.problems
+            if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
+        ],
+        of=f"--like={url}",
+    )
     return Like.of(checkpoint, digest(checkpoint)), carried_files(checkpoint.root, checkpoint.opened), checkpoint
 
 

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, eff
 from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_model
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
-from weightbeam.pipelines.running.prepare import describe, open_source
+from weightbeam.pipelines.running.prepare import open_source, refuse
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
@@ -118,10 +118,7 @@ def fit(source: str, maxtext_model: str) -> Fit:
     named = str(theirs.get("model_name") or "default")
     release = open_source(source)
     if not release.config:
-        raise Refused(
-            f"{source}: {tables.count(len(release.problems), 'problem')}\n{describe(release.problems)}",
-            release.problems,
-        )
+        refuse(release.problems, of=source)
     config = Config(release.config)
     try:
         family = family_by_config(config)

@@ -29,7 +29,7 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
-from weightbeam.pipelines.running.prepare import describe, open_source, options_of, reading, refuse
+from weightbeam.pipelines.running.prepare import open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
@@ -61,8 +61,7 @@ class Inspection(Shown):
 
     def check(self) -> None:
         """Raises `Refused` with all problems, if there are any."""
-        if self.problems:
-            raise Refused(f"{count(len(self.problems), 'problem')}:\n{describe(self.problems)}", self.problems)
+        refuse(self.problems)
 
 
 @dataclasses.dataclass(repr=False)

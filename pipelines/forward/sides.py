@@ -18,10 +18,8 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.cut import Cut
-from weightbeam.pipelines.running.prepare import describe, refuse
 from weightbeam.pipelines.running.prepare import open_source as open_prepared
-from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.tables import count
+from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.cutting.units import Fetch
@@ -60,8 +58,7 @@ def of_release(where: str, lora: str | None = None, cut: Cut | None = None) -> S
     source, adapters = open_source(checkpoint), [open_adapter(lora)] if lora else []
     if adapters:
         source = source.merged(merge_release(checkpoint, source, adapters))
-    if problems := [*checkpoint.problems, *source.problems]:
-        raise Refused(f"{lora or where}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    refuse([*checkpoint.problems, *source.problems], of=lora or where)
     return Side(
         lora or where,
         checkpoint.config,

@@ -214,19 +214,20 @@ def _version(options: Options, keys: Collection[str], config: Mapping[str, Any])
         return DEFAULT  # the plan will say what is wrong
 
 
-def refuse(problems: Sequence[Problem], source: object = None) -> None:
+def refuse(problems: Sequence[Problem], source: object = None, of: str = "") -> None:
     """Refuses what has problems; does nothing where there are none.
 
     Args:
       problems: all of them.
       source: what is read; of a release whose family nobody knows a person is told where to look.
+      of: whose problems they are, where several things may have some.
 
     Raises:
       Refused: with all of them.
     """
     if not problems:
         return
-    message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
+    message = (f"{of}: " if of else "") + f"{count(len(problems), 'problem')}:\n{describe(problems)}"
     unknown = next((problem for problem in problems if problem.kind == UNKNOWN_FAMILY), None)
     if unknown and isinstance(source, HfCheckpoint):
         LOG.debug(f"What {source.root} holds:\n{inventory(source)}\n")
