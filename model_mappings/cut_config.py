@@ -71,7 +71,7 @@ MADE: Mapping[str, tuple[Mapping[str, int | None], set[str]]] = {
         | _each(("bailing_hybrid", "diffusion_gemma_text", "embedding_gemma2_text", "inkling_text"), 6)
         | _each(("inkling2_text", "neomme", "t5gemma2_decoder", "t5gemma2_text"), 6)
         | _each(("dots3_note_text", "flint", "lfm3", "mimo_v2_flash")),
-        EVERY | FROM_ONE | NUMBERS,
+        EVERY | FROM_ONE | NUMBERS | {"layer_group_size"},
     ),
     "no_rope_layers": (dict(smollm3=4, mistral_large4_text=4), EVERY),
     "mlp_layer_types": (
@@ -80,6 +80,16 @@ MADE: Mapping[str, tuple[Mapping[str, int | None], set[str]]] = {
         FIRST | EVERY | NUMBERS | {"moe_layer_freq"},
     ),
 }  # fmt: skip
+# of these the last layer gets full attention, or they are counted from the last one
+ENDING = {
+    "diffusion_gemma_text",
+    "embedding_gemma2_text",
+    "flint",
+    "muse_glimmer_text",
+    "muse_spark_text",
+    "neomme",
+    "olmo_hybrid",
+}
 DELTA = {"kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size"}  # of linear layers that know no decay by number
 # transformers gives their last layer full attention, whatever it is told
 LAST_FULL = {"gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"}
@@ -357,13 +367,14 @@ def _every(value: int | Sequence[Any], part: Mapping[str, Any], cut: Renumbered)
 
 def _made(value: int | None, part: Mapping[str, Any], cut: Renumbered) -> Any:
     """Kinds by a layer's number, in blocks of so many."""
-    moved = [layer for layer in cut.kept if cut.layers[layer] % (value or cut.count) != layer % (value or cut.count)]
-    if not moved:
+    block = value or cut.count
+    moved = [layer for layer in cut.kept if cut.layers[layer] % block != layer % block]
+    if not moved and not (part.get("model_type") in ENDING and len(cut.kept) % block):
         return value
+    how = f"keep whole blocks of {value}" if value else "keep the first layers"
     return _Refused(
-        f"isn't there: the kind of layer {moved[0]} follows from its number, which would be {cut.layers[moved[0]]}; "
-        + (f"keep whole blocks of {value}" if value else "keep the first layers")
-        + ", or save the config with transformers first, which lists the kinds"
+        f"isn't there: the kind of layer {(moved or cut.kept[-1:])[0]} follows from its number, which would be another, or from "
+        f"how many layers there are; {how}, or save the config with transformers first, which lists the kinds"
     )
 
 

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from weightbeam.model_mappings.cut import Cut, spans, spelled
 from weightbeam.model_mappings.cut_config import (
     BY_NUMBER,
+    ENDING,
     LIGHTNING,
     MADE,
     Renumbered,
@@ -73,13 +74,16 @@ def test_values_by_layer() -> None:
 @pytest.mark.parametrize(
     ("config", "layers", "said"),
     [
-        (dict(model_type="exaone4"), range(2, 8), "the kind of layer 2 follows from its number, which would be 0; keep whole"),
+        (dict(model_type="exaone4"), range(2, 8), "the kind of layer 2 follows from its number, which would be another"),
         (dict(model_type="cohere2", layer_types=None), range(4, 8), ""),
         (dict(model_type="cohere2", sliding_window_pattern=2), range(2, 6), ""),
         (dict(model_type="vaultgemma", layer_types=list("abababab")), range(1, 3), ""),
         (dict(model_type="smollm3"), range(1, 5), "'no_rope_layers' isn't there"),
         (dict(model_type="mimo_v2_flash"), range(2, 4), "keep the first layers, or save the config with transformers"),
         (dict(model_type="mimo_v2_flash"), range(4), ""),
+        (dict(model_type="neomme"), range(4), "the kind of layer 3 follows"),
+        (dict(model_type="neomme"), range(6), ""),
+        (dict(model_type="flint"), range(4), "the kind of layer 3 follows"),
     ],
 )  # fmt: skip
 def test_kinds_of_layers_that_no_list_says(config: dict, layers: range, said: str) -> None:
@@ -113,6 +117,8 @@ def test_kinds_that_transformers_makes() -> None:
             if len({*kinds}) > 1:
                 blocks = (size for size in range(1, 13) if all(kinds[i] == kinds[i % size] for i in range(LAYERS)))
                 found[field][kind] = next(blocks, None)
+                fewer = getattr(part(num_hidden_layers=3), field)  # a cut of the first layers
+                assert (kind in ENDING) == ([*map(str, fewer)] != kinds[:3]), kind
     assert found == {field: types for field, (types, _) in MADE.items()}
 
 

@@ -315,6 +315,9 @@ def _is_no_code(
     """
     wide = expected.astype(np.float64)
     apart, wide = np.abs(wide - found), np.abs(wide)
+    wrong = ~((apart <= wide * (2**-4 * 1.001)) & np.isfinite(wide))
+    if not (at := np.nonzero(wrong))[0].size:
+        return wrong
     which = [np.asarray(indices) // size for indices, size in zip(box, encoding.block, strict=True)]
     largest, counts = np.where(np.isfinite(wide), wide, 0), []
     for axis, (numbers, size, length) in enumerate(zip(which, encoding.block, encoding.shape, strict=True)):
@@ -323,8 +326,9 @@ def _is_no_code(
         counts.append(np.diff(starts, append=len(numbers)) == np.minimum(size, length - numbers[starts] * size))
     is_whole = functools.reduce(np.logical_and.outer, counts)
     scales = np.where(is_whole, np.minimum(scales, np.maximum(4 * largest, 1e-4) / 448), scales)
-    smallest = scales[np.ix_(*(numbers - numbers[0] for numbers in which))] * (2**-10 * 1.001)
-    return ~(np.isfinite(wide) & (apart <= np.maximum(wide * (2**-4 * 1.001), smallest)))
+    smallest = scales[tuple(numbers[i] - numbers[0] for numbers, i in zip(which, at, strict=True))]
+    wrong[at] = ~((apart[at] <= smallest * (2**-10 * 1.001)) & np.isfinite(wide[at]))
+    return wrong
 
 
 def _largest(expected: np.ndarray, found: np.ndarray) -> float:
