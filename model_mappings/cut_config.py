@@ -55,29 +55,33 @@ BY_COUNT = {"scale_depth", "aligner_num_add_layers"}
 LIGHTNING = {"minimax", "bailing_moe_linear"}
 
 
-def _each(kinds: Sequence[str], block: int | None = None) -> dict[str, int | None]:
-    return dict.fromkeys(kinds, block)
+def _by_number(*rows: tuple[int | None, str, str]) -> dict[str, tuple[int | None, str]]:
+    return {kind: (block, field) for block, field, kinds in rows for kind in kinds.split()}
 
 
-# Kinds of layers that transformers makes by a layer's number where config.json lists none: how many layers a block of
-# them has, None where they aren't blocks; and the fields that say it, too. Of model types without a table.
-MADE: Mapping[str, tuple[Mapping[str, int | None], set[str]]] = {
-    "layer_types": (
-        _each(("vaultgemma", "t5_gemma_module"), 2)
-        | _each(("modernbert", "modernbert-decoder", "ultrabert"), 3)
-        | _each(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "granite_swa", "granitemoe_swa"), 4)
-        | _each(("muse_glimmer_text", "muse_spark_text", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text"), 4)
-        | _each(("gemma3n_text", "kolibri1"), 5)
-        | _each(("bailing_hybrid", "diffusion_gemma_text", "embedding_gemma2_text", "inkling_text"), 6)
-        | _each(("inkling2_text", "neomme", "t5gemma2_decoder", "t5gemma2_text"), 6)
-        | _each(("dots3_note_text", "flint", "lfm3", "mimo_v2_flash")),
-        EVERY | FROM_ONE | NUMBERS | {"layer_group_size"},
+# Kinds of layers that transformers makes by a layer's number where config.json lists none, of model types without a
+# table: how many layers a block of them has (None: they aren't blocks), the field that says it where one does, the types
+MADE = {
+    "layer_types": _by_number(
+        (2, "", "vaultgemma t5_gemma_module"),
+        (3, "", "ultrabert"),
+        (3, "global_attn_every_n_layers", "modernbert modernbert-decoder"),
+        (4, "", "cwm granite_swa granitemoe_swa muse_glimmer_text muse_spark_text olmo_hybrid"),
+        (4, "sliding_window_pattern", "cohere2 cohere2_moe exaone4 exaone_moe"),
+        (4, "global_attn_every_n_layers", "afmoe"),
+        (4, "full_attention_interval", "qwen3_5_text qwen4_exp_text"),
+        (5, "", "gemma3n_text kolibri1"),
+        (6, "", "diffusion_gemma_text inkling2_text neomme"),
+        (6, "sliding_window_pattern", "embedding_gemma2_text t5gemma2_decoder t5gemma2_text"),
+        (6, "layer_group_size", "bailing_hybrid"),
+        (6, "local_layer_ids", "inkling_text"),
+        (None, "", "dots3_note_text flint lfm3 mimo_v2_flash"),
     ),
-    "no_rope_layers": (dict(smollm3=4, mistral_large4_text=4), EVERY),
-    "mlp_layer_types": (
-        _each(("axk1", "axk2", "bailing_hybrid", "dots3_note_text", "ernie4_5_vl_moe_text", "exaone_moe", "glm4_moe_lite"))
-        | _each(("hy_v4", "laguna", "mimo_v2_flash", "mistral_large4_text", "step3p5", "unlimited_ocr_text")),
-        FIRST | EVERY | NUMBERS | {"moe_layer_freq"},
+    "no_rope_layers": _by_number((4, "no_rope_layer_interval", "smollm3 mistral_large4_text")),
+    "mlp_layer_types": _by_number(
+        (None, "", "ernie4_5_vl_moe_text glm4_moe_lite hy_v4 laguna mimo_v2_flash"),
+        (None, "first_k_dense_replace", "axk1 axk2 bailing_hybrid dots3_note_text exaone_moe mistral_large4_text unlimited_ocr_text"),
+        (None, "moe_layers_enum", "step3p5"),
     ),
 }  # fmt: skip
 # of these the last layer gets full attention, or they are counted from the last one
@@ -199,9 +203,10 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
     ]
     for section, part in (*sections, *nested):
         said: dict[str, Any] = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
-        for field, (types, fields) in MADE.items():
-            if part.get("model_type") in types and all(part.get(each) is None for each in (field, *fields)):
-                said[field] = types[part["model_type"]]
+        for field, kinds in MADE.items():
+            block, by = kinds.get(str(part.get("model_type")), (0, ""))
+            if block != 0 and part.get(field) is None and part.get(by) is None:
+                said[field] = block
         for key, value in {**part, **said}.items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):

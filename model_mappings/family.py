@@ -111,7 +111,7 @@ class Family:
     mtp: bool = False
     towers: str = ""
     layouts: tuple[str, ...] = ("scanned", "unscanned")
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=WITHOUT_HEAD.copy)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fits: Callable[[Config], bool] = lambda c: True
     configuration: Mapping[str, tuple[Line, ...]] = dataclasses.field(default_factory=dict)
     is_model: Callable[[Config, str], bool] = lambda c, model: True

@@ -128,7 +128,7 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
     lead = (1,) * (len(shape) - 2)
     if size is not None and squeezed == blocks_over(shape, lead + size):
         return ScaleGrid(squeezed, lead + size, f"in blocks of {size[0]} × {size[1]}")
-    if size is None and (grid := simple_grid(shape, squeezed)):
+    if not quantization.fields.get("weight_block_size") and (grid := simple_grid(shape, squeezed)):
         return grid
     if groups and (grid := group_grid(shape, squeezed)):
         group, expected = grid.block[-1], quantization.weights("group_size")

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.configuration import Line, truth
 from weightbeam.model_mappings.families.gemma2 import padded, rows_of, vocab_of
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, WIDTHS, activation, architecture, fixed_eps, head_dim
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import plain_rope
@@ -59,6 +59,7 @@ FAMILY = Family(
     drops=lambda c, layout: common_drops(text(c), padded(text(c), layout)),
     copies=lambda c, layout: tied_head(text(c), layout),
     configuration={"gemma": LINES},
+    aliases=WITHOUT_HEAD,
     releases="Gemma 2B, 7B",
     checked=("gemma-2b", "gemma-7b"),
 )

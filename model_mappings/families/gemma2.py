@@ -22,7 +22,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import Line, copied, fixed, real, size, truth
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     MLP,
@@ -101,6 +101,7 @@ FAMILY = Family(
     drops=drops,
     copies=lambda c, layout: tied_head(with_defaults(c, **DEFAULTS), layout),
     configuration={"gemma2": LINES},
+    aliases=WITHOUT_HEAD,
     releases="Gemma 2 2B, 9B, 27B",
     checked=("gemma2-2b", "gemma2-9b"),
 )

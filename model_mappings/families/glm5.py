@@ -12,7 +12,7 @@ import functools
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, unless
 from weightbeam.model_mappings.families import deepseek
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
 from weightbeam.model_mappings.sparse_decoder import dense_prefix
 
@@ -74,6 +74,7 @@ FAMILY = Family(
     copies=deepseek.copies,
     configuration={"glm_moe_dsa": LINES},
     mtp=True,
+    aliases=WITHOUT_HEAD,
     releases="GLM-5, GLM-5.1, GLM-5.2",
     trees="pull request 4832 (83a6fce), built; its trainer *not run*",
     checked=("glm5.1-744b", "glm5.2-744b"),

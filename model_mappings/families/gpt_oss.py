@@ -20,7 +20,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.configuration import fixed, only, real, size
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     MLP,
@@ -86,6 +86,7 @@ FAMILY = Family(
     drops=common_drops,
     copies=tied_head,
     configuration={"gpt_oss": LINES},
+    aliases=WITHOUT_HEAD,
     releases="gpt-oss 20b, 120b",
     checked=("gpt-oss-20b",),
 )

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.configuration import derived, unless
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     MLP,
@@ -109,6 +109,7 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     copies=tied_head,
+    aliases=WITHOUT_HEAD,
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
     checked=("llama2-7b", "llama2-70b", "llama3-8b", "llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-70b", "llama3.3-70b", "mistral-7b"),
     missing="Llama 3.2's vision models",

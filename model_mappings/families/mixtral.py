@@ -15,7 +15,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.configuration import size
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, eps, no_window
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import plain_rope
@@ -58,6 +58,7 @@ FAMILY = Family(
     drops=common_drops,
     copies=tied_head,
     configuration={"mixtral": LINES},
+    aliases=WITHOUT_HEAD,
     releases="Mixtral 8x7B, 8x22B",
     checked=("mixtral-8x7b",),
 )

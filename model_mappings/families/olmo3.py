@@ -18,7 +18,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import copied, fixed, size, truth, unless, write
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     MLP,
@@ -104,6 +104,7 @@ FAMILY = Family(
     copies=tied_head,
     configuration={"olmo3": LINES},
     is_model=lambda c, model: (model == "olmo3-7b-pt") == (not is_yarn(c, FULL)),
+    aliases=WITHOUT_HEAD,
     releases="OLMo 3 7B, 32B",
     checked=("olmo3-7b", "olmo3-7b-pt"),
 )

@@ -15,7 +15,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.configuration import copied, derived, fixed, only, size
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORM_TOPK,
@@ -106,6 +106,7 @@ FAMILY = Family(
     drops=common_drops,
     copies=tied_head,
     configuration={"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
+    aliases=WITHOUT_HEAD,
     releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
     checked=CHECKED,
     missing="Qwen 3 MoE with dense layers among the others",

@@ -24,7 +24,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, number, size, written
-from weightbeam.model_mappings.family import Family, Prediction
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORMED,
@@ -150,6 +150,7 @@ FAMILY = Family(
     drops=lambda c, layout: common_drops(c, layout) | MTP,
     copies=tied_head,
     configuration={"qwen3_next": NEXT},
+    aliases=WITHOUT_HEAD,
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),
     missing="multi-token prediction",

@@ -81,6 +81,7 @@ def test_values_by_layer() -> None:
         (dict(model_type="smollm3"), range(1, 5), "'no_rope_layers' isn't there"),
         (dict(model_type="mimo_v2_flash"), range(2, 4), "keep the first layers, or save the config with transformers"),
         (dict(model_type="mimo_v2_flash"), range(4), ""),
+        (dict(model_type="glm4_moe_lite", first_k_dense_replace=1), range(1, 3), "the kind of layer 1 follows"),
         (dict(model_type="neomme"), range(4), "the kind of layer 3 follows"),
         (dict(model_type="neomme"), range(6), ""),
         (dict(model_type="flint"), range(4), "the kind of layer 3 follows"),
@@ -117,9 +118,15 @@ def test_kinds_that_transformers_makes() -> None:
             if len({*kinds}) > 1:
                 blocks = (size for size in range(1, 13) if all(kinds[i] == kinds[i % size] for i in range(LAYERS)))
                 found[field][kind] = next(blocks, None)
+                assert not (by := MADE[field][kind][1]) or any(
+                    [*map(str, getattr(part(num_hidden_layers=LAYERS, **{by: value}), field))] != kinds
+                    for value in (2, 3, [0, 1, 2], "1,2")
+                    if isinstance(value, str) == (by == "moe_layers_enum")
+                    and isinstance(value, list) == by.endswith("ids")
+                )
                 fewer = getattr(part(num_hidden_layers=3), field)  # a cut of the first layers
                 assert (kind in ENDING) == ([*map(str, fewer)] != kinds[:3]), kind
-    assert found == {field: types for field, (types, _) in MADE.items()}
+    assert found == {field: {kind: block for kind, (block, _) in kinds.items()} for field, kinds in MADE.items()}
 
 
 def test_layers_that_share_an_indexer() -> None:
