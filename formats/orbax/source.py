@@ -227,6 +227,11 @@ class OrbaxCheckpoint:
                 raise TreeError(f"{scale_key} {scale.shape} doesn't lie over {key} {codes.shape} in blocks: {why}")
         return tree
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Those with which it was made, as its record says; empty where it isn't ours."""
+        return self.record.get("options", {})
+
     @functools.cached_property
     def weights(self) -> dict[str, OrbaxArray]:
         """The weights, by MaxText's keys."""

@@ -293,7 +293,7 @@ def find_model(
     if like is None and maxtext_config:
         form, _, named = read_maxtext_config(maxtext_config)
         return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
-    name = _name_of(checkpoint.record, maxtext_model)
+    name = _name_of(checkpoint, maxtext_model)
     if like is None and not isinstance(checkpoint.record.get("config"), dict):
         return _model_of_maxtext(step, files, name, maxtext_model)
     form, _, release = find_form(checkpoint, like, with_parts=like is not None)
@@ -305,10 +305,9 @@ def find_model(
     return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
 
 
-def _name_of(record: Mapping[str, Any], maxtext_model: str | None) -> str | None:
-    """MaxText's name of a model: the one that is given, else what the record of a checkpoint has."""
-    made = record.get("options")
-    said = maxtext_model or (made.get("maxtext_model") if isinstance(made, dict) else None) or record.get("model")
+def _name_of(checkpoint: OrbaxCheckpoint, maxtext_model: str | None) -> str | None:
+    """MaxText's name of a model: the one that is given, else what a checkpoint's record has."""
+    said = maxtext_model or checkpoint.options.get("maxtext_model") or checkpoint.record.get("model")
     return said if isinstance(said, str) else None
 
 

@@ -167,7 +167,7 @@ def plan_adapter(
       axis: on which the layers are stacked; None for what the checkpoint says, or its shapes.
     """
     rank, alpha, problems = _scaling(source, alpha)
-    said = _mapping(source.record, "options")
+    said = source.options
     recorded, named = said.get("param_scan_axis"), said.get("maxtext_model")
     if ("param_scan_axis" in said and type(recorded) is not int) or not isinstance(named, str | None):
         message = f"its record names the axis of layers {str(recorded)[:80]!r} and the model {str(named)[:80]!r}, which can't be meant"

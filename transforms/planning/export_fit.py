@@ -129,8 +129,7 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
     """The MaxText model that a checkpoint of ours was made for."""
-    made = source.record.get("options")
-    model = made.get("maxtext_model") if isinstance(made, dict) else None
+    model = source.options.get("maxtext_model")
     return model if isinstance(model, str) else None
 
 

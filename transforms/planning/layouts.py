@@ -38,8 +38,7 @@ def scan_of(source: OrbaxCheckpoint, weights: Mapping[str, object]) -> bool | No
 
 def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
     """Where layers are stacked, by our record; None where there is none."""
-    made = source.record.get("options")
-    axis = made.get("param_scan_axis") if isinstance(made, dict) else None
+    axis = source.options.get("param_scan_axis")
     return axis if type(axis) is int and axis in SCAN_AXES else None
 
 
@@ -47,10 +46,9 @@ def version_said(source: OrbaxCheckpoint) -> str:
     """The version of MaxText that a checkpoint was written for or by: as our record says, else by Orbax's handler, which
     is another one in 0.2.5 (common/checkpointing.py).
     """
-    made = source.record.get("options")
-    if not isinstance(made, dict):
+    if "options" not in source.record:
         return UNSAID if source.handler == HANDLER else DEFAULT
-    version = made.get("maxtext", UNSAID)
+    version = source.options.get("maxtext", UNSAID)
     return version if version in VERSIONS else DEFAULT
 
 

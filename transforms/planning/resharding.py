@@ -328,15 +328,13 @@ class Reshard(ComparesSource, Transfer):
             for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters")
             if key in before
         }
-        said = before.get("options")
-        made = said if isinstance(said, dict) else {}
         asked = {
             key: value
             for key, value in hashed(self.options).items()
             if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
         }
         if self.taken:
-            asked |= self.taken.of_release(Cut.of(made))
+            asked |= self.taken.of_release(Cut.of(self.source.options))
         layout = {
             "maxtext": self.tree.version,
             "scan_layers": self.tree.scan,
@@ -352,7 +350,7 @@ class Reshard(ComparesSource, Transfer):
             **kept,
             **({} if self.tree.misfit and "config" in kept and not self.taken else self.new_model.remembered),
             "command": self.kind,
-            "options": {**as_said(made), **asked, **{key: value for key, value in layout.items() if value is not None}},
+            "options": {**as_said(self.source.options), **asked, **{key: value for key, value in layout.items() if value is not None}},
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {
                 "checkpoint": self.source.root,
