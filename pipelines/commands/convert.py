@@ -16,9 +16,9 @@ from weightbeam.formats.storage import ChangedError, Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import NO_SOURCE, prepare_conversion
+from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, prepare_conversion
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
-from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
+from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
 from weightbeam.pipelines.terminal import report
 from weightbeam.pipelines.terminal.arguments.parser import command_line
@@ -167,10 +167,9 @@ def convert(
       (True, 'true')
     """
     places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
-    check_places(beam, "convert", places)
+    check_beam(beam, "convert", places)
     if not output:
-        missing = "--output is missing: the folder that the checkpoint should lie in"
-        raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
+        raise Refused(NO_OUTPUT if source else f"{NO_SOURCE}\n{NO_OUTPUT}")
     check_linking(source.conversion.options if isinstance(source, Plan) else asked, how)
     if isinstance(source, Plan):
         if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
@@ -236,7 +235,7 @@ def _warnings(conversion: Conversion) -> Iterator[str]:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
     if args.dry_run:
-        check_places(rest, "convert", {"source": args.source, "output": args.output})
+        check_beam(rest, "convert", {"source": args.source, "output": args.output})
         asked = asked_of(args, Options)
         check_linking(asked, asked_of(args, Linking))
         slots = slots_of(rest, asked.unit_bytes, None, args.source, args.output or "")
@@ -254,11 +253,3 @@ def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str
     made = placed(Plan(conversion, threads, output=args.output), args, command)
     say(args, made)
     made.check()
-
-
-def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
-    """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
-    if not says_threads(beam):
-        from weightbeam.pipelines.running.beam_options import check_options
-
-        check_options(beam, command, places)

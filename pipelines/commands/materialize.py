@@ -19,9 +19,9 @@ from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import LocalFolder, Store
 from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
-from weightbeam.pipelines.commands.convert import Converted, carry_out, check_places, dry_run
+from weightbeam.pipelines.commands.convert import Converted, carry_out, dry_run
 from weightbeam.pipelines.running.output import bring_back
-from weightbeam.pipelines.running.prepare import describe, plan_with, reading
+from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, describe, plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keywords_of, sharding_rules, takes
@@ -63,9 +63,9 @@ def materialize(
       >>> wb.materialize("linked", "whole", mesh="fsdp=8", progress=False)
       <weightbeam.Converted: .../whole/0/items: 25 arrays, ...>
     """
-    check_places(beam, "materialize", {"checkpoint": checkpoint, "output": output})
+    check_beam(beam, "materialize", {"checkpoint": checkpoint, "output": output})
     if not output:
-        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+        raise Refused(NO_OUTPUT)
     if how.overwrite:
         bring_back(output)
     conversion = plan_materialization(checkpoint, asked)
@@ -124,7 +124,7 @@ def _replaced_by(items: Store) -> list[Store]:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Materialises, and says what came of it."""
     if args.dry_run:
-        check_places(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
+        check_beam(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
         conversion = plan_materialization(args.checkpoint, asked_of(args, MaterializeOptions))
         places = args.checkpoint, args.output or "OUTPUT"
         dry_run(args, conversion, rest, command_line(args, rest, places=places))

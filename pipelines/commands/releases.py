@@ -16,9 +16,8 @@ from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, 
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.prepare import check_beam, refuse
 from weightbeam.pipelines.running.slots import slots_of, slots_of_release
-from weightbeam.pipelines.running.without_beam import says_threads
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written, find_place
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Refused
@@ -186,10 +185,7 @@ def slots_for(
 
 def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
     """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
-    if not says_threads(beam):
-        from weightbeam.pipelines.running.beam_options import check_options  # imports Beam
-
-        check_options(beam, command, {"source": source, "output": output})
+    check_beam(beam, command, {"source": source, "output": output})
     if not output:
         missing = "--output is missing: the folder that the release should lie in"
         raise Refused(missing if source else f"{no_source(command)}\n{missing}")

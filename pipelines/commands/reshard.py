@@ -22,12 +22,11 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.commands.convert import check_places
 from weightbeam.pipelines.commands.export import find_form, read_maxtext_config
 from weightbeam.pipelines.commands.releases import ready_text
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import reading, refuse
+from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
@@ -177,10 +176,10 @@ def reshard(
       >>> wb.reshard("ckpt", "ckpt8", mesh="fsdp=8", scan_layers=False, progress=False)
       <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays, ...>
     """
-    check_places(beam, "reshard", {"source": source, "output": output})
+    check_beam(beam, "reshard", {"source": source, "output": output})
     name_secret(how.hf_token_secret)
     if not output:
-        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+        raise Refused(NO_OUTPUT)
     planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
     made = carry(planned, output, how, beam, progress, by_mesh(planned.warnings))
     return Resharded(planned, f"{made.folder}/{ITEMS}", made.seconds, made.written, made.state, made.compared)
@@ -416,7 +415,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Reshards, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
-        check_places(rest, "reshard", {"source": args.source, "output": args.output})
+        check_beam(rest, "reshard", {"source": args.source, "output": args.output})
         asked = asked_of(args, ReshardOptions)
         slots = _slots(asked, rest, args.source, args.output or "", args.resume)
         shown = dataclasses.replace(

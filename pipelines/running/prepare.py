@@ -33,6 +33,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
+from weightbeam.pipelines.running.without_beam import says_threads
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
@@ -45,6 +46,7 @@ from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, 
 LOG = logging.getLogger("weightbeam")
 SHOWN = 20  # problems of one kind; the rest is counted
 NO_SOURCE = "--source is missing: the folder with config.json and the safetensors files"
+NO_OUTPUT = "--output is missing: the folder that the checkpoint should lie in"
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
@@ -212,6 +214,14 @@ def _version(options: Options, keys: Collection[str], config: Mapping[str, Any])
         return version_of(family, Config(config), layout, keys)
     except (ConfigError, UnknownFamilyError):
         return DEFAULT  # the plan will say what is wrong
+
+
+def check_beam(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
+    """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
+    if not says_threads(beam):
+        from weightbeam.pipelines.running.beam_options import check_options
+
+        check_options(beam, command, places)
 
 
 def refuse(problems: Sequence[Problem], source: object = None, of: str = "") -> None:

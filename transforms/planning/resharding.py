@@ -350,7 +350,11 @@ class Reshard(ComparesSource, Transfer):
             **kept,
             **({} if self.tree.misfit and "config" in kept and not self.taken else self.new_model.remembered),
             "command": self.kind,
-            "options": {**as_said(self.source.options), **asked, **{key: value for key, value in layout.items() if value is not None}},
+            "options": {
+                **as_said(self.source.options),
+                **asked,
+                **{key: value for key, value in layout.items() if value is not None},
+            },
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {
                 "checkpoint": self.source.root,
