@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases.models import BASE, DELTA_NET, QWEN_VISION, make
 from lazily import lazily
-from support import assert_same_bits, call, converted, read_config, read_tensors
+from support import LLAMA, assert_same_bits, call, converted, random_tensors, read_config, read_tensors, save
 
 import weightbeam as wb
 
@@ -66,6 +66,14 @@ def test_there_and_back(release: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert_same_bits(read_tensors(tmp_path / "back"), tensors)
     config = read_config(release)
     assert read_config(tmp_path / "back") == config | {"torch_dtype": config["dtype"]}
+
+
+def test_names_stay_as_they_are(tmp_path: Path) -> None:
+    """Those of a release without a head, too, and both spellings side by side."""
+    tensors = random_tensors(LLAMA) | {"norm.weight": np.ones(3, np.float32), "layers.0.x": np.ones((2, 3), np.float32)}
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    arrays = converted(source, tmp_path / "checkpoint", *IDENTITY, "--save_dtype", "float32")
+    assert arrays.keys() == tensors.keys()
 
 
 def test_onto_a_mesh(release: Path, tmp_path: Path) -> None:
