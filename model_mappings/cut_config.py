@@ -84,16 +84,10 @@ MADE = {
         (None, "moe_layers_enum", "step3p5"),
     ),
 }  # fmt: skip
-# of these the last layer gets full attention, or they are counted from the last one
+# the types among them whose last layer then has full attention, or whose layers are counted from the last one
 ENDING = {
-    "diffusion_gemma_text",
-    "embedding_gemma2_text",
-    "flint",
-    "muse_glimmer_text",
-    "muse_spark_text",
-    "neomme",
-    "olmo_hybrid",
-}
+    "diffusion_gemma_text", "embedding_gemma2_text", "flint", "muse_glimmer_text", "muse_spark_text", "neomme", "olmo_hybrid",
+}  # fmt: skip
 DELTA = {"kda_safe_gate", "kda_lower_bound", "short_conv_kernel_size"}  # of linear layers that know no decay by number
 # transformers gives their last layer full attention, whatever it is told
 LAST_FULL = {"gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"}
@@ -204,9 +198,9 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
     for section, part in (*sections, *nested):
         said: dict[str, Any] = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
         for field, kinds in MADE.items():
-            block, by = kinds.get(str(part.get("model_type")), (0, ""))
-            if block != 0 and part.get(field) is None and part.get(by) is None:
-                said[field] = block
+            made = kinds.get(str(part.get("model_type")))
+            if made and part.get(field) is None and part.get(made[1]) is None:
+                said[field] = made[0]
         for key, value in {**part, **said}.items():
             for option, found in _edited(key, value, part, cut):
                 if isinstance(found, _Refused):

@@ -22,6 +22,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.encodings import Encoding, Scaled
+from weightbeam.formats.encodings.quantizing import BLOCK
 from weightbeam.formats.orbax.reading import grains
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.model_mappings.boxes import Box, Range
@@ -244,7 +245,9 @@ def compare(
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     changed, norm = 0.0, 0.0  # squares
     chunk, itemsize = grains(store)[0], np.dtype(store.dtype.numpy_dtype).itemsize
-    blocks = encoding.block if exported and isinstance(encoding, Scaled) else ()  # 128 × 128: no others are exported
+    blocks = encoding.block if exported and isinstance(encoding, Scaled) else ()
+    if blocks[-2:] != BLOCK:  # not an export's, and may be as large as the tensor
+        blocks = ()
     for slab in layouts.slabs(chunk, itemsize, encoding.indivisible, blocks):
         box = layouts.box(cell.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
