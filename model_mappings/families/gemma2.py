@@ -23,15 +23,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import Line, copied, fixed, real, size, truth
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    MLP,
-    WIDTHS,
-    activation,
-    architecture,
-    fixed_eps,
-    head_dim,
-)
+from weightbeam.model_mappings.lines import CONTEXT, MLP, WIDTHS, activation, architecture, fixed_eps, head_dim
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import plain_rope
 

@@ -33,15 +33,7 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    LAYERS,
-    MLP,
-    activation,
-    architecture,
-    fixed_eps,
-    tied,
-)
+from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, activation, architecture, fixed_eps, tied
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import linear_factor, nested_rope, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack

@@ -47,16 +47,7 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    LAYERS,
-    MLP,
-    VOCAB,
-    WIDTHS,
-    activation,
-    fixed_eps,
-    tied,
-)
+from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, VOCAB, WIDTHS, activation, fixed_eps, tied
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import only_kinds, rope_of
 from weightbeam.model_mappings.rules import rule, stack

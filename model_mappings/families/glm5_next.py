@@ -9,15 +9,7 @@ its latent attention no indexer: it looks at every token, as the model does in u
 
 import functools
 
-from weightbeam.model_mappings.blocks import (
-    common_drops,
-    experts,
-    gated_mlp,
-    is_fused,
-    text_part,
-    tied_head,
-    top,
-)
+from weightbeam.model_mappings.blocks import common_drops, experts, gated_mlp, is_fused, text_part, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, real, size, unless
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable

@@ -21,15 +21,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.configuration import fixed, only, real, size
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    MLP,
-    SIZES,
-    TIED,
-    architecture,
-    eps,
-    head_dim,
-)
+from weightbeam.model_mappings.lines import CONTEXT, MLP, SIZES, TIED, architecture, eps, head_dim
 from weightbeam.model_mappings.rope import attention_scaling, plain_rope
 from weightbeam.model_mappings.rules import rule
 

@@ -28,14 +28,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, only, size, truth, unless, written
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    SIZES,
-    TIED,
-    activation,
-    eps,
-    head_dim,
-)
+from weightbeam.model_mappings.lines import CONTEXT, SIZES, TIED, activation, eps, head_dim
 from weightbeam.model_mappings.rope import llama3_limit, llama3_lines, only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule
 

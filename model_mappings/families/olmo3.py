@@ -19,15 +19,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import copied, fixed, size, truth, unless, write
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    MLP,
-    SIZES,
-    activation,
-    architecture,
-    eps,
-    head_dim,
-)
+from weightbeam.model_mappings.lines import CONTEXT, MLP, SIZES, activation, architecture, eps, head_dim
 from weightbeam.model_mappings.rope import ROPE, attention_scaling, is_yarn, nested_rope, plain_rope, rope_of
 from weightbeam.model_mappings.rules import rule
 

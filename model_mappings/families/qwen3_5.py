@@ -14,10 +14,7 @@ from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder, partial
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    TIED,
-    architecture,
-)
+from weightbeam.model_mappings.lines import TIED, architecture
 from weightbeam.model_mappings.rules import rule, segments
 from weightbeam.model_mappings.towers import QWEN_VISION, multimodal_rope, qwen_vision, qwen_vision_dims
 

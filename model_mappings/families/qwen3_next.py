@@ -25,15 +25,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, number, size, written
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family, Prediction
-from weightbeam.model_mappings.lines import (
-    CONTEXT,
-    NORMED,
-    SIZES,
-    TIED,
-    activation,
-    architecture,
-    eps,
-)
+from weightbeam.model_mappings.lines import CONTEXT, NORMED, SIZES, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import only_kinds, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack

@@ -10,11 +10,7 @@ from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside, of_tower, size, unless
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    NORMED,
-    TIED,
-    architecture,
-)
+from weightbeam.model_mappings.lines import NORMED, TIED, architecture
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import (
     QWEN_VISION,

@@ -26,12 +26,7 @@ from weightbeam.model_mappings.blocks import (
 from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen import DENSE, HEAD, MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family, Tower
-from weightbeam.model_mappings.lines import (
-    NORMED,
-    TIED,
-    architecture,
-    tied_unscaled,
-)
+from weightbeam.model_mappings.lines import NORMED, TIED, architecture, tied_unscaled
 from weightbeam.model_mappings.towers import (
     QWEN_VISION,
     deepstack_mergers,
