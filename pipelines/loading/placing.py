@@ -234,7 +234,9 @@ def settle(
             devices = [shard.device for shard in arrays[key].addressable_shards]
             # a CPU device takes an array that begins at a cache line as it is
             on_devices = jax.device_put(shards, devices)
-            settled[key] = jax.make_array_from_single_device_arrays(arrays[key].shape, arrays[key].sharding, on_devices)
+            settled[key] = jax.make_array_from_single_device_arrays(
+                arrays[key].shape, arrays[key].sharding, on_devices, dtype=dtypes[key]
+            )
         else:
             sharding: Any = arrays[key].sharding  # a NamedSharding
             orders.setdefault(tuple(sharding.mesh.devices.flat), []).append(key)
@@ -249,10 +251,10 @@ def settle(
         shards = [shard.data for shard in array.addressable_shards]
         kinds = [device.default_memory().kind for device in sharding.addressable_devices]
         if sharding.memory_kind in (None, *kinds) or not kinds:
-            placed[key] = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+            placed[key] = jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=dtypes[key])
         else:
             own = sharding.with_memory_kind(kinds[0])
-            array = jax.make_array_from_single_device_arrays(array.shape, own, shards)
+            array = jax.make_array_from_single_device_arrays(array.shape, own, shards, dtype=dtypes[key])
             placed[key] = jax.device_put(array, sharding)
     return placed
 

@@ -65,6 +65,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "replaced": dict(source=[first, replaced], mesh=MESH, options=STEPS, fault=[1, "replaces"]),
         "late": dict(source=first, mesh=MESH, options=SOON, waits=[1, folder / "done-9-0", "to call"]),
         "after both": dict(source=first, mesh=MESH),
+        "one has no device of the mesh": dict(source=second, mesh=[["fsdp"], [4]]),
         "no time": dict(source=first, mesh=MESH, options=[{}, dict(timeout=0)]),
         "after no time": dict(source=first, mesh=MESH),
         "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
@@ -96,6 +97,14 @@ def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
     for name, seed in {"after it": 2, "copies": 1, "after both": 1, "slow": 1}.items():
         for told in job[name]:
             assert_holds(told, wanted(seed))
+
+
+def test_one_without_a_device_of_the_mesh(job: Told) -> None:
+    """It has the arrays as well, without a shard."""
+    first, second = job["one has no device of the mesh"]
+    assert_holds(first, wanted(2))
+    assert all(first["shards"].values())
+    assert second["shards"] == {key: [] for key in first["shards"]}
 
 
 def test_a_timeout_that_is_none(job: Told) -> None:
