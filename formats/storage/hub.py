@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import tenacity
-from huggingface_hub import HfApi, ModelInfo, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import HfApi, ModelInfo, RepoFile, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -36,6 +36,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
 from weightbeam.formats.storage import hub_cache
@@ -56,6 +57,7 @@ NO_REVISION = "no such revision"  # of messages, by which a watcher knows that a
 MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a row
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
+DESCRIBED = 1000  # files that a description of a repository lists for certain
 MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
 MAX_ANSWER = 32 << 20  # bytes of one answer; what the hub says of 10,000 files has 5 MB
 P = ParamSpec("P")
@@ -530,12 +532,35 @@ _FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        ask = retried(api().model_info, FIRST_ATTEMPTS)
-        found = ask(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
-        check_form(found)
-        return found
+        return describe(api(), repo, revision, FIRST_ATTEMPTS)
     except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
         _fail(url, repo, e)
+
+
+def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMPTS) -> ModelInfo:
+    """What a hub says of a repository at a commit, with all of its files: where they are many, its description may lack
+    some (huggingface/huggingface_hub, src/huggingface_hub/_snapshot_download.py, 2.4.0), and they are listed apart.
+
+    Raises:
+      HfHubHTTPError, httpx2.HTTPError: the hub can't be asked, or refuses.
+      ValueError: its answer is none.
+    """
+    found = retried(hub.model_info, attempts)(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
+    check_form(found)
+    if not 0 < len(found.siblings or []) < DESCRIBED:
+        found.siblings = retried(_list_files, attempts)(hub, repo, found.sha)
+        check_form(found)
+    return found
+
+
+def _list_files(hub: HfApi, repo: str, commit: str | None) -> list[RepoSibling]:
+    try:
+        files = [
+            file for file in hub.list_repo_tree(repo, recursive=True, revision=commit) if isinstance(file, RepoFile)
+        ]
+    except EntryNotFoundError:  # an empty repository
+        files = []
+    return [RepoSibling(file.path, file.size, file.blob_id, file.lfs) for file in files]
 
 
 def check_form(info: ModelInfo) -> None:

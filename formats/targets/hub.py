@@ -26,7 +26,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError, reason
-from weightbeam.formats.storage.hub import NO_ANSWER, STALL_SECONDS, answered, api, no_answer, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, answered, api, describe, no_answer, retried
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -255,7 +255,7 @@ def publish(
 def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
     """The branch, if there is one."""
     with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
-        return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True, timeout=STALL_SECONDS)
+        return describe(hub, target.repo, target.branch)
     return None
 
 
@@ -267,7 +267,7 @@ def _create(hub: HfApi, target: HubAddress) -> ModelInfo:
     if target.branch != "main":
         start = retried(hub.list_repo_commits)(target.repo)[-1].commit_id
         retried(hub.create_branch)(target.repo, branch=target.branch, revision=start, exist_ok=True)
-    return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True, timeout=STALL_SECONDS)
+    return describe(hub, target.repo, target.branch)
 
 
 def _look(
@@ -283,7 +283,7 @@ def _look(
 
 def _tree(hub: HfApi, target: HubAddress, commit: str) -> dict[str, str]:
     """The hash of each file at a commit."""
-    return _hashes(retried(hub.model_info)(target.repo, revision=commit, files_metadata=True, timeout=STALL_SECONDS))
+    return _hashes(describe(hub, target.repo, commit))
 
 
 def _is_titled(found: str, title: str) -> bool:

@@ -25,7 +25,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import NO_ANSWER, NO_REVISION, api, check_form, no_answer, retried
+from weightbeam.formats.storage.hub import NO_ANSWER, NO_REVISION, api, check_form, describe, no_answer, retried
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
@@ -155,16 +155,14 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
 
 
 def find_release(repo: str, revision: str) -> ReleaseCommit:
-    """The release that a revision points to now. One request, so that all of it is of one commit.
+    """The release that a revision points to now. All of it is of one commit.
 
     Raises:
       StorageError: there is none, or the hub can't be asked.
     """
     with _translate_errors(repo):
         validate_repo_id(repo)
-        info = retried(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
-        check_form(info)
-        return _as_said(repo, info)
+        return _as_said(repo, describe(api(), repo, revision))
 
 
 def is_there(repo: str, commit: str) -> bool:

@@ -21,6 +21,7 @@ from support import files_of, make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage import hub as store
+from weightbeam.formats.targets import hub as publishing
 from weightbeam.formats.targets.hub import Published, check_target, look, publish
 from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.releases import find_models, find_release
@@ -129,10 +130,11 @@ def test_a_hub_that_never_answers(
     hub: FakeHub, files: dict[str, bytes | Path], request_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request has a time-out; afterwards the same makes one commit."""
-    monkeypatch.setattr("weightbeam.formats.targets.hub.retried", store._retrying(attempts=2).wraps)
+    for module in (store, publishing):
+        monkeypatch.setattr(module, "retried", lambda ask, _=2: store._retrying(attempts=2).wraps(ask))
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr("weightbeam.formats.targets.hub.STALL_SECONDS", 0.3)
+    monkeypatch.setattr(store, "STALL_SECONDS", 0.3)
     close_session()
     server = hub.cdn if request_of == "upload" else hub
     slow = server.fail("slow", seconds=60, matching=REQUESTS[request_of])

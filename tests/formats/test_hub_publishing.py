@@ -4,6 +4,7 @@ huggingface_hub reads it.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from servers.hub import FakeHub
 from support import make_release
 
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.hub import open_repository
 from weightbeam.formats.targets.hub import HubAddress, check_target, look, publish
+from weightbeam.pipelines.watching.releases import find_release
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
@@ -117,6 +120,29 @@ def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_pa
     assert (published.removed, published.replaced, published.kept) == (gone, ("config.json",), ("README.md",))
     assert hub.held(REPO) == bytes_in(folder) | {"README.md": b"mine", "notes.txt": b"mine"}
     assert len(commits(hub)) == 3
+
+
+def test_more_files_than_a_description_lists(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """A repository of 1,100 files and a model behind them: it is read whole, watched whole, and replaced whole."""
+    samples = tmp_path / "old" / "evals"
+    samples.mkdir(parents=True)
+    for number in range(1100):
+        (samples / f"{number:04}.txt").write_text(f"{number}")
+    old = {"model.safetensors": b"old", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
+    for name, data in old.items():
+        (tmp_path / "old" / name).write_bytes(data)
+    hub.add(REPO, tmp_path / "old").writers.add(TOKEN)
+    there = hub.held(REPO)
+    assert {name: len(data) for name, data in there.items()} == {
+        name: file.size for name, file in open_repository(URL).files().items() if name != ".gitattributes"
+    }
+    assert find_release(REPO, "main").shards == ["model.safetensors"]
+    with pytest.raises(StorageError, match=re.escape("model.safetensors, tokenizer.json, tokenizer_config.json")):
+        publish_folder(folder, URL, "export 1234")
+    published = publish_folder(folder, URL, "export 1234", overwrite=True)
+    assert published.removed == tuple(old)
+    assert hub.held(REPO) == {name: data for name, data in there.items() if name not in old} | bytes_in(folder)
+    assert publish_folder(folder, URL, "export 1234").url == published.url
 
 
 def test_a_pull_request(hub: FakeHub, folder: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import mmap
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 # from the .gitattributes of a new repository
 LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx", ".msgpack", ".model"}
+DESCRIBED = 1000  # files that a description lists at most; the hub's own may have all of them, or not
 LFS_SIZE = 10 << 20  # bytes; larger files are in LFS whatever they are called
 
 
@@ -142,7 +144,8 @@ class Repository:
             author=self.name.partition("/")[0], sha=commit.sha, createdAt=isotime(self.created), lastModified=isotime(self.last_modified),
             private=self.private, gated=self.gated, disabled=False, downloads=0, likes=0, trendingScore=0, library_name="transformers",
             pipeline_tag="text-generation", tags=self.all_tags, cardData=self.card, config=_config(commit), spaces=[],
-            siblings=[_sibling(path, blob, blobs) for path, blob in commit.files.items()], usedStorage=sum(len(blob.data) for blob in commit.files.values()),
+            siblings=[_sibling(path, blob, blobs) for path, blob in itertools.islice(commit.files.items(), DESCRIBED)],
+            usedStorage=sum(len(blob.data) for blob in commit.files.values()),
         )  # fmt: skip
 
     @property
