@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import (
@@ -20,6 +21,8 @@ from apache_beam.options.pipeline_options import (
 )
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import create_runner
+from apache_beam.transforms import userstate
+from apache_beam.transforms.core import CallableWrapperDoFn
 
 from weightbeam.pipelines.running.runners import local
 from weightbeam.pipelines.running.runners.table import runner_of
@@ -32,6 +35,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 IMAGE = "WEIGHTBEAM_IMAGE"
 # there in a checkout, not where the package was installed from a wheel
 SETUP_FILE = Path(__file__).resolve().parents[2] / "setup.py"
+View = TypeVar("View", bound=PipelineOptions)
 PLACES = {  # the options that name a folder, and what helps if it is on this machine
     "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
     "checkpoint": "upload it to gs://BUCKET/FOLDER",
@@ -47,6 +51,32 @@ class ConversionOptions(PipelineOptions):
     @classmethod
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
         add_options(parser, [each for each in COMMANDS["convert"].all_options() if each.name not in SHELL])
+
+
+class _Options(PipelineOptions):
+    """Beam's options, each view of which is made once: Beam asks for two hundred in a pipeline, and makes a parser for
+    each (apache_beam/options/pipeline_options.py, 2.77.0). All views share their values.
+    """
+
+    def view_as(self, cls: type[View]) -> View:
+        views = self.__dict__.setdefault("_views", {})
+        if cls not in views:
+            views[cls] = super().view_as(cls)
+        return views[cls]
+
+
+_SPECS: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
+_find_specs = userstate.get_dofn_specs
+
+
+def _specs_of(fn: beam.DoFn) -> Any:
+    """The states and timers of a DoFn, which Beam looks for a hundred times a pipeline, by the signatures of all of its
+    methods (apache_beam/transforms/userstate.py, 2.77.0): once for each class, and for each function that it wraps.
+    """
+    key = fn if isinstance(fn, CallableWrapperDoFn) else type(fn)
+    if key not in _SPECS:
+        _SPECS[key] = _find_specs(fn)
+    return _SPECS[key]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,7 +160,7 @@ def pipeline_options(arguments: Sequence[str], ours: Mapping[str, Any] | None = 
       arguments: those that Weightbeam doesn't know.
       ours: those that it does, for who looks at the job.
     """
-    options = PipelineOptions(list(arguments), **(ours or {}))
+    options = _Options(list(arguments), **(ours or {}))
     standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
     short = {known.removesuffix("Runner").lower(): known for known in StandardOptions.KNOWN_RUNNER_NAMES}
     name = (standard.runner or local.RUNNER).rpartition(".")[2].lower().removesuffix("runner")
@@ -157,6 +187,7 @@ def make_pipeline(options: PipelineOptions, stage_bytes: int = 0) -> beam.Pipeli
     Raises:
       ValueError: there is no such runner.
     """
+    userstate.get_dofn_specs = _specs_of  # half of the time that Beam takes for a small pipeline
     return beam.Pipeline(runner_of(options).make(stage_bytes), options)
 
 

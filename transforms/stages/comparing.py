@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,9 +62,9 @@ class CompareArrays(beam.PTransform):
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
             pcoll
-            | beam.Reshuffle()
             | "Compare" >> beam.ParDo(self.fn).with_output_types(bytes)
-            | beam.CombineGlobally(beam.combiners.ToListCombineFn())
+            | beam.WithKeys(0)
+            | beam.GroupByKey()
             | "Report" >> beam.Map(_write, self.report)
         )
 
@@ -101,8 +101,8 @@ class _CompareFn(beam.DoFn):
         return finding
 
 
-def _write(findings: Sequence[bytes], report: Path) -> None:
-    write_file(report, pickle.dumps(list(findings)))
+def _write(gathered: tuple[int, Iterable[bytes]], report: Path) -> None:
+    write_file(report, pickle.dumps(list(gathered[1])))
 
 
 def read_findings(report: Path, tasks: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def read_findings(report: Path, tasks: int) -> dict[str, Any]:
       RuntimeError: not all of so many tasks are there: the runner lost some.
     """
     found: dict[str, Any] = {}
-    findings = pickle.loads(report.read_bytes())
+    findings = pickle.loads(report.read_bytes()) if tasks else []  # nobody gathers nothing
     if len(findings) != tasks:
         raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")
     for _, finding in sorted(map(pickle.loads, findings), key=operator.itemgetter(0)):
