@@ -221,8 +221,7 @@ class RunFeed(Feed):
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         if every:
-            if self.is_wanted(name):
-                self._check_records()
+            self._check_records()
             return histories(self.output, name, RUNS)
         self._marks.read()
         return [history for key in sorted(self._marks.open) if (history := find_history(self.output, name, key, RUNS))]

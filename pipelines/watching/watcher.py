@@ -92,16 +92,20 @@ class Watcher:
         ]
 
     def retry(self, name: str) -> list[Finding]:
-        """Has everything of a model or a run that was refused, held back or failed begin anew.
+        """Has everything of a model or a run that was refused, held back or failed begin anew, at the next look; but for
+        targets that aren't there any more.
 
         Raises:
           LostError: another watcher has just gone on with one of them.
           StorageError: the output can't be read or written.
         """
-        found = [(feed, history) for feed in self.feeds for history in feed.histories(name, every=True)]
+        wanted = [feed for feed in self.feeds if feed.is_wanted(name)]
+        found = [(feed, history) for feed in wanted for history in feed.histories(name, every=True)]
         again = []
         for feed, history in found:
             if history.state not in (REFUSED, HELD, FAILED):
+                continue
+            if history.first["target"] not in {target.name for target in feed.targets}:
                 continue
             try:
                 with history.alone():

@@ -1793,6 +1793,36 @@ def test_a_retry_asks_only_the_run_that_it_names(tmp_path: Path, capsys: pytest.
     assert "holds the records of another run of this name, /another/run" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_retry_of_the_second_of_two_runs(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is this run's feed that begins its step anew, once, and the other's that has nothing to do with it; a target that
+    isn't there any more has nothing to begin.
+    """
+    out, file = tmp_path / "out", tmp_path / "w.yaml"
+
+    def of(target: str) -> None:
+        runs = [
+            dict(checkpoints=str(tmp_path / name), name=name, like=str(model[0]), targets=[dict(name=kind)])
+            for name, kind in (("other", "hf"), ("run", target))
+        ]
+        file.write_text(yaml.safe_dump(dict(output=str(out), runs=runs, attempts=1)))
+
+    of("bf16")
+    write(tmp_path / "run", 1, model=model)
+    with damaged(tmp_path / "run" / "1"):
+        assert call("watch", "--config", file, "--once") == 1
+    of("other")
+    assert call("watch", "--config", file, "--retry", "run") == 0
+    assert "Nothing of run is refused, held or failed." in capsys.readouterr().out
+    of("bf16")
+    assert call("watch", "--config", file, "--retry", "run") == 0
+    assert capsys.readouterr().out.count("asked for again") == 1
+    assert not (out / RUNS / "other" / "marks").exists()
+    assert call("watch", "--config", file, "--once") == 0
+    assert states(out) == {"step-1": ["discovered", "planned", "converting", "failed", "discovered", *WHOLE[1:]]}
+
+
 def test_a_pull_request_isnt_a_branch_of_somebodys(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

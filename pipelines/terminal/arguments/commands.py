@@ -104,7 +104,7 @@ class WatchShell:
     once: bool = option("look once, do what there is to do, and end", False, **TRUTH)
     interval: float = option("how often to look", "15m", read=seconds, metavar="TIME")
     retry: str | None = option(
-        "have what was refused, held or failed of this model or run begin anew, and end", metavar="NAME"
+        "have the next look begin anew what was refused, held or failed of this model or run, and end", metavar="NAME"
     )
     serve: int | None = option(
         "take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET", read=port, metavar="PORT"
