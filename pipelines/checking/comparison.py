@@ -96,6 +96,8 @@ class Comparison(Shown):
       left_out: tensors of a release that its table leaves out on purpose, with the reason; they weren't compared.
       fail_over: the largest relative change of a tensor that counts as none, whatever the tolerance; None for none.
       apart: of `a` and of `b` the arrays of a training state that weren't compared, with the reason.
+      files: of two releases each field of `config.json`, and each other small file, that isn't the same, with what stands
+        in `a` and in `b`; it doesn't count for `ok`.
     """
 
     a: str
@@ -105,6 +107,7 @@ class Comparison(Shown):
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fail_over: float | None = None
     apart: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    files: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -156,6 +159,7 @@ class Comparison(Shown):
             "left_out": dict(self.left_out),
             "fail_over": self.fail_over,
             "not_compared": {"a": dict(self.apart[0]), "b": dict(self.apart[1])},
+            "files": {name: {"a": a, "b": b} for name, (a, b) in self.files.items()},
             "kinds": {kind: _measures(total) for kind, total in self.kinds.items()},
             "layers": {str(layer): _measures(total) for layer, total in sorted(self.layers.items())},
         }
@@ -167,6 +171,11 @@ class Comparison(Shown):
         """
         yield from self._absent()
         yield from self._apart()
+        if self.files:
+            table = Table("small files, which don't count", "a", "b")
+            for name, (a, b) in itertools.islice(self.files.items(), SHOWN):
+                table.add_row(name, a, b)
+            yield from _listed(table, len(self.files))
         yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
         yield from (f"  {number:>6,} {TEXTS[status]}" for status, number in self.counts.items() if number)
         if self.left_out:

@@ -3,7 +3,8 @@
 Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is
 an Orbax checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two
 Orbax checkpoints are compared by MaxText's keys, whoever wrote them, and layer by layer where one has its layers
-stacked and the other hasn't; two training states with what is around their weights.
+stacked and the other hasn't; two training states with what is around their weights. How two releases differ in their
+small files is said beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import open_pair
@@ -21,6 +24,7 @@ from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.comparing.release_faults import unlike_files
 from weightbeam.transforms.planning.options import DiffOptions
 
 
@@ -47,8 +51,11 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
       True
     """
     name_secret(asked.hf_token_secret)
-    (found,) = compare_pairs([open_pair(a, b, asked.maxtext_model, asked.family, asked.state)], reporter(progress))
-    return dataclasses.replace(found, tolerance=asked.tolerance, fail_over=asked.fail_over)
+    pair = open_pair(a, b, asked.maxtext_model, asked.family, asked.state)
+    (found,) = compare_pairs([pair], reporter(progress))
+    releases = [open_store(source.root) for source in pair.sources if isinstance(source, HfCheckpoint)]
+    files = unlike_files(*releases) if len(releases) == 2 else {}
+    return dataclasses.replace(found, tolerance=asked.tolerance, fail_over=asked.fail_over, files=files)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

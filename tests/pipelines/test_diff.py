@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,29 @@ def test_what_differs_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert "5 tensors differ beyond the tolerance of 0" in told
     assert call("diff", a, a) == 0
+
+
+def test_small_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What another `config.json` or tokenizer makes of the same tensors is said, and isn't counted."""
+    first = make_release(tmp_path / "first")
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    config = json.loads((first / "config.json").read_text())
+    changed = config | dict(rope_theta=1.0, rope_scaling={"factor": 2.0})
+    (second / "config.json").write_text(json.dumps(changed))
+    (second / "tokenizer.json").write_text("{}")
+    (second / "README.md").write_text("mine")
+    (second / "notes.txt").write_text("mine")
+    assert call("diff", first, second, "--json", tmp_path / "found") == 0
+    found = json.loads((tmp_path / "found").read_text())
+    said = {name: (each["a"], each["b"]) for name, each in found["files"].items()}
+    theta = json.dumps(config["rope_theta"]) if "rope_theta" in config else "nothing"
+    assert said.pop("config.json: rope_theta") == (theta, "1.0")
+    assert said.pop("config.json: rope_scaling.factor") == ("nothing", "2.0")
+    assert said.pop("tokenizer.json")[1].startswith("SHA-256 44136fa355b3")
+    assert not said
+    assert "rope_scaling.factor" in capsys.readouterr().out
+    assert call("diff", first, first, "--json", tmp_path / "found") == 0
+    assert json.loads((tmp_path / "found").read_text())["files"] == {}
 
 
 def test_tolerance(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ their hashes, and what was put beside them that a loader would take for a part o
 The export's record, `weightbeam.json`, says what they were. Where it is missing, or of a version that didn't say it yet,
 `config.json` is compared with what the checkpoint remembers of its release, and what differs is only said: an export
 edits it.
+
+Of any two releases it is said how they differ there.
 """
 
 from __future__ import annotations
@@ -116,12 +118,45 @@ def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list
         found = read_json(release, CONFIG)
     except (OSError, ValueError) as e:
         return [(CONFIG, f"can't be read: {e}")]
-    ours, theirs = dict(_fields(found)), dict(_fields(expected))
-    return [
-        (f"{FIELD}{printable('.'.join(field))}", f"{_shown(ours, field)}, {by} {_shown(theirs, field)}")
-        for field in dict.fromkeys([*theirs, *ours])
-        if (field in ours) != (field in theirs) or not _is_alike(ours[field], theirs[field])
-    ]
+    return [(field, f"{ours}, {by} {theirs}") for field, ours, theirs in _unlike_fields(found, expected)]
+
+
+def unlike_files(first: Store, second: Store) -> dict[str, tuple[str, str]]:
+    """The small files of two releases that aren't the same, with what stands in the first and in the second: of
+    `config.json` each field, of the others their hash. Cards and licences are for people, and the index follows from the
+    files of the weights.
+    """
+    both = first, second
+    try:
+        configs = [read_json(store, CONFIG) for store in both]
+    except (OSError, ValueError) as e:
+        return {CONFIG: (f"can't be compared: {e}", "")}
+    fields = {field: (one, other) for field, one, other in _unlike_fields(*configs)}
+    names = sorted({file.name for store in both for file in store.list() if _is_compared(file.name)})
+    hashes = {printable(name): (_hash(first, name), _hash(second, name)) for name in names}
+    return fields | {name: found for name, found in hashes.items() if found[0] != found[1]}
+
+
+def _is_compared(name: str) -> bool:
+    return role_of(name) not in (None, "config", "card", "licence")
+
+
+def _hash(store: Store, name: str) -> str:
+    try:
+        store.check_file(name)
+        return f"SHA-256 {hashlib.sha256(store.read(name, 0, MAX_BYTES)).hexdigest()[:12]}…"
+    except FileNotFoundError:
+        return "nothing"
+    except (OSError, ValueError) as e:
+        return f"can't be read: {e}"
+
+
+def _unlike_fields(one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
+    """The fields that differ, with both values; those of `other` first."""
+    ours, theirs = dict(_fields(one)), dict(_fields(other))
+    for field in dict.fromkeys([*theirs, *ours]):
+        if (field in ours) != (field in theirs) or not _is_alike(ours[field], theirs[field]):
+            yield f"{FIELD}{printable('.'.join(field))}", _shown(ours, field), _shown(theirs, field)
 
 
 def _fields(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
