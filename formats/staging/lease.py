@@ -39,6 +39,7 @@ HEARTBEAT, STALE = 10.0, 60.0  # seconds
 BEGIN, MOST_BYTES = b'{"owner": ', 1 << 12  # of a lease
 KEYS = {"owner", "host", "pid"}  # that each has, whatever the version that wrote it
 LOCK_MARK = b"weightbeam\n"  # what a file that is locked holds
+HOW = os.O_CLOEXEC | os.O_NOFOLLOW
 PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
 HOLDER = re.compile(r" \(process \S+ on [^)]*\)")  # in what says who holds a lease; see `_refuse_if_alive`
 # of a file system without locks
@@ -237,7 +238,8 @@ class _FileLease(Lease):
                             yield
                         finally:
                             if is_ours:
-                                path.unlink(missing_ok=True)
+                                with contextlib.suppress(PermissionError):  # another user's, in a folder of all
+                                    path.unlink(missing_ok=True)
                         return
                 finally:
                     os.close(fd)
@@ -255,12 +257,11 @@ def _open_lock(path: Path) -> tuple[int, bool] | None:
     Raises:
       ForeignError: it is no such file.
     """
-    how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, how | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(path, os.O_RDWR | HOW | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         try:
-            fd = os.open(path, how)
+            fd = _open_found(path)
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -275,6 +276,14 @@ def _open_lock(path: Path) -> tuple[int, bool] | None:
     with contextlib.suppress(OSError):  # on a full disk it stays empty
         os.write(fd, LOCK_MARK)
     return fd, True
+
+
+def _open_found(path: Path) -> int:
+    """A file that is there; another user's to read alone: a lock wants no more, but on NFS."""
+    try:
+        return os.open(path, os.O_RDWR | HOW)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | HOW)
 
 
 def _lock(fd: int) -> bool:

@@ -76,6 +76,23 @@ def test_another_user_s_try_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"lease", "lease.lock"}
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_lock_that_another_user_left(tmp_path: Path) -> None:
+    """He was killed while he took or released a lease in a folder of all: others can't remove his file, and needn't."""
+    os.chmod(tmp_path, 0o1777)
+    for folder in tmp_path.parents[:3]:
+        os.chmod(folder, folder.stat().st_mode | 0o055)
+    lock = tmp_path / "lease.lock"
+    lock.write_bytes(lease.LOCK_MARK)
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, "-c", OTHERS, str(tmp_path / "lease")], capture_output=True, text=True, cwd=ROOT
+        )
+        assert ran.stdout == "held\n", ran.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.lock"]
+    assert lock.stat().st_uid == 0
+
+
 HIDDEN = """import json, os, socket, sys
 from weightbeam.formats.staging import lease
 owner = dict(host=socket.gethostname(), processes=lease._processes(), pid=int(sys.argv[1]), process=sys.argv[2])
