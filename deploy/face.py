@@ -20,6 +20,7 @@ PACKAGE = "weightbeam.pipelines"
 HEAD = '"""Written by `python -m deploy.face`, of the options that each command has."""\n\n'
 IMPORTS = """\
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def _spelled(name: str, signature: inspect.Signature, doc: str) -> str:
             parts.append("*")
             keywords = True
         default = each.default + 0 if isinstance(each.default, Unsaid) else each.default
-        parts.append(f"{each.name}: {each.annotation}" + ("" if default is each.empty else f" = {default!r}"))
+        kind = str(each.annotation)
+        if each.kind is not each.KEYWORD_ONLY:  # a place
+            kind = re.sub(r"\bstr\b", "str | PathLike[str]", kind)
+        parts.append(f"{each.name}: {kind}" + ("" if default is each.empty else f" = {default!r}"))
     body = textwrap.indent(f'"""{doc}\n"""', "    ")
     return f"def {name}({', '.join(parts)}) -> {signature.return_annotation}:\n{body}\n"
 

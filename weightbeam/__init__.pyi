@@ -1,6 +1,7 @@
 """Written by `python -m deploy.face`, of the options that each command has."""
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ __all__ = [
 ]
 
 def convert(
-    source: str | Plan,
-    output: str,
+    source: str | PathLike[str] | Plan,
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -149,8 +150,8 @@ def convert(
     """
 
 def cut(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -198,8 +199,8 @@ def cut(
     """
 
 def dequantize(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -247,8 +248,8 @@ def dequantize(
     """
 
 def diff(
-    a: str,
-    b: str,
+    a: str | PathLike[str],
+    b: str | PathLike[str],
     *,
     hf_token_secret: str | None = None,
     tolerance: float = 0.0,
@@ -286,8 +287,8 @@ def diff(
     """
 
 def export(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = 134217728,
@@ -357,7 +358,7 @@ def export(
       True
     """
 
-def fit(source: str, maxtext_model: str) -> Fit:
+def fit(source: str | PathLike[str], maxtext_model: str | PathLike[str]) -> Fit:
     """Compares a release with a MaxText configuration; reads no weights.
 
     Args:
@@ -377,7 +378,7 @@ def fit(source: str, maxtext_model: str) -> Fit:
     """
 
 def inspect(
-    checkpoint: str,
+    checkpoint: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -412,8 +413,8 @@ def inspect(
     """
 
 def logits(
-    source: str,
-    other: str | None = None,
+    source: str | PathLike[str],
+    other: str | PathLike[str] | None = None,
     *,
     hf_token_secret: str | None = None,
     layers: str | None = None,
@@ -465,8 +466,8 @@ def logits(
     """
 
 def materialize(
-    checkpoint: str,
-    output: str,
+    checkpoint: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     mesh: str | Sequence[str] = (),
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -515,7 +516,7 @@ def materialize(
     """
 
 def maxtext_config(
-    source: str,
+    source: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -595,8 +596,8 @@ def maxtext_config(
     """
 
 def merge(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -649,7 +650,7 @@ def merge(
     """
 
 def plan(
-    source: str,
+    source: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -742,8 +743,8 @@ def plan(
     """
 
 def quantize(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -807,8 +808,8 @@ def quantize(
     """
 
 def reshard(
-    source: str,
-    output: str,
+    source: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     layers: str | None = None,
     experts: str | None = None,
@@ -886,8 +887,8 @@ def reshard(
     """
 
 def verify(
-    checkpoint: str,
-    source: str | None = None,
+    checkpoint: str | PathLike[str],
+    source: str | PathLike[str] | None = None,
     *,
     hf_token_secret: str | None = None,
     like: str | None = None,

@@ -250,6 +250,8 @@ def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
+    if args.hosts and not args.load:
+        raise Refused("--hosts needs --load: how many hosts read a part each")
     if not says_threads(rest):
         # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
         # it.

@@ -18,6 +18,7 @@ from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage.identity import ANEW
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
+from weightbeam.pipelines.running.output import AGAIN
 from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
 from weightbeam.pipelines.running.runners.runner import Job
 from weightbeam.pipelines.running.runners.table import runner_of
@@ -183,6 +184,6 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
         )
     elif staging.exists() and ANEW not in last:  # else --resume would refuse
         lines.append(
-            f"What is done is kept in {staging.plan_folder}; the same command with --resume goes on from there."
+            f"What is done is kept in {staging.plan_folder}; {AGAIN}."
         )
     return "\n".join(lines)

@@ -28,7 +28,8 @@ from weightbeam.transforms.planning.options import Delivery, hashed
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.stages.staged import load
 
-KEPT = "what is done is kept, the same command with --resume goes on from there"
+AGAIN = "the same command with --resume goes on from there"
+KEPT = f"what is done is kept, {AGAIN}"
 
 
 @contextlib.contextmanager

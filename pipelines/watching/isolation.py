@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, cast
 
+from weightbeam.pipelines.running.output import AGAIN
 from weightbeam.pipelines.running.without_beam import leave_out_services
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
@@ -230,7 +231,7 @@ def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
     except Refused as e:
         return Outcome(FAILED if _has_changed(e) else REFUSED, str(e).strip())
     except Failed as e:
-        return Outcome(FAILED, str(e).strip())
+        return Outcome(FAILED, str(e).strip().replace(AGAIN, "the next attempt goes on from there"))
     except Exception as e:
         traceback.print_exc()
         return Outcome(FAILED, f"{type(e).__name__}: {e}")

@@ -17,7 +17,7 @@ import tenacity
 from weightbeam.formats.text.installing import install
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
+from weightbeam.pipelines.watching.records import FAILED, HELD, PUBLISHED, SETTLED, Record
 
 ATTEMPTS = 4
 TIMEOUT = 10.0  # seconds of silence in an attempt
@@ -45,7 +45,7 @@ def _escaped(text: str) -> str:
 def note(record: Record) -> None:
     """Logs a state; on a terminal the next one takes its line, where there is nothing more to say of it."""
     passing = record["state"] not in (*SETTLED, FAILED) and not record.get("reason")
-    level = logging.WARNING if record["state"] == FAILED else logging.INFO
+    level = logging.WARNING if record["state"] in (FAILED, HELD) else logging.INFO
     _log.log(level, text_of(record), extra={"facts": dict(record), "passing": passing})
 
 

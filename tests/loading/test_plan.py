@@ -116,5 +116,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "500,000 are all that is planned for" in capsys.readouterr().err
     assert call(*command) == 2
     assert "--load needs --mesh" in capsys.readouterr().err
+    assert call("plan", folder, "--mesh", "fsdp=4", "--hosts", "2") == 2
+    assert "--hosts needs --load" in capsys.readouterr().err
     assert call(*command, "--mesh", "fsdp=4", "--hosts", "3") == 2
     assert "can't share evenly" in capsys.readouterr().err
