@@ -183,7 +183,5 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
             "The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them."
         )
     elif staging.exists() and ANEW not in last:  # else --resume would refuse
-        lines.append(
-            f"What is done is kept in {staging.plan_folder}; {AGAIN}."
-        )
+        lines.append(f"What is done is kept in {staging.plan_folder}; {AGAIN}.")
     return "\n".join(lines)

@@ -54,7 +54,15 @@ from weightbeam.pipelines.watching.records import (
     histories,
     history_of,
 )  # fmt: skip
-from weightbeam.pipelines.watching.runs import RunStep, SeenStep, growing_steps, list_steps, read_step, see_step
+from weightbeam.pipelines.watching.runs import (
+    RunStep,
+    SeenStep,
+    growing_steps,
+    list_steps,
+    mark_of,
+    read_step,
+    see_step,
+)
 from weightbeam.pipelines.watching.tables import former, tables
 from weightbeam.transforms.planning.options import (
     PARAMS,
@@ -163,7 +171,8 @@ class RunFeed(Feed):
         if self._there or self.is_known():
             return None
         if growing_steps(self.store):
-            return f"{self.run.checkpoints} has a step that isn't committed yet; it is waited for"
+            mark = mark_of(self.store)
+            return f"{self.run.checkpoints} has a step that isn't committed yet; its {mark}, which Orbax's CheckpointManager writes last, is waited for"
         if isinstance(self.store, LocalFolder) and not self.store.folder.exists():
             return f"{self.run.checkpoints} isn't there yet; it is waited for, and its first step"
         return f"{self.run.checkpoints} has no steps yet; they are waited for directly in it, as in RUN/checkpoints"

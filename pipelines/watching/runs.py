@@ -119,7 +119,7 @@ def list_steps(run: Store) -> list[SeenStep]:
       StorageError: several prefixes are there, or a number twice: which are the run's isn't known.
     """
     found: dict[str, list[SeenStep]] = {}
-    for file in run.below([_mark_of(run)]):
+    for file in run.below([mark_of(run)]):
         if (seen := _seen(file)) and _is_regular(run, file.name):
             found.setdefault(_prefix_of(seen.folder), []).append(seen)
     steps = sorted(found.get("", next(iter(found.values()), [])), key=lambda seen: seen.number)
@@ -154,12 +154,12 @@ def see_step(run: Store, folder: str) -> SeenStep | None:
     Raises:
       OSError: it can't be told.
     """
-    name = f"{folder}/{_mark_of(run)}"
+    name = f"{folder}/{mark_of(run)}"
     file = run.stat(name)
     return _seen(dataclasses.replace(file, name=name)) if file else None
 
 
-def _mark_of(run: Store) -> str:
+def mark_of(run: Store) -> str:
     """The file that tells that a step is committed, and from a later one of the same number: it is written last, and
     anew.
     """

@@ -1318,7 +1318,8 @@ def test_a_watcher_starts_before_the_run(
     assert f"{run} has no steps yet; they are waited for directly in it" in capsys.readouterr().out
     (run / "1.orbax-checkpoint-tmp").mkdir()
     assert watch(run, like, output) == 0
-    assert f"{run} has a step that isn't committed yet" in capsys.readouterr().out
+    waits = f"{run} has a step that isn't committed yet; its _CHECKPOINT_METADATA, which Orbax's CheckpointManager writes last"
+    assert waits in capsys.readouterr().out
     shutil.rmtree(run)
     command = [*WATCH, "--run", str(run), "--like", str(like), "--output", str(output), "--interval", "1s"]
     watching = start(command, tmp_path / "printed")
