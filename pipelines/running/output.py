@@ -28,6 +28,8 @@ from weightbeam.transforms.planning.options import Delivery, hashed
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.stages.staged import load
 
+# a kind of plan -> the commands that have it, where there are several
+OF_COMMANDS = {"merge": "merge, cut, quantize or dequantize", "convert": "convert or materialize"}
 AGAIN = "the same command with --resume goes on from there"
 KEPT = f"what is done is kept, {AGAIN}"
 
@@ -238,7 +240,7 @@ def _difference(staging: Staging, wanted: Transfer) -> str:
         changed = f"with another {table}, " if table else ""
         return f"it was staged {changed}by another version of Weightbeam, or is damaged"
     if staged.kind != wanted.kind:
-        return f"it is of weightbeam {staged.kind}"
+        return f"it is of weightbeam {OF_COMMANDS.get(staged.kind, staged.kind)}"
     if staged.hash == wanted.hash:
         return _changed_source(staged, wanted) if wanted.was_touched(staged) else ""
     options, before = hashed(wanted.options), hashed(staged.options)

@@ -375,3 +375,15 @@ def test_what_changes_between_a_plan_and_its_conversion_is_refused(tmp_path: Pat
     with pytest.raises((wb.Refused, wb.Failed), match=file.name.replace(".", r"\.")):
         wb.convert(planned, str(tmp_path / "out"), progress=False)
     assert not (tmp_path / "out" / "0").exists()
+
+
+def test_what_another_command_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It isn't gone on with; what it may be is said, since a cut, a merge and a quantisation have one kind of plan."""
+    checkpoint = convert(source := make_release(tmp_path / "hf"), tmp_path / "ckpt")
+    small = ["--unit_bytes", "10000"]
+    stop_midway(["cut", str(source), str(tmp_path / "out"), "--layers", "0:2", *small], monkeypatch)
+    capsys.readouterr()
+    assert call("export", checkpoint, tmp_path / "out", "--like", source, *small, "--resume") == 2
+    assert "it is of weightbeam merge, cut, quantize or dequantize" in " ".join(capsys.readouterr().err.split())
