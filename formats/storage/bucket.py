@@ -221,7 +221,7 @@ class Bucket(Store):
         _, _, rest = url.partition("//")
         self.bucket, _, self.folder = rest.partition("/")
         if not self.bucket:
-            raise StorageError(f"{url}: names no bucket; it should be gs://bucket/folder")
+            raise StorageError("gs:// names no bucket; it should be gs://bucket/folder")
         try:
             ts.KvStore.Spec({"driver": "gcs", "bucket": self.bucket})
         except ValueError as e:

@@ -227,9 +227,8 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.name == "lora":
         return read_loras(value) or ()
     if option.several:
-        if not isinstance(value, Iterable):
-            raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
-        texts = (value,) if isinstance(value, str) else tuple(map(_as_text, value))
+        is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+        texts = (value,) if is_one else tuple(map(_as_text, value))
         if not _is_texts(texts):
             raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
         return texts

@@ -237,6 +237,7 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(lora=["adapter", None]), wb.Refused, "should be a path, or a list of paths"),
         (dict(mesh=[None]), wb.Refused, "should be a text, or a list of texts"),
         (dict(mesh=b"fsdp=2"), wb.Refused, "should be a text, or a list of texts"),
+        (dict(mesh={"fsdp": 8}), wb.Refused, "should be a text, or a list of texts"),
         (dict(beam="--runner=DirectRunner"), wb.Refused, "beam='--runner=DirectRunner' should be a list of texts"),
         (dict(maxtext_model="\ud800"), wb.Refused, "half a character"),
     ],
