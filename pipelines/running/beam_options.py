@@ -22,7 +22,6 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import create_runner
 from apache_beam.transforms import userstate
-from apache_beam.transforms.core import CallableWrapperDoFn
 
 from weightbeam.pipelines.running.runners import local
 from weightbeam.pipelines.running.runners.table import runner_of
@@ -55,7 +54,7 @@ class ConversionOptions(PipelineOptions):
 
 class _Options(PipelineOptions):
     """Beam's options, each view of which is made once: Beam asks for two hundred in a pipeline, and makes a parser for
-    each (apache_beam/options/pipeline_options.py, 2.77.0). All views share their values.
+    each (apache_beam/options/pipeline_options.py, 2.77.0). All views share their values; a copy makes its own.
     """
 
     def view_as(self, cls: type[View]) -> View:
@@ -64,6 +63,9 @@ class _Options(PipelineOptions):
             views[cls] = super().view_as(cls)
         return views[cls]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_views"}
+
 
 _SPECS: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 _find_specs = userstate.get_dofn_specs
@@ -71,9 +73,13 @@ _find_specs = userstate.get_dofn_specs
 
 def _specs_of(fn: beam.DoFn) -> Any:
     """The states and timers of a DoFn, which Beam looks for a hundred times a pipeline, by the signatures of all of its
-    methods (apache_beam/transforms/userstate.py, 2.77.0): once for each class, and for each function that it wraps.
+    methods (apache_beam/transforms/userstate.py, 2.77.0): once for each class of ours, and for each of Beam's own, which
+    may wrap another; anew for anybody else's.
     """
-    key = fn if isinstance(fn, CallableWrapperDoFn) else type(fn)
+    package = type(fn).__module__.partition(".")[0]
+    if package not in ("weightbeam", "apache_beam"):
+        return _find_specs(fn)
+    key = type(fn) if package == "weightbeam" else fn
     if key not in _SPECS:
         _SPECS[key] = _find_specs(fn)
     return _SPECS[key]

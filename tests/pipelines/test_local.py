@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import apache_beam as beam
 import pytest
 import yaml
+from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, StandardOptions
+from apache_beam.testing.test_pipeline import TestPipeline
+from apache_beam.testing.util import assert_that, equal_to
+from apache_beam.transforms.userstate import CombiningValueStateSpec
 from processes import run
 from servers.hub import FakeHub
 from support import LLAMA, LLAMA_8B, call, make_release, random_tensors, save, split
@@ -214,3 +220,38 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
         make_pipeline(pipeline_options(["--direct_num_workers=4"])) as pipeline,
     ):
         _ = pipeline | beam.Create(range(10))
+
+
+def test_views_of_copied_options_agree() -> None:
+    """Beam copies a pipeline's options, and leaves one out that a job doesn't need; what one view says, all others and
+    the job then know.
+    """
+    options = copy.deepcopy(pipeline_options(["--impersonate_service_account=somebody"]))
+    options.view_as(StandardOptions).streaming = True
+    options.view_as(DebugOptions).experiments = ["one"]
+    assert options.view_as(StandardOptions) is options.view_as(StandardOptions)
+    told = options.get_all_options()
+    assert (told["streaming"], told["experiments"], told["impersonate_service_account"]) == (True, ["one"], None)
+
+
+SEEN = beam.DoFn.StateParam(CombiningValueStateSpec("seen", sum))
+
+
+class _Counting(beam.DoFn):
+    def process(self, element: tuple[str, int], seen: Any = SEEN) -> Iterator[tuple[str, int]]:
+        seen.add(1)
+        yield element[0], seen.read()
+
+
+class _Passing(beam.DoFn):
+    def process(self, element: tuple[str, int]) -> Iterator[tuple[str, int]]:
+        yield element
+
+
+def test_a_pipeline_of_somebody_else_afterwards() -> None:
+    """Its DoFns have the states that they have, also behind wrappers of Beam's."""
+    with make_pipeline(pipeline_options([])) as ours:
+        _ = ours | beam.Create([1]) | beam.Map(print)
+    with TestPipeline(options=PipelineOptions(["--runtime_type_check"])) as theirs:
+        passed = theirs | beam.Create([("a", 1), ("a", 2), ("b", 1)]) | beam.ParDo(_Passing())
+        assert_that(passed | beam.ParDo(_Counting()), equal_to([("a", 1), ("a", 2), ("b", 1)]))
