@@ -279,7 +279,7 @@ def _open_lock(path: Path) -> tuple[int, bool] | None:
 
 
 def _open_found(path: Path) -> int:
-    """A file that is there; another user's to read alone: a lock wants no more, but on NFS."""
+    """A file that is there; another user's to read alone, which is enough for a lock but on NFS."""
     try:
         return os.open(path, os.O_RDWR | HOW)
     except PermissionError:
@@ -290,7 +290,8 @@ def _lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
-        return e.errno in UNSUPPORTED
+        is_to_read = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        return e.errno in UNSUPPORTED and not (is_to_read and e.errno == errno.EBADF)  # NFS has locks, and not for it
     return True
 
 

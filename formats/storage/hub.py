@@ -548,18 +548,18 @@ def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMP
     found = retried(hub.model_info, attempts)(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
     check_form(found)
     if not 0 < len(found.siblings or []) < DESCRIBED:
-        found.siblings = retried(_list_files, attempts)(hub, repo, found.sha)
+        try:
+            found.siblings = retried(_list_files, attempts)(hub, repo, found.sha)
+        except EntryNotFoundError:
+            if found.siblings:
+                raise
         check_form(found)
     return found
 
 
 def _list_files(hub: HfApi, repo: str, commit: str | None) -> list[RepoSibling]:
-    try:
-        files = [
-            file for file in hub.list_repo_tree(repo, recursive=True, revision=commit) if isinstance(file, RepoFile)
-        ]
-    except EntryNotFoundError:  # an empty repository
-        files = []
+    listed = hub.list_repo_tree(repo, recursive=True, revision=commit)
+    files = [file for file in listed if isinstance(file, RepoFile)]
     return [RepoSibling(file.path, file.size, file.blob_id, file.lfs) for file in files]
 
 

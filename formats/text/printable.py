@@ -14,6 +14,8 @@ _UNPRINTABLE = re.compile(
 )
 _BUT_LINES = re.compile(_UNPRINTABLE.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
 
+LINE, AHEAD = 60, 20  # characters of a text that is shown with another, and of those before they part
+
 
 def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     r"""A text without anything that a terminal would act on; each such character as Python writes it, such as `\x1b`.
@@ -31,3 +33,19 @@ def listed(names: Sequence[str], most: int = 10, what: str = "") -> str:
     """The first of some names, and how many more there are, of what they are: `a, b, c and 4 more`."""
     more = f" and {len(names) - most:,} more{what and ' '}{what}" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def where_apart(one: str, other: str) -> tuple[str, str]:
+    """Two texts to be shown beside each other: of long ones what stands where they part.
+
+    >>> where_apart('["full", "full", "full", "full", "full", "full", "full", "full"]', '["full", "full", "sliding"]')
+    ('["full", "full", "full", "full", "full", "full", "full", "fu…', '["full", "full", "sliding"]')
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    apart = next((at for at, (here, there) in pairs if here != there), min(len(one), len(other)))
+    begin = max(0, apart - AHEAD) if max(len(one), len(other)) > LINE else 0
+    return _excerpt(one, begin), _excerpt(other, begin)
+
+
+def _excerpt(text: str, begin: int) -> str:
+    return f"{'…' if begin else ''}{text[begin : begin + LINE]}{'…' if len(text) > begin + LINE else ''}"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from weightbeam.formats.text.printable import listed
+from weightbeam.formats.text.printable import listed, where_apart
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import is_state
 from weightbeam.pipelines.terminal.report import kind_and_layer
@@ -174,7 +174,7 @@ class Comparison(Shown):
         if self.files:
             table = Table("small files, which don't count", "a", "b")
             for name, (a, b) in itertools.islice(self.files.items(), SHOWN):
-                table.add_row(name, a, b)
+                table.add_row(name, *where_apart(a, b))
             yield from _listed(table, len(self.files))
         yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
         yield from (f"  {number:>6,} {TEXTS[status]}" for status, number in self.counts.items() if number)

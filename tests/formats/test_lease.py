@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +93,28 @@ def test_a_lock_that_another_user_left(tmp_path: Path) -> None:
         assert ran.stdout == "held\n", ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["lease.lock"]
     assert lock.stat().st_uid == 0
+
+
+def test_a_lock_that_can_only_be_read_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it can't be locked, which doesn't mean that there are no locks (Linux, flock(2))."""
+    lock, plain, opened = tmp_path / "lease.lock", fcntl.flock, os.open
+    lock.write_bytes(lease.LOCK_MARK)
+
+    def flock(fd: int, how: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        plain(fd, how)
+
+    def open_as_another(path: Any, flags: int, *mode: int, **rest: Any) -> int:
+        if path == lock and flags & os.O_ACCMODE == os.O_RDWR and not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *mode, **rest)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(os, "open", open_as_another)
+    monkeypatch.setattr(lease, "PATIENCE", 0.2)
+    with pytest.raises(lease.HeldError, match=re.escape(f"has locked {lock}")), hold(tmp_path / "lease"):
+        pass
 
 
 HIDDEN = """import json, os, socket, sys

@@ -16,6 +16,9 @@ from trained import SHARED, trained_like
 
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
+from weightbeam.formats.storage import open_store
+from weightbeam.formats.text.printable import where_apart
+from weightbeam.transforms.comparing.release_faults import unlike_files
 
 jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")
@@ -99,6 +102,25 @@ def test_small_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "rope_scaling.factor" in capsys.readouterr().out
     assert call("diff", first, first, "--json", tmp_path / "found") == 0
     assert json.loads((tmp_path / "found").read_text())["files"] == {}
+
+
+def test_small_files_that_say_odd_things(tmp_path: Path) -> None:
+    """What is NaN on both sides is the same; of long values that is shown where they part; a file that can't be read is
+    named, whatever the other side has.
+    """
+    first, second = (open_store(str(tmp_path / name)) for name in ("first", "second"))
+    for name, last in (("first", "full"), ("second", "sliding")):
+        (tmp_path / name).mkdir()
+        kinds = ", ".join(["full"] * 30 + [last])
+        (tmp_path / name / "config.json").write_text(f'{{"eps": NaN, "kinds": "{kinds}"}}')
+        (tmp_path / name / "tokenizer.json").symlink_to("nowhere")
+    found = unlike_files(first, second)
+    assert found.keys() == {"config.json: kinds", "tokenizer.json"}
+    parted = [text.removeprefix("…") for text in where_apart(*found["config.json: kinds"])]
+    assert parted[0].endswith(', full"')
+    assert parted[1].endswith(', sliding"')
+    (tmp_path / "second" / "config.json").unlink()
+    assert unlike_files(first, second)["config.json"][0] == "can be read"
 
 
 def test_tolerance(tmp_path: Path) -> None:

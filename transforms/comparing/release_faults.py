@@ -17,17 +17,17 @@ from typing import Any
 
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.safetensors import DTYPES, INDEX, Tensor
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import Store, reason
 from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
 from weightbeam.formats.targets.published import RECORD, strays_in
-from weightbeam.formats.text.printable import printable
+from weightbeam.formats.text.printable import printable, where_apart
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 from weightbeam.model_mappings.plan import holds, is_float
 
 CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
 QUANTIZATION = ("quantization_config", "compression_config")  # what an export leaves out of its release's config.json
-SHOWN = 60  # characters of a value
+HASH = "SHA-256 "
 ADDED = "wasn't written by the export, and is taken for a part of it"
 
 Said = tuple[str, str]  # a file or a field, and what is to be said of it
@@ -118,23 +118,37 @@ def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list
         found = read_json(release, CONFIG)
     except (OSError, ValueError) as e:
         return [(CONFIG, f"can't be read: {e}")]
-    return [(field, f"{ours}, {by} {theirs}") for field, ours, theirs in _unlike_fields(found, expected)]
+    return [
+        (field, f"{ours}, {by} {theirs}")
+        for field, *values in _unlike_fields(found, expected)
+        for ours, theirs in [where_apart(*values)]
+    ]
 
 
 def unlike_files(first: Store, second: Store) -> dict[str, tuple[str, str]]:
     """The small files of two releases that aren't the same, with what stands in the first and in the second: of
-    `config.json` each field, of the others their hash. Cards and licences are for people, and the index follows from the
-    files of the weights.
+    `config.json` each field, as JSON, of the others their hash. Cards and licences are for people, and the index follows
+    from the files of the weights.
     """
     both = first, second
-    try:
-        configs = [read_json(store, CONFIG) for store in both]
-    except (OSError, ValueError) as e:
-        return {CONFIG: (f"can't be compared: {e}", "")}
-    fields = {field: (one, other) for field, one, other in _unlike_fields(*configs)}
+    (one, why), (other, why_not) = map(_config, both)
+    if why or why_not:
+        found = {CONFIG: (why or "can be read", why_not or "can be read")}
+    else:
+        found = {field: (ours, theirs) for field, ours, theirs in _unlike_fields(one, other)}
     names = sorted({file.name for store in both for file in store.list() if _is_compared(file.name)})
     hashes = {printable(name): (_hash(first, name), _hash(second, name)) for name in names}
-    return fields | {name: found for name, found in hashes.items() if found[0] != found[1]}
+    return found | {name: each for name, each in hashes.items() if each[0] != each[1] or not each[0].startswith(HASH)}
+
+
+def _config(release: Store) -> tuple[Any, str]:
+    """`config.json`; and why it can't be read, else empty."""
+    try:
+        return read_json(release, CONFIG), ""
+    except OSError as e:
+        return None, f"can't be read: {reason(e)}"
+    except ValueError as e:
+        return None, f"can't be read: {e}"
 
 
 def _is_compared(name: str) -> bool:
@@ -142,13 +156,15 @@ def _is_compared(name: str) -> bool:
 
 
 def _hash(store: Store, name: str) -> str:
+    """A small file's hash, or why there is none."""
     try:
         store.check_file(name)
-        return f"SHA-256 {hashlib.sha256(store.read(name, 0, MAX_BYTES)).hexdigest()[:12]}…"
+        data = store.read(name, 0, MAX_BYTES + 1)
     except FileNotFoundError:
         return "nothing"
-    except (OSError, ValueError) as e:
-        return f"can't be read: {e}"
+    except OSError as e:
+        return f"can't be read: {reason(e)}"
+    return f"{HASH}{hashlib.sha256(data).hexdigest()[:12]}…" if len(data) <= MAX_BYTES else "too large to be compared"
 
 
 def _unlike_fields(one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
@@ -172,14 +188,11 @@ def _is_alike(a: Any, b: Any) -> bool:
     """Whether two values are one; true isn't 1."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_is_alike, a, b))
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
+    return (a == b and isinstance(a, bool) == isinstance(b, bool)) or (a != a and b != b)  # both NaN
 
 
 def _shown(fields: Mapping[tuple[str, ...], Any], field: tuple[str, ...]) -> str:
-    if field not in fields:
-        return "nothing"
-    text = json.dumps(fields[field])
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return json.dumps(fields[field]) if field in fields else "nothing"
 
 
 def _other_files(release: Store, files: Mapping[str, Any]) -> Iterator[str]:
