@@ -283,7 +283,7 @@ def _open_found(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | HOW)
     except PermissionError:
-        return os.open(path, os.O_RDONLY | HOW)
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | HOW)  # a pipe doesn't wait for a writer
 
 
 def _lock(fd: int) -> bool:

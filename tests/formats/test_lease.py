@@ -84,15 +84,17 @@ def test_a_lock_that_another_user_left(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o1777)
     for folder in tmp_path.parents[:3]:
         os.chmod(folder, folder.stat().st_mode | 0o055)
-    lock = tmp_path / "lease.lock"
+    lock, command = tmp_path / "lease.lock", [sys.executable, "-c", OTHERS, str(tmp_path / "lease")]
     lock.write_bytes(lease.LOCK_MARK)
     for _ in range(2):
-        ran = subprocess.run(
-            [sys.executable, "-c", OTHERS, str(tmp_path / "lease")], capture_output=True, text=True, cwd=ROOT
-        )
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert ran.stdout == "held\n", ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["lease.lock"]
     assert lock.stat().st_uid == 0
+    lock.unlink()
+    os.mkfifo(lock, 0o644)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ran.stdout == "ForeignError\n", ran.stderr
 
 
 def test_a_lock_that_can_only_be_read_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

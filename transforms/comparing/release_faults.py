@@ -136,7 +136,10 @@ def unlike_files(first: Store, second: Store) -> dict[str, tuple[str, str]]:
         found = {CONFIG: (why or "can be read", why_not or "can be read")}
     else:
         found = {field: (ours, theirs) for field, ours, theirs in _unlike_fields(one, other)}
-    names = sorted({file.name for store in both for file in store.list() if _is_compared(file.name)})
+    try:
+        names = sorted({file.name for store in both for file in store.list() if _is_compared(file.name)})
+    except OSError as e:
+        return found | {"other small files": (f"can't be listed: {reason(e)}", "")}
     hashes = {printable(name): (_hash(first, name), _hash(second, name)) for name in names}
     return found | {name: each for name, each in hashes.items() if each[0] != each[1] or not each[0].startswith(HASH)}
 
