@@ -34,12 +34,15 @@ def decoded(
     """Shares for devices of this process, with values of `dtype` in place of codes, as arrays of `made`: of `dtype`, or
     of its bits.
     """
+    import jax
+
     coded = {device: share for device, share in shares.items() if isinstance(share, Coded)}
     values: dict[jax.Device, jax.Array] = {}
     for form, devices in alike({device: share.form for device, share in coded.items()}).items():
         program, along = compile_program(devices, form, dtype, made), _along(devices)
         sides = zip(*(coded[device][:2] for device in devices), strict=True)
-        result = program(*(_side_by_side(parts, devices, along) for parts in sides))
+        with jax.disable_jit(False):  # a compiled program can't run otherwise
+            result = program(*(_side_by_side(parts, devices, along) for parts in sides))
         values |= {shard.device: shard.data for shard in result.addressable_shards}
     rest = {device: share for device, share in shares.items() if not isinstance(share, Coded)}
     return {device: values[device] if device in values else rest[device] for device in shares}
