@@ -19,7 +19,7 @@ test-pure: .venv/test ## tables, formats, plans and their numbers, without comma
 	WEIGHTBEAM_SYSTEM=$(SYSTEM) $(PYTEST) -m "not landing and not slow" tests/model_mappings tests/formats tests/transforms tests/families
 
 test-landing: .venv/test ## the rest but the slow ones: whole commands in many ways, processes, kills, engines
-	$(PYTEST) -m "landing and not slow"
+	$(PYTEST) -n $$(($(WORKERS) * 3 / 2)) -m "landing and not slow" # more, since they wait for a third of their time
 
 test-slow: .venv/test ## what takes too long for every change: more processes, kills, bombs and hostile folders, an installation; half an hour
 	$(PYTEST) -m slow
