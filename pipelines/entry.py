@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
-from weightbeam.formats.heaps import use_one_heap
 from weightbeam.pipelines.terminal.streams import stop_at_once
 
 
@@ -16,6 +15,8 @@ def run() -> NoReturn:
             signal.SIGINT, lambda *_: stop_at_once(128 + signal.SIGINT)
         )  # wherever nothing else looks after it
     signal.signal(signal.SIGTERM, lambda *_: stop_at_once(1))
+    from weightbeam.formats.heaps import use_one_heap
+
     use_one_heap()
     from weightbeam.pipelines import cli
 

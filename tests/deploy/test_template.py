@@ -17,7 +17,7 @@ from deploy import metadata
 from deploy.launch import conversion_options, to_arguments
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.terminal.arguments.commands import SHELL
-from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.pipelines.terminal.arguments.parser import parse as parse_line
 from weightbeam.transforms.planning.values import boolean
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def parameters() -> dict[str, dict]:
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    return make_parser().parse_known_args(["convert", *arguments])[0]
+    return parse_line(["convert", *arguments])[0]
 
 
 def test_the_file_is_what_the_options_make() -> None:

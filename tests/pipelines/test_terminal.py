@@ -30,7 +30,7 @@ from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors
 
 from weightbeam.pipelines.commands.help import topics
 from weightbeam.pipelines.terminal import progress
-from weightbeam.pipelines.terminal.arguments.parser import make_parser
+from weightbeam.pipelines.terminal.arguments.parser import make_parser, parse
 from weightbeam.pipelines.terminal.progress import Bar, Progress, say_above_bar
 from weightbeam.pipelines.terminal.tables import Table
 
@@ -65,6 +65,34 @@ def on_terminal(
     return process.wait(60), [
         line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "mistakes"),
+    {
+        "quantize a b --resume yes --format int3 --unit_bytes lots --lora= c": [
+            "--resume yes: say true or false; a folder of that name is ./yes",
+            "argument --format: invalid choice: 'int3' (choose from 'fp8')",
+            "argument --unit_bytes: 'lots' should be bytes, such as 134217728 or 128MiB",
+            "unexpected: c",
+            "--lora: says nothing; leave it out, or say what it is",
+        ],
+        "plan a --mesh fsdp=4 tensor=2 --hosts x": [
+            "unexpected: tensor=2; the axes of a mesh have commas between them: --mesh fsdp=4,tensor=2",
+            "argument --hosts: 'x' should be an integer from 0 to 2147483647",
+        ],
+        "diff a b --tolerance x --nonsense": [
+            "argument --tolerance: 'x' should be a number from 0 on",
+            "unknown options: --nonsense; weightbeam diff --help lists all",
+        ],
+    }.items(),
+)
+def test_mistakes_are_told_together(line: str, mistakes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = line.split()
+    with pytest.raises(SystemExit, match="2"):
+        parse([command, *words])
+    told = [each for each in capsys.readouterr().err.splitlines() if each.startswith("weightbeam")]
+    assert told == [f"weightbeam {command}: {mistake}" for mistake in mistakes]
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,37 @@ MOST_NAMED = 2  # commands that have an option
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are told in a line or two, with what may have been meant."""
+    """A parser whose mistakes are told together, each in a line or two, with what may have been meant.
+
+    Attributes:
+      mistakes: what was wrong with the words until now.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.mistakes: list[str] = []
+
+    def check(self) -> None:
+        """Ends the process where there were mistakes."""
+        if self.mistakes:
+            self.error(self.mistakes.pop())
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
             commands = re.findall("'(.*?)'", wrong[2])
             message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], commands)}; weightbeam --help lists them"
-        self.exit(2, f"{self.format_usage()}{self.prog}: {message}\n")
+        told = [f"{self.prog}: {each}\n" for each in (*self.mistakes, message)]
+        self.exit(2, self.format_usage() + "".join(told))
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """A value, or None where the option can't have it, which is told with the other mistakes."""
+        if action.nargs == argparse.PARSER:
+            return super()._get_values(action, arg_strings)
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as e:
+            self.mistakes.append(str(e))
+            return None
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -97,9 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, _Parser]:
     (commands,) = (action.choices for action in parser._actions if action.dest == "command")
-    return cast("Mapping[str, argparse.ArgumentParser]", commands)
+    return cast("Mapping[str, _Parser]", commands)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -124,11 +148,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args.command = name
     if has_places:
         _place(read.parser, args, read.places, read.bare)
+    mistakes = read.parser.mistakes
+    if mistakes and read.rest and not COMMANDS[name].beam:  # else `refuse_unknown` tells it
+        mistakes.append(_unknown(read.rest, name))
     if empty := [
         name for name, value in vars(args).items() if value == "" or (isinstance(value, list) and "" in value)
     ]:
         named = [each.upper() if each in COMMANDS[name].places else f"--{each}" for each in empty]
-        read.parser.error(f"{', '.join(named)}: says nothing; leave it out, or say what it is")
+        mistakes.append(f"{', '.join(named)}: says nothing; leave it out, or say what it is")
+    read.parser.check()
     return args, read.rest
 
 
@@ -152,7 +180,7 @@ class _Words:
       bare: the options that are true or false and have no `=`, by the words behind them.
     """
 
-    parser: argparse.ArgumentParser
+    parser: _Parser
     left: list[str]
     ours: list[str] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
@@ -175,7 +203,7 @@ class _Words:
         elif word.startswith("-") and len(word) > 1:
             self._sort_rest(option, equals, value)
         elif equals and f"--{option}" in known:
-            self.parser.error(f"unexpected: {word}; did you mean --{word}?")
+            self.parser.mistakes.append(f"unexpected: {word}; did you mean --{word}?")
         else:
             self.places.append(word)
 
@@ -188,7 +216,9 @@ class _Words:
         """The value of an option that is true or false: the word behind it, if it is one."""
         behind = self.left[0] if self.left else ""
         if behind.lower() in OTHER_BOOLEANS:
-            self.parser.error(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
+            self.left.pop(0)
+            self.parser.mistakes.append(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
+            return "true"
         self.bare[behind] = option
         return self.left.pop(0) if behind.lower() in BOOLEANS else "true"
 
@@ -198,8 +228,10 @@ class _Words:
         if not equals and self.parser._option_string_actions[option].nargs is None and self.left:
             self.ours.append(self.left.pop(0))
         if option == "--mesh" and self.left and (more := _axis(self.left[0])):
-            one = f"{value or self.ours[-1]},{more}"
-            self.parser.error(f"unexpected: {more}; the axes of a mesh have commas between them: --mesh {one}")
+            one = f"{value or self.ours[-1]},{self.left.pop(0)}"
+            self.parser.mistakes.append(
+                f"unexpected: {more}; the axes of a mesh have commas between them: --mesh {one}"
+            )
 
     def _sort_rest(self, option: str, equals: str, value: str) -> None:
         """Sorts an option that isn't ours."""
@@ -220,8 +252,12 @@ def refuse_unknown(args: argparse.Namespace, rest: Sequence[str], more: str = ""
       Refused: there are any.
     """
     if rest:
-        more = more or f"weightbeam {args.command} --help lists all"
-        raise Refused(f"unknown options: {' '.join(rest)}{meant(rest[0], args.command)}; {more}")
+        raise Refused(_unknown(rest, args.command, more))
+
+
+def _unknown(rest: Sequence[str], command: str, more: str = "") -> str:
+    more = more or f"weightbeam {command} --help lists all"
+    return f"unknown options: {' '.join(rest)}{meant(rest[0], command)}; {more}"
 
 
 def meant(option: str, command: str, beams: Iterable[str] = ()) -> str:
@@ -271,9 +307,7 @@ def spelled(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def _place(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str], bare: Mapping[str, str]
-) -> None:
+def _place(parser: _Parser, args: argparse.Namespace, words: Sequence[str], bare: Mapping[str, str]) -> None:
     """Gives the words without an option to the places that no option named."""
     names = [name for name in COMMANDS[args.command].places if getattr(args, name) is None]
     if args.command == "verify" and len(words) == 1:  # a checkpoint knows its source
@@ -281,10 +315,10 @@ def _place(
     if len(words) > len(names):
         more = words[len(names) :]
         taken = "".join(f"; {bare[word]} takes true or false" for word in more if word in bare)
-        parser.error(f"unexpected: {' '.join(more)}{taken}")
+        parser.mistakes.append(f"unexpected: {' '.join(more)}{taken}")
     for name, word in zip(names, words, strict=False):
         if (option := bare.get(word)) and _is_value(parser, option, word, args.command, name):
-            parser.error(f"{option} {word}: say true or false; a folder of that name is ./{word}")
+            parser.mistakes.append(f"{option} {word}: say true or false; a folder of that name is ./{word}")
         setattr(args, name, word)
 
 
