@@ -13,6 +13,7 @@ import inspect as inspection
 from collections.abc import Callable
 from typing import Any
 
+from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.pipelines.running.without_beam import LoggingAsItIs
 from weightbeam.pipelines.terminal.errors import Interrupted
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
@@ -65,13 +66,14 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         cell = None
         if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
             kwargs["progress"] = cell = NotebookBar(f"{name}: reading headers")
+        DONE.clear()
         try:
             with LoggingAsItIs():
                 if name != "load":  # which does so once its processes have met
                     check_arithmetic()
                 return function(*args, **kwargs)
         except KeyboardInterrupt as e:
-            said = worded(str(e))
+            said = worded(str(e) or "; ".join(DONE))
         finally:
             if cell:
                 cell.close()

@@ -155,6 +155,7 @@ def test_every_fault_of_the_project_is_another_program() -> None:
         assert source[mutant.start : mutant.end].decode() == mutant.before
 
 
+@pytest.mark.slow("whole runs of the tests, for a tool that only developers use: a minute of a processor")
 def test_a_planted_fault_is_found_and_a_harmless_one_is_not(tmp_path: Path) -> None:
     """In a process of its own, as `make mutants` runs: `a < b` for `a <= b` in an operation is found by its own test,
     and the checkout isn't touched; a line that says the same in other words isn't found.

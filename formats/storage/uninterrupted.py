@@ -6,14 +6,20 @@ import contextlib
 import signal
 import threading
 import time
+from collections import UserList
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
-DONE: list[str] = []  # what the command has published by now, for what a stop says that comes later
-IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
-
 Answer = TypeVar("Answer")
+
+
+class _Done(threading.local, UserList[str]):
+    """Texts, of each thread its own."""
+
+
+DONE = _Done()  # what the command has published by now, for what a stop says that comes later
+IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
 
 
 def uninterrupted(request: Callable[[], Answer], done: Callable[[Answer], str], unknown: str) -> Answer:

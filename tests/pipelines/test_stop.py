@@ -31,6 +31,7 @@ from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets import made_by
 from weightbeam.pipelines.cli import Interrupts, main
+from weightbeam.pipelines.running import writing
 from weightbeam.pipelines.running.output import alone
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Delivery, Options
@@ -130,6 +131,22 @@ def test_a_stop_after_the_publication_says_so(
     assert process.returncode == (130 if number == signal.SIGINT else 1)
     assert f"weightbeam {command}: stopped; but {made} was published already" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "pipe"]
+
+
+def test_a_call_that_is_stopped_after_the_publication_says_so(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what an earlier one published."""
+
+    def interrupted(*_: object, **__: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "told", interrupted)
+    for name in ("one", "other"):
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            wb.convert(source, tmp_path / name, maxtext_model=MODEL_NAME, progress=False)
+        assert str(stopped.value) == f"convert was stopped; but {tmp_path / name / '0'} was published already"
+        assert (tmp_path / name / "0").is_dir()
 
 
 # --- a store that doesn't answer --------------------------------------------------------------------------------------
