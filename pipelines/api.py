@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightbeam.formats.storage.uninterrupted import DONE
+from weightbeam.pipelines.running.token_secret import forget_secret
 from weightbeam.pipelines.running.without_beam import LoggingAsItIs
 from weightbeam.pipelines.terminal.errors import Interrupted
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
@@ -75,6 +76,7 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt as e:
             said = worded(str(e) or "; ".join(DONE))
         finally:
+            forget_secret()
             if cell:
                 cell.close()
         raise Interrupted(f"{name} was stopped; {said}".removesuffix("; "))

@@ -18,7 +18,6 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.held import held_item
 from weightbeam.formats.storage.identity import Files, check_together
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets import published
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.cut import Cut
@@ -39,6 +38,7 @@ from weightbeam.pipelines.running.prepare import (
     refuse,
     said_of,
 )
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.array_sums import known_digests
 from weightbeam.transforms.comparing.counterparts import copied
@@ -67,7 +67,7 @@ def plan_verification(
       Failed: the files that a virtual checkpoint refers to have changed.
     """
     check_options(beam, "verify", {"source": source, "checkpoint": checkpoint})
-    name_secret(hf_token_secret)
+    use_secret(hf_token_secret)
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")
     checkpoint, source = in_order(checkpoint, source)

@@ -18,6 +18,7 @@ from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, prepare_conversion
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
 from weightbeam.pipelines.terminal import report
@@ -174,6 +175,7 @@ def convert(
     if isinstance(source, Plan):
         if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
             raise TypeError(f"a plan has its options already: {', '.join(given)}")
+        use_secret(how.hf_token_secret or source.hf_token_secret)
         conversion = source.conversion
         _check_planned(conversion)
     else:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, dry_run, rewrite
+from weightbeam.pipelines.commands.merge import Merged, rewrite, run_asked
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.shell import say
 from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToHub, taken
 
 
@@ -54,7 +53,4 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = asked_of(args, CutOptions)
     if not asked.cut:  # what isn't known was meant to say it, rather than for Beam
         refuse_unknown(args, rest)
-    if args.dry_run:
-        return dry_run(args, rest, _as_merge(asked))
-    say(args, cut(**keywords_of(args, cut), beam=rest))
-    return 0
+    return run_asked(args, rest, _as_merge(asked), cut)

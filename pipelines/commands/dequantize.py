@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, dry_run, rewrite
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.commands.merge import Merged, rewrite, run_asked
+from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.shell import say
 from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, taken
 
 
@@ -48,7 +47,4 @@ def _as_values(asked: DequantizeOptions) -> MergeOptions:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Dequantises, and says what came of it; with `--dry_run` whether it could."""
-    if args.dry_run:
-        return dry_run(args, rest, _as_values(asked_of(args, DequantizeOptions)))
-    say(args, dequantize(**keywords_of(args, dequantize), beam=rest))
-    return 0
+    return run_asked(args, rest, _as_values(asked_of(args, DequantizeOptions)), dequantize)

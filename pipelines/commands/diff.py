@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import open_store
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import open_pair
 from weightbeam.pipelines.checking.pairwise import compare_pairs
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.pipelines.terminal.shell import say
@@ -50,7 +50,7 @@ def diff(a: str, b: str, *, asked: DiffOptions, progress: bool | Report = True) 
       >>> compared.ok
       True
     """
-    name_secret(asked.hf_token_secret)
+    use_secret(asked.hf_token_secret)
     pair = open_pair(a, b, asked.maxtext_model, asked.family, asked.state)
     (found,) = compare_pairs([pair], reporter(progress))
     releases = [open_store(source.root) for source in pair.sources if isinstance(source, HfCheckpoint)]
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether they are the same within the tolerance; with `--dry_run` what it would compare."""
     if args.dry_run:
         asked = asked_of(args, DiffOptions)
-        name_secret(asked.hf_token_secret)
+        use_secret(asked.hf_token_secret)
         pair = open_pair(args.a, args.b, asked.maxtext_model, asked.family, asked.state)
         shared, alone = [*filter(pair.shared, pair.first)], len(pair.first.keys() ^ pair.second.keys())
         sentence = (

@@ -21,7 +21,6 @@ from weightbeam.formats.release.files import ARCHIVE, carried_files, packed_file
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config import NEXTN
 from weightbeam.model_mappings.config_json import as_taken, config_json
@@ -34,19 +33,19 @@ from weightbeam.pipelines.commands.releases import (
     about,
     check_hub,
     check_places,
+    dry_run,
     going_to,
     loading,
     make_small_files,
     no_source,
     ready_text,
-    say_plan,
     size_lines,
     slots_for,
     to_dict,
 )
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import open_adapters, refuse
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.prepare import check_beam, open_adapters, refuse
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE, Written
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
@@ -150,7 +149,7 @@ def export(
       True
     """
     check_places("export", source, output, beam)
-    name_secret(how.hf_token_secret)
+    use_secret(how.hf_token_secret)
     checkpoint = _open(source, asked.step)
     if is_adapter(checkpoint):
         adapter = plan_adapter_with(checkpoint, asked)
@@ -459,25 +458,24 @@ def _sum_up(reasons: Mapping[str, str]) -> str:
     return f"{count(len(reasons), 'tensor')}: {'; '.join(sorted(set(reasons.values())))}" if reasons else ""
 
 
-def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
-
-
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
-        name_secret(args.hf_token_secret)
+        use_secret(args.hf_token_secret)
         asked = asked_of(args, ExportOptions)
         checkpoint = _open(args.source, asked.step)
         if is_adapter(checkpoint):
+            check_beam(rest, "export", {"source": args.source, "output": args.output})
             adapter = plan_adapter_with(checkpoint, asked)
             refuse(adapter.problems)
             check_hub(args.output, args.create_pr)
             what = f"an adapter for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}"
             print(ready_text(args, rest, checkpoint.root, what).lstrip())
             return 0
-        slots = slots_for(asked, rest, args.source, args.output, args.resume)
-        return say_ready(plan(checkpoint, asked=asked, output=args.output, slots=slots), args, rest)
+
+        def planned(slots: int | None) -> Export:
+            return plan(checkpoint, asked=asked, output=args.output, slots=slots)
+
+        return dry_run(args, rest, asked, planned, plan_text)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0

@@ -16,7 +16,6 @@ import numpy as np
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.pipelines.commands.convert import convert
@@ -29,6 +28,7 @@ from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
@@ -67,7 +67,7 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
       >>> compared.ok
       True
     """
-    name_secret(asked.hf_token_secret)
+    use_secret(asked.hf_token_secret)
     ready = _prepare(source, other, asked)
     if ready.planned:
         return _saved(_beside_maxtext(ready, ready.planned, asked, progress), asked.save_logits)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise Refused("--source is missing: the release whose logits are wanted")
     if args.dry_run:
         asked = asked_of(args, LogitsOptions)
-        name_secret(asked.hf_token_secret)
+        use_secret(asked.hf_token_secret)
         ready = _prepare(args.source, args.other, asked)
         figures = {"source": args.source, "other": args.other, "tokens": list(ready.tokens)}
         figures |= {"layers": len(ready.models[0].layers), "bytes": sum(model.nbytes for model in ready.models)}

@@ -5,30 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.release.files import carried_files, files_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (
     about,
     check_places,
     check_stays,
+    dry_run,
     going_to,
     loading,
     make_small_files,
     no_source,
-    say_plan,
     size_lines,
     slots_for,
     to_dict,
 )
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.prepare import open_adapters, open_source
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE, Written
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
@@ -122,7 +121,7 @@ def rewrite(
 ) -> Merged:
     """Makes a release of a release; see `plan`."""
     check_places(command, source, output, beam)
-    name_secret(how.hf_token_secret)
+    use_secret(how.hf_token_secret)
     planned = plan(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
     check_stays(source, planned.source.root, output, how.create_pr)
     return Merged(planned, carry(planned, output, how, beam, progress))
@@ -191,21 +190,16 @@ def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
     return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
 
 
-def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
-
-
-def dry_run(args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions) -> int:
-    """Says what making a release of a release would do."""
-    name_secret(args.hf_token_secret)
-    slots = slots_for(asked, rest, args.source, args.output, args.resume)
-    return say_ready(plan(args.source, asked, output=args.output, slots=slots), args, rest)
+def run_asked(
+    args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions, function: Callable[..., Merged]
+) -> int:
+    """Makes a release of a release, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        return dry_run(args, rest, asked, lambda slots: plan(args.source, asked, None, args.output, slots), plan_text)
+    say(args, function(**keywords_of(args, function), beam=rest))
+    return 0
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it; with `--dry_run` whether it could."""
-    if args.dry_run:
-        return dry_run(args, rest, asked_of(args, MergeOptions))
-    say(args, merge(**keywords_of(args, merge), beam=rest))
-    return 0
+    return run_asked(args, rest, asked_of(args, MergeOptions), merge)

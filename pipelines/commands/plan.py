@@ -12,9 +12,9 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
-from weightbeam.pipelines.running.prepare import prepare_conversion, reading, refuse
+from weightbeam.pipelines.running.prepare import check_beam, prepare_conversion, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of
-from weightbeam.pipelines.running.without_beam import says_threads, thread_options, threads_of
+from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.terminal import report, tables
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Busy, Refused, reworded
@@ -40,6 +40,7 @@ class Plan(Shown):
       output: where the checkpoint would go, if that is known.
       as_command: the command that carries it out, as it was given; empty where a function was called.
       against: what stands against its output, if that is known.
+      hf_token_secret: which secret holds the token that its source is read with, if it was made with one.
     """
 
     conversion: Conversion
@@ -48,6 +49,7 @@ class Plan(Shown):
     output: str | None = None
     as_command: str = ""
     against: tuple[Problem, ...] = ()
+    hf_token_secret: str | None = None
 
     @property
     def source(self) -> str:
@@ -217,6 +219,7 @@ def _plan(
     """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless
     `unit_bytes` is given.
     """
+    check_beam(beam)  # not whether its runner can do with them: here they are how `convert` would be called
     workers = simulation.workers
     worker = worker_of(beam, simulation.worker_gbps, simulation.worker_hour_price)
     simulated = max(workers) * worker.threads if workers else None
@@ -229,7 +232,7 @@ def _plan(
         estimates = [
             estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers
         ]
-    return Plan(conversion, threads, tuple(estimates), output)
+    return Plan(conversion, threads, tuple(estimates), output, hf_token_secret=hf_token_secret)
 
 
 def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
@@ -252,12 +255,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if args.hosts and not args.load:
         raise Refused("--hosts needs --load: how many hosts read a part each")
-    if not says_threads(rest):
-        # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
-        # it.
-        from weightbeam.pipelines.running.beam_options import check_options
-
-        check_options(rest)
     made = _plan(
         args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )

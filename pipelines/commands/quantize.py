@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store, reason
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.commands import export, merge
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
-from weightbeam.pipelines.commands.releases import check_places, check_stays, no_source, slots_for
+from weightbeam.pipelines.commands.releases import check_places, check_stays, dry_run, no_source, slots_for
 from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -59,7 +59,7 @@ def quantize(
       <weightbeam.Merged: .../smaller: 39 tensors in 1 file, ...>
     """
     check_places("quantize", source, output, beam)
-    name_secret(how.hf_token_secret)
+    use_secret(how.hf_token_secret)
     slots = slots_for(asked, beam, source, output, how.resume)
     planned = plan(source, asked=asked, output=output, slots=slots)
     check_stays(source, planned.source.root, output, how.create_pr)
@@ -103,14 +103,15 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
-        name_secret(args.hf_token_secret)
         asked = asked_of(args, QuantizeOptions)
-        slots = slots_for(asked, rest, args.source, args.output, args.resume)
-        planned = plan(args.source, asked=asked, output=args.output, slots=slots)
-        return (
-            export.say_ready(planned, args, rest)
-            if isinstance(planned, Export)
-            else merge.say_ready(planned, args, rest)
+        return dry_run(
+            args, rest, asked, lambda slots: plan(args.source, asked=asked, output=args.output, slots=slots), _plan_text
         )
     say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0
+
+
+def _plan_text(planned: Export | Merge, threads: int, output: str | None) -> str:
+    if isinstance(planned, Export):
+        return export.plan_text(planned, threads, output)
+    return merge.plan_text(planned, threads, output)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
@@ -18,6 +18,8 @@ from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import check_beam, refuse
 from weightbeam.pipelines.running.slots import slots_of, slots_of_release
+from weightbeam.pipelines.running.token_secret import use_secret
+from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written, find_place
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Refused
@@ -33,6 +35,7 @@ from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
 from weightbeam.transforms.planning.to_release import ToRelease
 
 Kind = TypeVar("Kind", bound=ReleaseOptions)
+Release = TypeVar("Release", bound=ToRelease)
 
 
 def about(written: Written, files: FileLayout) -> str:
@@ -118,14 +121,28 @@ class Planned(Shown):
         return [self.text]
 
 
-def say_plan(planned: ToRelease, text: str, args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """What a dry run prints: the plan, all that stands against it, and else the command that carries it out.
+def dry_run(
+    args: argparse.Namespace,
+    rest: Sequence[str],
+    asked: ReleaseOptions,
+    plan: Callable[[int | None], Release],
+    text: Callable[[Release, int, str | None], str],
+) -> int:
+    """What a command that makes a release says where it makes none: the plan, all that stands against it, and else the
+    command that carries it out.
+
+    Args:
+      plan: makes the plan, its units cut for so many at a time.
+      text: says it to a person, with the threads and the output.
 
     Raises:
       Refused: something stands against it.
     """
+    check_beam(rest, args.command, {"source": args.source, "output": args.output})
+    use_secret(args.hf_token_secret)
+    planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
     check_stays(args.source, planned.source.root, args.output, args.create_pr)
-    say(args, Planned(planned, text))
+    say(args, Planned(planned, text(planned, threads_of(thread_options(rest)), args.output)))
     problems = list(planned.plan.problems)
     check_hub(args.output, args.create_pr)
     if args.output and not args.output.startswith("hf://") and not problems:

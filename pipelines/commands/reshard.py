@@ -16,7 +16,6 @@ from weightbeam.formats.orbax.state import surroundings
 from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
@@ -28,6 +27,7 @@ from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
 from weightbeam.pipelines.terminal.errors import Refused
@@ -177,7 +177,7 @@ def reshard(
       <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays, ...>
     """
     check_beam(beam, "reshard", {"source": source, "output": output})
-    name_secret(how.hf_token_secret)
+    use_secret(how.hf_token_secret)
     if not output:
         raise Refused(NO_OUTPUT)
     planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import (
@@ -25,7 +25,7 @@ from apache_beam.transforms import userstate
 
 from weightbeam.pipelines.running.runners import local
 from weightbeam.pipelines.running.runners.table import runner_of
-from weightbeam.pipelines.running.without_beam import local_threads
+from weightbeam.pipelines.running.without_beam import BeamParser, local_threads, said
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import add_options, meant
 from weightbeam.pipelines.terminal.errors import Refused
@@ -85,13 +85,6 @@ def _specs_of(fn: beam.DoFn) -> Any:
     return _SPECS[key]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Beam's options; a wrong value is refused in one line, not with all of Beam's usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refused(message)
-
-
 def check_options(arguments: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:
     """Makes sure that every argument is one of Beam's options, and that together they are enough for their runner.
 
@@ -103,13 +96,11 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
     Raises:
       Refused: names all that is wrong.
     """
-    runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    runner.add_argument("--runner")
     # an unknown runner, or one that isn't installed, is refused below
     with contextlib.suppress(ValueError, ImportError):
         # a runner's options are known once it is loaded
-        create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)
-    parser = _Parser(add_help=False, allow_abbrev=False)
+        create_runner(said(arguments, str, "runner")["runner"] or local.RUNNER)
+    parser = BeamParser()
     beams = {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}
     del beams[ConversionOptions.__name__]  # what is ours stands among the arguments where a command doesn't take it
     for options in beams.values():
@@ -121,7 +112,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
             f"unknown options: {' '.join(unknown)}{may_be}; --help lists ours, and Beam's are in its documentation"
         )
     if command:
-        settled = pipeline_options(arguments)
+        settled = pipeline_options([each for each in arguments if each not in unknown])
         problems += _find_problems(settled, command, places or {})
         problems = problems or list(runner_of(settled).find_unreachable(settled))  # last: it asks the network
     if problems:

@@ -21,7 +21,6 @@ from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store, reason
 from weightbeam.formats.storage.identity import Files, Watched
 from weightbeam.formats.storage.strict_json import check_texts, read_json
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
@@ -33,6 +32,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import says_threads
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.report import collapse
@@ -61,7 +61,7 @@ def prepare_conversion(
     """
     if not source:
         raise Refused(NO_SOURCE)
-    name_secret(hf_token_secret)
+    use_secret(hf_token_secret)
     return plan_with(options, open_source(source, options.allow_links, options.cut), slots)
 
 
@@ -216,8 +216,10 @@ def _version(options: Options, keys: Collection[str], config: Mapping[str, Any])
         return DEFAULT  # the plan will say what is wrong
 
 
-def check_beam(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
-    """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
+def check_beam(beam: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:
+    """Checks Beam's options, if there are any, as `check_options` does: that imports Beam, unless they say only how many
+    threads there are.
+    """
     if not says_threads(beam):
         from weightbeam.pipelines.running.beam_options import check_options
 

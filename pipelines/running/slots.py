@@ -4,7 +4,6 @@ no Beam.
 
 from __future__ import annotations
 
-import argparse
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,14 @@ from weightbeam.formats.orbax import record_of
 from weightbeam.formats.staging import ITEMS, Staging, staging_at
 from weightbeam.formats.targets.published import record_of as record_of_release
 from weightbeam.formats.targets.release import release_staging
-from weightbeam.pipelines.running.without_beam import THREADS_PER_CORE, is_local, thread_options, threads_of
+from weightbeam.pipelines.running.without_beam import (
+    THREADS_PER_CORE,
+    is_local,
+    runner_of,
+    said,
+    thread_options,
+    threads_of,
+)
 from weightbeam.transforms.execution.overlap import overlaps
 from weightbeam.transforms.planning.inputs import unpack_inputs
 from weightbeam.transforms.planning.makespan import CLUSTER_SLOTS, CLUSTER_START, Worker
@@ -29,14 +35,11 @@ def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None
         return None
     if simulated:
         return simulated
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--parallelism", "--max_num_workers", "--num_workers"):
-        parser.add_argument(option, type=int)
-    said = parser.parse_known_args(list(arguments))[0]
     if is_local(arguments):
         return threads_of(thread_options(arguments)) if overlaps(*places) else None
-    workers = said.max_num_workers or said.num_workers
-    return said.parallelism or (workers * worker_of(arguments, 1, 0).threads if workers else None)
+    numbers = said(arguments, int, "parallelism", "max_num_workers", "num_workers")
+    workers = numbers["max_num_workers"] or numbers["num_workers"]
+    return numbers["parallelism"] or (workers * worker_of(arguments, 1, 0).threads if workers else None)
 
 
 def slots_of_checkpoint(output: str, step: int, slots: int | None) -> int | None:
@@ -66,10 +69,7 @@ def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worke
     """A worker of the engine that `--runner` names, for a simulation; without Beam. It is Dataflow's where no cluster
     is named.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runner", default="")
-    runner = parser.parse_known_args(list(arguments))[0].runner.rpartition(".")[2].lower().removesuffix("runner")
-    engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner)
+    engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner_of(arguments))
     if engine is None:
         return Worker(gbps, hour_price, threads_of(thread_options(arguments), THREADS_PER_CORE * Worker.cores))
     return Worker(

@@ -9,8 +9,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from weightbeam.pipelines.terminal.errors import Refused
+
+Said = TypeVar("Said")
 
 # What Beam imports where it is installed and does without where it isn't: clients of services that a local run has
 # nothing to do with (apache_beam/io/__init__.py, io/filesystems.py, io/mongodbio.py, runners/dataflow/dataflow_runner.py,
@@ -20,12 +24,37 @@ UNUSED = ("apache_beam.io.gcp.bigquery", "apache_beam.io.gcp.gcsfilesystem", "go
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
 
+class BeamParser(argparse.ArgumentParser):
+    """Of Beam's options; a wrong value is refused in one line, not with all of Beam's usage."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
+
+
+def said(arguments: Sequence[str], kind: Callable[[str], Said], *names: str) -> dict[str, Said | None]:
+    """The values of some of Beam's options, None of those that aren't given, or that have none.
+
+    Raises:
+      Refused: one can't have its value.
+    """
+    parser = BeamParser()
+    for name in names:
+        parser.add_argument(f"--{name}", type=kind, nargs="?")
+    return vars(parser.parse_known_args(list(arguments))[0])
+
+
+def runner_of(arguments: Sequence[str]) -> str:
+    """The runner that Beam's options name, by what tells it from others, such as `flink`; empty where they name none."""
+    named = said(arguments, str, "runner")["runner"] or ""
+    return named.rpartition(".")[2].lower().removesuffix("runner")
+
+
 def is_local(arguments: Sequence[str]) -> bool:
     """Whether Beam's options have a command run in this process."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runner", nargs="?")
-    runner = parser.parse_known_args(list(arguments))[0].runner or ""
-    return runner.rpartition(".")[2].lower().removesuffix("runner") in ("", "direct", "fnapi")
+    return runner_of(arguments) in ("", "direct", "fnapi")
 
 
 def says_threads(arguments: Sequence[str]) -> bool:
@@ -57,10 +86,7 @@ def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
 
 def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
     """What `threads_of` wants to know, without Beam."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--direct_num_workers", "--number_of_worker_harness_threads"):
-        parser.add_argument(option, type=int)
-    return vars(parser.parse_known_args(list(arguments))[0])
+    return said(arguments, int, "direct_num_workers", "number_of_worker_harness_threads")
 
 
 def leave_out_services() -> None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.installing import install
+from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import is_local
 from weightbeam.pipelines.terminal.arguments.commands import RunOptions
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise Refused(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
-    name_secret(config.hf_token_secret)
+    use_secret(config.hf_token_secret)
     once, prepare = args.once or args.dry_run, partial(prepare_to_make, is_local(config.runner_arguments()))
     try:
         with Workers(prepare, prepare_to_compare, stays=not once) as workers:

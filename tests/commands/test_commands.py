@@ -121,6 +121,19 @@ def test_what_a_command_that_only_reads_would_do(
     assert figures.get("arrays") == 12 or figures.get("tensors") == 12 or figures["layers"] == 2
 
 
+@pytest.mark.parametrize(
+    "command", ["convert", "cut", "dequantize", "export", "materialize", "merge", "quantize", "reshard", "verify"]
+)
+def test_a_dry_run_takes_no_option_that_the_command_would_not(
+    checkpoint: Path, release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    of_checkpoints = ("export", "materialize", "reshard", "verify")
+    words = [checkpoint if command in of_checkpoints else release, *([tmp_path / "out"] if command != "verify" else [])]
+    own = ["--layers", "0:1"] if command == "cut" else []
+    assert call(command, *words, *own, "--dry_run", "--nonsense=1") == 2
+    assert "unknown options: --nonsense=1" in capsys.readouterr().err
+
+
 def test_virtual_and_materialize(release: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert call("convert", release, tmp_path / "virtual", *MODEL, "--virtual", "--link", "copy") == 0
     assert call("materialize", tmp_path / "virtual", tmp_path / "made", "--mesh", "fsdp=2") == 0

@@ -6,13 +6,17 @@ import base64
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from servers.server import Call, Reply, Server, json_reply
+from support import LLAMA, make_release
 
+import weightbeam as wb
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
+from weightbeam.pipelines.running.token_secret import forget_secret
 
 NAME = "projects/1234/secrets/hub/versions/latest"
 
@@ -49,6 +53,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSec
     with FakeSecrets(hub=b"hf_of_the_secret\n") as server:
         monkeypatch.setenv(EMULATOR, server.url)
         yield server
+    forget_secret()
 
 
 def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +72,30 @@ def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypat
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
     assert token() == "hf_of_the_environment"
     assert len(secrets.log) == 1
+
+
+def test_a_call_names_it_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for what its plan becomes; another call at the same time can't have another one, since threads read for all."""
+    other = NAME.replace("hub", "other")
+    monkeypatch.setenv(SECRET, other)
+    release = make_release(tmp_path / "hf", LLAMA)
+    plan = wb.plan(release, hf_token_secret=NAME)
+    assert secret() == other
+    seen: list[str | None] = []
+    wb.convert(plan, tmp_path / "out", progress=lambda _: seen.append(secret()))
+    assert ({*seen}, secret()) == ({NAME}, other)
+    beside: list[object] = []
+
+    def call_beside(_: object) -> None:
+        for name in (other, NAME):
+            with ThreadPoolExecutor() as threads:
+                beside.append(threads.submit(wb.plan, release, hf_token_secret=name).exception())
+
+    wb.convert(plan, tmp_path / "again", progress=call_beside)
+    assert isinstance(beside[0], wb.Refused)
+    assert f"another call of this process is at work with {NAME}" in str(beside[0])
+    assert beside[1] is None
+    assert secret() == other
 
 
 def test_a_secret_that_is_not_there() -> None:

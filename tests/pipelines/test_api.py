@@ -240,6 +240,9 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(mesh={"fsdp": 8}), wb.Refused, "should be a text, or a list of texts"),
         (dict(beam="--runner=DirectRunner"), wb.Refused, "beam='--runner=DirectRunner' should be a list of texts"),
         (dict(maxtext_model="\ud800"), wb.Refused, "half a character"),
+        (dict(beam=["--direct_num_workers=x"]), wb.Refused, "--direct_num_workers: invalid int value: 'x'"),
+        (dict(beam=["--nonsense"]), wb.Refused, "unknown options: --nonsense"),
+        (dict(beam=["--help"]), wb.Refused, "unknown options: --help"),
     ],
     ids=str,
 )
@@ -247,6 +250,12 @@ def test_wrong_keywords(source: Path, keywords: dict, error: type[Exception], wo
     """What the command line would refuse is refused, and a keyword that isn't there is Python's own mistake."""
     with pytest.raises(error, match=words):
         wb.plan(str(source), **keywords)
+
+
+def test_beams_options_end_no_process(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(wb.Refused, match="unknown options: --help"):
+        wb.convert(source, tmp_path / "out", beam=["--help"])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_dtypes_are_taken_as_numpy_and_jax_name_them(source: Path) -> None:
