@@ -24,6 +24,17 @@ SPELLINGS = (
     ("lm_head.", "language_model.lm_head."), ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
 )  # fmt: skip
+# The same of some models, by `model_type`: elsewhere these names could be meant otherwise.
+_QWEN_VL = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_GRANITE = (
+    (".experts.gate_up_proj", ".input_linear.weight"), (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+)  # fmt: skip
+SPELLINGS_OF: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "qwen2_vl": _QWEN_VL, "qwen2_5_vl": _QWEN_VL, "mllama": (("model.vision_model.", "vision_model."),),
+    "phimoe": ((".mlp.router.", ".block_sparse_moe.gate."),), "gpt_neox": (("lm_head.", "embed_out."),),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
+}  # fmt: skip
 
 # By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
 IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
@@ -79,7 +90,8 @@ class ModuleFiles:
         """The tensor of this name, however it is spelled; of a tied head the embedding, whether the files hold the head or
         not.
         """
-        named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in SPELLINGS)
+        spellings = (*SPELLINGS, *SPELLINGS_OF.get(self.model_type, ()))
+        named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in spellings)
         return next((tensor for one in named if (tensor := self.tied.get(one, one)) in self.encodings), None)
 
     def is_tied_head(self, name: str) -> bool:

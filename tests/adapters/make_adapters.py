@@ -54,6 +54,35 @@ LLAVA = (
         ),
     ),
 )
+VISION = dict(hidden_size=32, depth=1, num_heads=2)
+ROPE = dict(rope_type="default", rope_theta=1e4)
+MROPE = ROPE | dict(mrope_section=[1, 1, 2])
+QWEN2_VL = (
+    t.Qwen2VLForConditionalGeneration,
+    t.Qwen2VLConfig(
+        text_config=SIZES | dict(rope_parameters=MROPE), vision_config=VISION | dict(embed_dim=32, mlp_ratio=2)
+    ),
+)
+QWEN2_5_VL = (
+    t.Qwen2_5_VLForConditionalGeneration,
+    t.Qwen2_5_VLConfig(
+        text_config=SIZES | dict(rope_parameters=MROPE),
+        vision_config=VISION | dict(out_hidden_size=32, intermediate_size=48, fullatt_block_indexes=[0]),
+    ),
+)
+MLLAMA = (
+    t.MllamaForConditionalGeneration,
+    t.MllamaConfig(
+        text_config=SIZES | dict(cross_attention_layers=[1], rope_parameters=ROPE, pad_token_id=0),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_global_layers=1, attention_heads=2, image_size=28, patch_size=14,
+            vision_output_dim=64, intermediate_layers_indices=[0],
+        ),
+    ),
+)  # fmt: skip
+PHIMOE = (t.PhimoeForCausalLM, t.PhimoeConfig(**SIZES | dict(num_local_experts=4)))
+GRANITE = (t.GraniteMoeForCausalLM, t.GraniteMoeConfig(**SIZES | dict(num_local_experts=4, num_experts_per_tok=2)))
+GPT_NEOX = (t.GPTNeoXForCausalLM, t.GPTNeoXConfig(**SIZES))
 GPT2 = (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 # the model, and the adapter's LoraConfig
@@ -107,6 +136,16 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "weight-of-module": (
         LLAMA, dict(r=4, lora_alpha=7, target_modules=["v_proj"], target_parameters=["q_proj.weight"], alpha_pattern={"self_attn.q_proj": 3})
     ),
+    "qwen2_vl": (QWEN2_VL, dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj", "qkv", "lm_head"])),
+    "qwen2_5_vl": (QWEN2_5_VL, dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj", "qkv", "lm_head"])),
+    "mllama": (MLLAMA, dict(r=4, lora_alpha=6, target_modules=["q_proj", "fc1", "multi_modal_projector", "lm_head"])),
+    "phimoe": (PHIMOE, dict(r=4, lora_alpha=6, target_modules=["q_proj", "router"])),
+    "granitemoe": (
+        GRANITE,
+        dict(r=3, lora_alpha=6, target_modules=["q_proj"],
+             target_parameters=[f"block_sparse_moe.{name}" for name in ("experts.gate_up_proj", "experts.down_proj", "router.weight")]),
+    ),
+    "gpt_neox": (GPT_NEOX, dict(r=4, lora_alpha=6, target_modules=["query_key_value", "lm_head"])),
 }  # fmt: skip
 PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixtral": (MIXTRAL, ("w1", "w3", "w2"))}
 

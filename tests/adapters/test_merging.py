@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,8 @@ CASES = (
     "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
     "experts-gpt_oss", "router-mixtral", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18", "embedding-own-rows", "weight-patterns", "weight-of-module",
-    "fan_in_fan_out-linear", "untied-tying", "llava",
+    "fan_in_fan_out-linear", "untied-tying", "llava", "qwen2_vl",
+    "qwen2_5_vl", "mllama", "phimoe", "granitemoe", "gpt_neox",
 )  # fmt: skip
 
 
@@ -54,8 +56,21 @@ def in_memory(merged: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     return np.split(fused, 2)[projection in ("up_proj", "w3")]
 
 
-def spelled(name: str) -> str:
-    """Mixtral's router, and LLaVA's parts, as transformers v5 has them in memory."""
+# in files and in memory, as transformers v5 has them there
+RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "qwen2_vl": ((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual.")),
+    "mllama": ((r"^vision_model\.", "model.vision_model."),),
+    "phimoe": ((r"block_sparse_moe\.gate\.", "mlp.router."),),
+    "granitemoe": ((r"input_linear\.weight", "experts.gate_up_proj"), (r"output_linear\.weight", "experts.down_proj"), (r"router\.layer", "router")),
+    "gpt_neox": (("^embed_out", "lm_head"),),
+}  # fmt: skip
+
+
+def spelled(name: str, case: str) -> str:
+    """A tensor of the files as it is called in memory."""
+    for theirs, ours in RENAMED.get(case.replace("qwen2_5", "qwen2"), ()):
+        if (renamed := re.sub(theirs, ours, name)) != name:
+            return renamed
     if name.startswith(("vision_tower.", "multi_modal_projector.")):
         return f"model.{name}"
     name = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head.")
@@ -73,7 +88,7 @@ def test_as_peft_merges_it(written: Path, case: str) -> None:
     merged, base = read_file(folder / "merged.safetensors"), read_file(folder / "base" / "model.safetensors")
     changed = 0
     for name, encoding in merging.encodings.items():
-        wanted = in_memory(merged, spelled(name))
+        wanted = in_memory(merged, spelled(name, case))
         if name in merging.touched:
             np.testing.assert_allclose(decoded(encoding), wanted, rtol=2e-6, atol=2e-6)
             changed += bool((wanted != base[name]).any())
