@@ -166,6 +166,10 @@ def test_biases_of_zeros_of_layers_without_one(tmp_path: Path, capsys: pytest.Ca
     assert json.loads((tmp_path / "plan.json").read_text())["dropped"] == dict.fromkeys(
         biases, "zeros that AutoGPTQ stores for layers without a bias"
     )
+    assert call("convert", source, tmp_path / "made", "--maxtext_model", "llama2-7b") == 0
+    for like in ([], ["--like", source]):
+        assert call("export", tmp_path / "made", tmp_path / "back", "--overwrite", *like) == 0
+        assert not any(name.endswith(".bias") for name in read_tensors(tmp_path / "back"))
     name = next(iter(biases))
     biases[name] = biases[name] + np.float16(0.5)
     capsys.readouterr()

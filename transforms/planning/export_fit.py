@@ -278,6 +278,9 @@ def audit_tensors(
     shapes = _tensor_shapes(fit.arrays)
     specs = _specs(fit.arrays, shapes, table.released, drops.copies, table.form) | _coded_specs(fit.arrays, shapes)
     dropped, found = audit(fit.arrays, specs, drops.reasons, table.family.name)
+    if table.parts and (unused := [one.subject for one in found if one.kind == "unused"]):
+        zeros, _ = table.parts.renamed(table.family.aliases).drop_zero_biases(unused)
+        dropped, found = dropped | zeros, [one for one in found if one.subject not in zeros]
     explained = {fit.lacking[name] for name in drops.variables}
     problems = [one for one in fit.problems if one.kind != "missing" or one.subject not in explained]
     problems += [
