@@ -17,6 +17,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Files, Watched
 from weightbeam.model_mappings.plan import Array, is_float
+from weightbeam.model_mappings.trees import COUNTER
 from weightbeam.pipelines.checking.verification import MISSING, Verification
 from weightbeam.transforms.comparing.array_sums import (
     NOT_COMPARED,
@@ -92,7 +93,7 @@ class Subject:
             digests, damaged = find_damage(self.digested.record, self._summed, read)
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
             known = known_digests(self.digested.record).keys() & self.digested.arrays.keys()
-            beside = len(known - {one.key for one in self._summed})
+            beside = len(known - {COUNTER, *(one.key for one in self._summed)})
             lines = [*digests.lines()] if everything else []  # else nothing was read yet
             if beside and everything:
                 lines.append(f"{beside:,} of {len(known):,} arrays with their digests: nothing here is made of them")

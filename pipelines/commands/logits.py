@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import logging
@@ -29,7 +28,7 @@ from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.prepare import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.terminal.shell import say, why_unwritable, write_bytes
@@ -106,22 +105,12 @@ class _Ready:
       tokens: that they are run on.
       planned: how the first is converted for MaxText.
       version: of MaxText.
-      refusals: what stands against it.
     """
 
     models: list[StreamedModel] = dataclasses.field(default_factory=list)
     tokens: tuple[int, ...] = ()
     planned: Plan | None = None
     version: str = ""
-    refusals: list[Refused] = dataclasses.field(default_factory=list)
-
-    @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Context manager: a refusal is kept."""
-        try:
-            yield
-        except Refused as e:
-            self.refusals.append(e)
 
 
 def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
@@ -131,25 +120,27 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
       Refused: all that stands against it.
     """
     check_installed()
-    ready = _Ready(refusals=[Refused(wrong) for wrong in _wrong(source, other, asked)])
-    with ready.gathering():
+    ready, refusals = _Ready(), Refusals()
+    for wrong in _wrong(source, other, asked):
+        with refusals.kept():
+            raise Refused(wrong)
+    with refusals.kept():
         ready.version = maxtext.check_python(asked.maxtext, asked.maxtext_patience) if asked.maxtext else ""
-    with ready.gathering():
+    with refusals.kept():
         ready.models.append(StreamedModel(_open(source, asked), asked.dtype))
         ready.planned = _plan(source, asked) if asked.maxtext else None
-    with ready.gathering():
+    with refusals.kept():
         ready.tokens = _tokens(ready.models[0], asked) if ready.models else ()
-    with ready.gathering():
+    with refusals.kept():
         beside = _open(other, asked, source) if other else None
         ready.models += [StreamedModel(beside, asked.dtype)] if beside else []
         held = beside.sources if beside else ()
         if asked.maxtext_model and not asked.maxtext and not any(isinstance(one, OrbaxCheckpoint) for one in held):
             why = "is for an Orbax checkpoint beside the release, or for --maxtext; leave it out"
             raise Refused(f"--maxtext_model={asked.maxtext_model}: {why}")
-    with ready.gathering():
+    with refusals.kept():
         _check_alike(ready.models)
-    if ready.refusals:
-        raise Refused.together(ready.refusals)
+    refusals.check()
     return ready
 
 

@@ -174,7 +174,8 @@ class Orbax:
         own = total(shares for _, shares in self._noted or ())
         whole = {array.key: own[array.key] for array in arrays if own.get(array.key, (0,))[0] == shard_count(array)}
         found, damaged = find_damage(self._record, arrays, [{**together, **whole}])
-        compared = Compared.of(self._record, found.arrays, len(names) + len(more) - found.arrays)
+        asked = len(names) + len(more)
+        compared = Compared.of(self._record, found.arrays, asked - found.arrays, asked - len(arrays))
         if damaged:
             raise StorageError(damage(self.url, damaged, compared.arrays))
         return compared

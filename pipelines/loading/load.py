@@ -17,6 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
 from weightbeam.pipelines.loading.mesh import check_jax, layout_of, named_sharding, open_mesh
-from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source, values_asked
+from weightbeam.pipelines.loading.opening import CHOICES, at_commits, choose, find_commits, find_source, values_asked
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.release import MappedRelease
 from weightbeam.pipelines.loading.schedule import (
@@ -50,9 +51,9 @@ from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.without_beam import cores
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
-from weightbeam.pipelines.terminal.keywords import read_options
+from weightbeam.pipelines.terminal.keywords import check_known, read_options
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.options import Options
@@ -65,11 +66,11 @@ HOST, DEVICE = "host", "device"  # where codes become values
 
 
 def load(
-    source: str,
+    source: str | PathLike[str],
     like: Any = None,
     *,
     mesh: Mesh | str | None = None,
-    release: str | None = None,
+    release: str | PathLike[str] | None = None,
     unit_bytes: int | str = UNIT_BYTES,
     dequantize: str = HOST,
     timeout: float = TIMEOUT,
@@ -162,16 +163,29 @@ def _asked(
       Refused: they can't be meant, or this process can't count.
     """
     check_arithmetic()
-    if not _is_time(timeout):
-        raise Refused(f"timeout={timeout!r} should be seconds, more than 0")
-    if dequantize not in (HOST, DEVICE):
-        raise Refused(
-            f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
-        )
-    if like is None and mesh is None:
-        raise Refused("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
-    asked = read_tree(like) if like is not None else None
-    return asked, choose(options), read_options({"unit_bytes": unit_bytes}).unit_bytes
+    check_known(options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout"])
+    refusals = Refusals()
+    with refusals.kept():
+        if not _is_time(timeout):
+            raise Refused(f"timeout={timeout!r} should be seconds, more than 0")
+    with refusals.kept():
+        if dequantize not in (HOST, DEVICE):
+            raise Refused(
+                f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
+            )
+    asked, chosen, read = None, Options(), Options()
+    with refusals.kept():
+        if like is None and mesh is None:
+            raise Refused(
+                "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
+            )
+        asked = read_tree(like) if like is not None else None
+    with refusals.kept():
+        chosen = choose(options)
+    with refusals.kept():
+        read = read_options({"unit_bytes": unit_bytes})
+    refusals.check()
+    return asked, chosen, read.unit_bytes
 
 
 def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[str, str]:
@@ -183,11 +197,11 @@ def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[s
 
 
 def _open(
-    source: str,
+    source: str | PathLike[str],
     asked: Abstract | None,
     given: Mapping[str, Any],
     commits: Mapping[str, str],
-    release: str | None = None,
+    release: str | PathLike[str] | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[ArraySource, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from weightbeam.pipelines.loading.scaled import DecodedOrbax
 from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.prepare import open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import as_place, read_options
+from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
 from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import AUTO, CODED, Options
@@ -53,6 +54,7 @@ CHOICES = frozenset(
 )  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
 OF_A_RELEASE = frozenset({"scan_layers", "param_scan_axis", "maxtext", "vocab_size", "mtp", "multimodal"})
 OF_A_TABLE = frozenset({"family", "maxtext_model"})
+OF_MAXTEXT = frozenset({"save_dtype", "sharding_rules", "maxtext_model"})
 
 
 def choose(given: Mapping[str, Any]) -> Options:
@@ -62,14 +64,13 @@ def choose(given: Mapping[str, Any]) -> Options:
       TypeError: there is no such option.
       Refused: a value can't be meant.
     """
-    if unknown := sorted(given.keys() - CHOICES):
-        raise TypeError(
-            f"unknown options: {', '.join(unknown)}; those that say what the tree is are {', '.join(sorted(CHOICES))}"
-        )
+    check_known(given, sorted(CHOICES))
     return read_options(given)
 
 
-def find_commits(source: str, options: Options, release: str | None = None) -> dict[str, str]:
+def find_commits(
+    source: str | PathLike[str], options: Options, release: str | PathLike[str] | None = None
+) -> dict[str, str]:
     """The hub's repositories among the source, the release and the adapters, each at its commit, by what they are called.
 
     Raises:
@@ -97,10 +98,10 @@ def values_asked(given: Mapping[str, Any], has_scales: bool = True) -> np.dtype 
 
 
 def find_source(
-    where: str,
+    where: str | PathLike[str],
     options: Options,
     as_is: bool = False,
-    release: str | None = None,
+    release: str | PathLike[str] | None = None,
     values: np.dtype | None = None,
     given: Collection[str] = (),
 ) -> ArraySource:
@@ -131,12 +132,15 @@ def find_source(
             if values is not None and not as_is and has_scales(found.stored):
                 found = DecodedOrbax(items, values)
             if release:
-                found.name_axes(_find_axes(items, found, release, options))
+                found.name_axes(_find_axes(items, found, as_place("release", release), options))
             return found
         checkpoint = cut_release(open_hf(store, options.allow_links), options.cut)
     if release:
         raise Refused(f"release={release}: is for an Orbax checkpoint, and {where} is a release itself; leave it out")
     if as_is:
+        if named := sorted((OF_A_RELEASE | OF_MAXTEXT) & set(given)):
+            said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
+            raise Refused(f"{said}: is of MaxText's arrays, and as_is=True opens the release's own; leave one out")
         return _as_it_is(checkpoint, options)
     for note in checkpoint.notes:
         LOG.warning(note)

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,7 +162,9 @@ class LazyTree(Shown, Mapping[str, LazyArray]):
         return {"source": self.source, "arrays": arrays}
 
 
-def open(source: str, *, as_is: bool = False, release: str | None = None, **options: Any) -> LazyTree:
+def open(
+    source: str | PathLike[str], *, as_is: bool = False, release: str | PathLike[str] | None = None, **options: Any
+) -> LazyTree:
     """Opens a release or an Orbax checkpoint: reads headers and metadata, no values.
 
     Args:

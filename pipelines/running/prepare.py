@@ -34,7 +34,7 @@ from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import says_threads
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
@@ -103,14 +103,16 @@ def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapt
             f"--lora beside {options.cut}: an adapter has the numbers of the whole release, and what is taken of it is numbered "
             "anew; merge it first (weightbeam merge), and take these of what is made. Adapters of a cut are merged into the cut"
         )
-    adapters = []
+    adapters, refusals = [], Refusals()
     for url, weight in options.lora:
-        try:
-            adapters.append(open_adapter(url, weight))
-        except StorageError as e:
-            raise Refused(f"--lora={e}") from e
-        except OSError as e:
-            raise Refused(f"--lora={url}: {reason(e)}") from e
+        with refusals.kept():
+            try:
+                adapters.append(open_adapter(url, weight))
+            except StorageError as e:
+                raise Refused(f"--lora={e}") from e
+            except OSError as e:
+                raise Refused(f"--lora={url}: {reason(e)}") from e
+    refusals.check()
     return adapters
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from weightbeam.pipelines.terminal.wording import worded
@@ -33,17 +34,32 @@ class Refused(Told):
         super().__init__(worded(message))
         self._message, self._problems = message, tuple(problems)
 
-    @classmethod
-    def together(cls, refusals: Sequence[Refused]) -> Refused:
-        """One for all of them."""
-        return cls("\n".join(each._message for each in refusals))
-
     @property
     def problems(self) -> tuple[Problem, ...]:
         """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an
         `option`, an `output`, a `path`, or the `call`.
         """
         return reworded(self._problems or [_read(text) for text in ANOTHER.split(self._message)])
+
+
+class Refusals:
+    """What steps refuse that can each be tried, whatever came of the others."""
+
+    def __init__(self) -> None:
+        self._kept: list[Refused] = []
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context manager: a refusal is kept."""
+        try:
+            yield
+        except Refused as e:
+            self._kept.append(e)
+
+    def check(self) -> None:
+        """Raises one `Refused` for all that were kept."""
+        if self._kept:
+            raise Refused("\n".join(each._message for each in self._kept))
 
 
 class Busy(Refused):

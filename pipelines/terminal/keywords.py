@@ -22,7 +22,7 @@ from weightbeam.formats.storage import StorageError, open_store, read_named
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.pipelines.terminal.arguments.parser import spelled
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
 from weightbeam.pipelines.terminal.wording import in_python
 from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
@@ -197,15 +197,12 @@ def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     Raises:
       Refused: all values that can't be meant.
     """
-    values, refusals = dict[str, Any](), list[Refused]()
+    values, refusals = dict[str, Any](), Refusals()
     for each in options_of(kind):
         if (value := given.get(each.name)) is not None:
-            try:
+            with refusals.kept():
                 values[each.name] = read_value(each, value, given.get("maxtext_model"))
-            except Refused as e:
-                refusals.append(e)
-    if refusals:
-        raise Refused.together(refusals)
+    refusals.check()
     return kind(**values)
 
 

@@ -133,6 +133,18 @@ def test_a_release_tells_the_axes_of_what_is_opened(tmp_path: Path) -> None:
         wb.open(tmp_path / "ckpt", as_is=True, release=str(like))
     with pytest.raises(wb.Refused, match="is for an Orbax checkpoint"):
         wb.open(like, release=str(like))
+    with pytest.raises(wb.Refused, match=r"mtp=True, save_dtype=float32: is of MaxText's arrays, and as_is=True"):
+        wb.open(like, as_is=True, mtp=True, save_dtype="float32")
+
+
+def test_what_cant_be_meant_is_told_together(tmp_path: Path) -> None:
+    with pytest.raises(wb.Refused) as refused:
+        wb.load(tmp_path, timeout=-1, dequantize="gpu", unit_bytes="x", vocab_size=-3)
+    named = [problem.subject for problem in refused.value.problems]
+    assert named == ["timeout", "dequantize", "like", "vocab_size", "unit_bytes"]
+    for wrong, meant in (("msh", "mesh"), ("layer", "layers")):
+        with pytest.raises(TypeError, match=f"'{wrong}' isn't an option; did you mean '{meant}'"):
+            wb.load(tmp_path, **{wrong: "fsdp=1"})
 
 
 @pytest.mark.parametrize("scan", ["true", "false"])

@@ -59,14 +59,26 @@ class Compared:
     files: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], arrays: int, not_compared: int) -> Compared:
-        """What was compared with a checkpoint's record, which is empty where there is none."""
+    def of(cls, record: Mapping[str, Any], arrays: int, not_compared: int, unknown: int) -> Compared:
+        """What was compared with a checkpoint's record, which is empty where there is none.
+
+        Args:
+          arrays, not_compared: as they are kept.
+          unknown: how many of the latter the record has no digest of.
+        """
+        in_parts = "read in other parts than they were written in"
         if not record:
             why = f"no {RECORD} lies beside them"
         elif not known_digests(record):
             why = f"{RECORD} has none"
+        elif unknown == not_compared:
+            why = f"{RECORD} has no digest of them"
         else:
-            why = f"{RECORD} has no digest of them, or they were read in parts"
+            why = (
+                f"{RECORD} has none of {unknown}, and the others were {in_parts}"
+                if unknown
+                else f"they were {in_parts}"
+            )
         return cls(arrays, not_compared, why if not_compared else "")
 
     def lines(self) -> list[str]:
@@ -177,7 +189,8 @@ def find_damage(
     known, everything, sums = known_digests(record), {array.key: array for array in arrays}, total(noted)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
     found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
-    compared = Compared.of(record, len(found), len(everything.keys() - found.keys()))
+    left = everything.keys() - found.keys()
+    compared = Compared.of(record, len(found), len(left), len(left - known.keys()))
     return compared, sorted(key for key, share in found.items() if share != known[key])
 
 
