@@ -17,6 +17,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError, contradi
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import is_idle
 from weightbeam.model_mappings.maxtext_models import SIZES, base, differences, keys_of, models, nearest, run_as, said_by
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
@@ -74,7 +75,8 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     name = given.get("model_name") or "default"
     said = base() if name == "default" else keys_of(str(name))
     if said is None:
-        raise MaxTextConfigError(f"model_name is {name!r}, which MaxText (e591f30) hasn't got")
+        meant = did_you_mean(str(name), models())
+        raise MaxTextConfigError(f"model_name is {name!r}, which no MaxText that is known here has{meant}")
     # a run's own config.yml has null where base.yml says 0
     set_by_file = {key: base().get(key) if is_none(value) else clean(value) for key, value in given.items()}
     keys = _scaled({**said, **set_by_file, "model_name": name})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import read_known
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_models import SIZES, differences, keys_of, models, of_these_sizes, own_name
+from weightbeam.model_mappings.meant import did_you_mean
 
 
 class ModelNameError(ValueError):
@@ -87,8 +87,7 @@ def unknown_name(named: str | None) -> list[str]:
     """What is to be known of a name that none of MaxText's models has: a slip of the pen, or a model of the user's own."""
     if named is None or keys_of(named) is not None:
         return []
-    near = difflib.get_close_matches(named, models(), 1)
-    meant = f"; did you mean {near[0]}?" if near else "."
+    meant = did_you_mean(named, models()) or "."
     return [
         f"--maxtext_model={named}: MaxText has no model of this name{meant} Only a file of your own can give it its sizes"
     ]

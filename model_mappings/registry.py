@@ -38,6 +38,7 @@ from weightbeam.model_mappings.families import (
     qwen3_vl,
 )
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.model_mappings.naming import ModelNameError, name_model
 
 FAMILIES: tuple[Family, ...] = (
@@ -113,8 +114,9 @@ def load_family(name: str) -> Family:
     known = {family.name: family for family in (identity.FAMILY, *reversed(families()))}
     if not name.endswith(".py"):
         if name not in known:
+            meant = f"{did_you_mean(name, known)} Known" if did_you_mean(name, known) else "; known"
             raise UnknownFamilyError(
-                f"--family={name}: no such family; known are {', '.join(known)}, or name a file, FAMILY.py"
+                f"--family={name}: no such family{meant} are {', '.join(known)}, or name a file, FAMILY.py"
             )
         return known[name]
     if os.path.exists(name) and not os.path.isfile(name):  # a pipe would make us wait
@@ -125,6 +127,8 @@ def load_family(name: str) -> Family:
         return dataclasses.replace(family, code=hashlib.sha256(text).hexdigest())
     except UnknownFamilyError:
         raise
+    except FileNotFoundError as e:
+        raise UnknownFamilyError(f"--family={name}: no such file") from e
     except (Exception, SystemExit) as e:
         raise UnknownFamilyError(f"--family={name}: {type(e).__name__} {e}") from e
 
@@ -149,8 +153,8 @@ def _checked(family: object, what: str) -> Family:
     return family
 
 
-PLAIN = "for plain JAX --family identity takes any (docs/howto/jax.md)"
-DRAFTED = "for MaxText weightbeam new-family drafts a table (docs/howto/contributors_day.md)"
+PLAIN = "for plain JAX --family identity takes any (weightbeam help jax)"
+DRAFTED = "for MaxText weightbeam new-family drafts a table (weightbeam help contributors_day)"
 
 
 def shown(pattern: str) -> str:

@@ -13,8 +13,6 @@ import inspect as inspection
 from collections.abc import Callable
 from typing import Any
 
-from weightbeam.formats.storage.uninterrupted import DONE
-from weightbeam.pipelines.running.token_secret import forget_secret
 from weightbeam.pipelines.running.without_beam import LoggingAsItIs
 from weightbeam.pipelines.terminal.errors import Interrupted
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
@@ -64,6 +62,9 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        from weightbeam.formats.storage.uninterrupted import DONE  # only now: stores take a while to import
+        from weightbeam.pipelines.running.token_secret import forget_secret
+
         cell = None
         if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
             kwargs["progress"] = cell = NotebookBar(f"{name}: reading headers")

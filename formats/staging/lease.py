@@ -164,9 +164,8 @@ def _refuse_if_alive(found: Owner, age: float) -> None:
     if abs(age) < STALE and not _is_gone(found):
         pid, host, age = found.get("pid"), found.get("host"), max(0.0, age)
         where = f"process {pid} on {host}" if pid and host else "its lease doesn't say whose"
-        raise HeldError(
-            f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s"
-        )
+        hint = "" if _is_seen(found) else f"; if it is gone, wait {STALE - age:.0f} s"
+        raise HeldError(f"another conversion ({where}) is at work there, renewed {age:.0f} s ago{hint}")
 
 
 class _FileLease(Lease):
@@ -402,9 +401,15 @@ class _ObjectLease(Lease):
             self.store.delete(self.name, self.version)
 
 
+def _is_seen(owner: Owner) -> bool:
+    """Whether the owner's process can be seen from here, if it lives."""
+    here = _processes()
+    return bool(here) and (owner.get("host"), owner.get("processes")) == (socket.gethostname(), here)
+
+
 def _is_gone(owner: Owner) -> bool:
     """Whether the owner was a process that could be seen from here, and isn't any more."""
-    if (owner.get("host"), owner.get("processes")) != (socket.gethostname(), _processes()):
+    if not _is_seen(owner):
         return False
     now, then = _started(owner.get("pid", 0)), owner.get("process")
     return now != then and UNSEEN not in (now, then)

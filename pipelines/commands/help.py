@@ -13,10 +13,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.pipelines.terminal.arguments.parser import commands_of, make_parser
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import Table, show, terminal_width
-from weightbeam.transforms.planning.values import did_you_mean
 
 PAGE = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(?:[a-z]+/)?([a-z_]+)\.md(?:#[^)]*)?\)")  # a link to another page
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")  # a link to a file of the repository, or a heading

@@ -23,6 +23,7 @@ from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.strict_yaml import parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.doors import code_of
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read, read_options, read_value
@@ -30,7 +31,7 @@ from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import meshes_of
 from weightbeam.transforms.planning.options import ExportOptions, Options, QuantizeOptions, ReshardOptions, options_of
-from weightbeam.transforms.planning.values import did_you_mean, secret, size
+from weightbeam.transforms.planning.values import secret, size
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 MOST_MINUTES = 366 * 24 * 60

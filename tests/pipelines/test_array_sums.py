@@ -143,7 +143,9 @@ def test_a_step_that_is_compared_hides_no_array(checkpoints: dict[str, Path], tm
     arrays = first.to_dict()["checked"]["arrays"]
     again = wb.reshard(str(tmp_path / "ckpt"), str(tmp_path / "again"), progress=False)
     assert again.to_dict()["checked"] == {"arrays": arrays + 1, "not_compared": 0}
-    assert "not compared" not in str(wb.verify(str(tmp_path / "ckpt"), progress=False))  # though no tensor becomes a step
+    assert "not compared" not in str(
+        wb.verify(str(tmp_path / "ckpt"), progress=False)
+    )  # though no tensor becomes a step
     step = tmp_path / "ckpt/0"
     digests = json.loads((step / "conversion.json").read_text())["digests"]
     edit_record(step, digests={key: digest for key, digest in digests.items() if not key.endswith("embedding")})

@@ -101,7 +101,7 @@ def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFi
         ("none.yml", "No such file"),
         ("text.yml", "should hold keys and values"),
         ("odd.yml", "no YAML"),
-        ("other.yml", "hasn't got"),
+        ("other.yml", "which no MaxText that is known here has"),
     ],
 )
 def test_what_fit_refuses(

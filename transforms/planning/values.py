@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
-from collections.abc import Iterable
 
 from weightbeam.model_mappings import cut
 
@@ -137,9 +135,3 @@ def port(text: str) -> int:
     if (number := natural(text)) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} should be a port, up to 65535")
     return number
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` where something like it is known."""
-    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""

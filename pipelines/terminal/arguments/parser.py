@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import weightbeam
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.pipelines.terminal.arguments import texts
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.cutting.mesh import mesh_axes
 from weightbeam.transforms.planning.options import OUTPUT, Option
-from weightbeam.transforms.planning.values import BOOLEANS, OTHER_BOOLEANS, boolean, did_you_mean
+from weightbeam.transforms.planning.values import BOOLEANS, OTHER_BOOLEANS, boolean
 
 MOST_NAMED = 2  # commands that have an option
 
