@@ -123,6 +123,10 @@ class Feed(abc.ABC):
         """Whether a history is gone on with though its version isn't the one that is there now."""
         return True
 
+    def is_given_up(self, history: History) -> bool:
+        """Whether nobody will go on with a history that has no target any more, so that what it has staged is of no use."""
+        return False
+
     def why_begun(self, version: Version) -> str | None:
         """What is worth saying of a version that is seen for the first time."""
         return None

@@ -431,6 +431,10 @@ class RunFeed(Feed):
         is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
         return self._place(history).workplace(history.key, here=bool(is_adapter))
 
+    def is_given_up(self, history: History) -> bool:
+        """Where the target of its name has other options now, or its table is another one."""
+        return any(each.name == history.first["target"] for each in self.targets)
+
     def clear(self, history: History) -> None:
         """Removes what a step was made in. Where that can't be done, the step is settled all the same."""
         for here in (False, True):

@@ -184,13 +184,23 @@ class Watcher:
     def _go_on(self, feed: Feed, known: Collection[History], current: Collection[str]) -> Iterator[Finding]:
         """Goes on with what was begun at another version; what was asked for then is still asked for."""
         for history in known:
-            if history.key in current or history.state in SETTLED or not feed.goes_on(history):
+            if history.key in current or history.state in SETTLED:
                 continue
-            if self._is_over(history, known):
-                continue
-            target = feed.target(history)
-            if target is not None:
-                yield _unless_damaged(history, history.last["commit"], self._advance, feed, history, target)
+            target, commit = feed.target(history), history.last["commit"]
+            if target is None:
+                if feed.is_given_up(history):
+                    yield _unless_damaged(history, commit, self._give_up, feed, history)
+            elif feed.goes_on(history) and not self._is_over(history, known):
+                yield _unless_damaged(history, commit, self._advance, feed, history, target)
+
+    def _give_up(self, feed: Feed, history: History) -> Finding:
+        """Leaves nothing of what was begun, unless somebody is at work on it."""
+        if not self._dry_run:
+            with contextlib.suppress(HeldError, LostError), history.alone():
+                if history.state not in SETTLED:
+                    self._say_gone(feed, history, "its target makes something else now")
+                feed.settled(history)
+        return _finding(history)
 
     def _is_over(self, history: History, known: Iterable[History]) -> bool:
         """Whether nothing is to be done about one that failed: it isn't tried again, and a later version is published."""

@@ -2166,6 +2166,36 @@ def test_a_stop_while_a_step_is_removed(
     assert not [name for name in gcs.objects["out"] if "removed-" in name]
 
 
+def test_what_was_begun_for_a_target_that_makes_something_else_now(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is given up, and what it had staged is removed: nobody would ever go on with it."""
+    publish, file, made = publishing(model, tmp_path, tmp_path / "pub"), tmp_path / "watch.yaml", tmp_path / "pub"
+
+    def fail(*_: object) -> Any:
+        raise Failed("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFeed, "publish", fail)
+        assert publish(1) == 1
+    staged = list((made / WORK).rglob("model*.safetensors"))
+    assert staged
+    before = file.read_text()
+    watching = yaml.safe_load(before)
+    watching["runs"][0]["targets"][0]["save_dtype"] = "float32"
+    file.write_text(yaml.safe_dump(watching))
+    capsys.readouterr()
+    assert call("watch", "--config", file, "--once") == 0
+    assert "its target makes something else now" in capsys.readouterr().out
+    assert not list((made / WORK).rglob("*.safetensors"))
+    assert {value.dtype for value in read_tensors(made / "step-1").values()} == {F32}
+    assert sorted(history[-1]["state"] for history in records(tmp_path / "out")) == ["gone", "published"]
+    assert not list((tmp_path / "out" / RUNS / "run" / "marks").glob("open~*"))
+
+
 def test_what_readers_look_for_is_written_last() -> None:
     """And deleted first: what tells of a checkpoint, a release or an adapter is there with all of it, or not at all."""
     names = [
