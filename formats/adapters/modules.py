@@ -90,13 +90,16 @@ class ModuleFiles:
         """The tensor of this name, however it is spelled; of a tied head the embedding, whether the files hold the head or
         not.
         """
-        spellings = (*SPELLINGS, *SPELLINGS_OF.get(self.model_type, ()))
-        named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in spellings)
+        named = self._spelled(name)
         return next((tensor for one in named if (tensor := self.tied.get(one, one)) in self.encodings), None)
+
+    def _spelled(self, name: str) -> Iterator[str]:
+        for theirs, ours in (*SPELLINGS, *SPELLINGS_OF.get(self.model_type, ())):
+            yield rename(name.replace(theirs, ours) if theirs else name, self.aliases)
 
     def is_tied_head(self, name: str) -> bool:
         """Whether a weight is of a head that is the embedding."""
-        return rename(name, self.aliases) in self.tied
+        return any(one in self.tied for one in self._spelled(name))
 
     def places(self, module: str) -> list[WeightPart]:
         """Where the weight of a module lies; none where no tensor has its name."""

@@ -48,8 +48,8 @@ from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # a release in one file
-# how files begin that aren't part of it: Mistral's own format of the same weights, an adapter, variants (model.fp16.safetensors)
-BESIDE = ("consolidated", "adapter_model", "model.")
+# how files begin that aren't part of it: Mistral's own format of the same weights, an adapter, the same in another dtype
+BESIDE = ("consolidated", "adapter_model", "model.fp16.", "model.bf16.", "model.fp32.")
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)

@@ -38,10 +38,28 @@ def secret() -> str | None:
     return os.environ.get(SECRET) or None
 
 
-def name_secret(version: str | None) -> None:
-    """Names that secret for this process and those that it starts; None changes nothing."""
-    if version:
+_forgotten: set[str] = set()  # those of calls of this process that are over, whose threads may be at work still
+
+
+def name_secret(version: str | None, of_a_call: bool = False) -> None:
+    """Names that secret for this process and those that it starts; None changes nothing.
+
+    Args:
+      of_a_call: it is a call that names it, and not a worker, whose call may be over.
+    """
+    if of_a_call:
+        _forgotten.discard(version or "")
+    if version and version not in _forgotten:
         os.environ[SECRET] = version
+
+
+def forget_secret(version: str, before: str | None) -> None:
+    """Takes a secret back, as no call of this process names it any more; the environment names `before` again."""
+    _forgotten.add(version)
+    if before is None:
+        os.environ.pop(SECRET, None)
+    else:
+        os.environ[SECRET] = before
 
 
 @functools.cache

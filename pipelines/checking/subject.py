@@ -92,8 +92,8 @@ class Subject:
         if self.digested:
             digests, damaged = find_damage(self.digested.record, self._summed, read)
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
-            known = known_digests(self.digested.record).keys() & self.digested.arrays.keys()
-            beside = len(known - {COUNTER, *(one.key for one in self._summed)})
+            known = known_digests(self.digested.record).keys() & self.digested.arrays.keys() - {COUNTER}
+            beside = len(known - {one.key for one in self._summed})
             lines = [*digests.lines()] if everything else []  # else nothing was read yet
             if beside and everything:
                 lines.append(f"{beside:,} of {len(known):,} arrays with their digests: nothing here is made of them")

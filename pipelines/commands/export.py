@@ -18,7 +18,6 @@ from weightbeam.formats.record.naming import digest, is_name
 from weightbeam.formats.record.provenance import tensors_of
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.files import ARCHIVE, carried_files, packed_files, role_of, token_ids
-from weightbeam.formats.release.source import ZEROS
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
@@ -379,17 +378,14 @@ def open_given(like: str) -> Given | None:
 
 
 def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
-    """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files. What
-    only AutoGPTQ stores isn't among them.
+    """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files.
 
     Raises:
       StorageError: the record can't be read.
     """
     root = str(record.get("source", ""))
     files: dict[str, list[Tensor]] = {}
-    left_out = record.get("dropped")
-    zeros = {name for name, why in left_out.items() if why == ZEROS} if isinstance(left_out, Mapping) else set()
-    for tensor in (tensor for name, tensor in tensors_of(record).items() if name not in zeros):
+    for tensor in tensors_of(record).values():
         files.setdefault(tensor.path, []).append(dataclasses.replace(tensor, path=f"{root}/{tensor.path}"))
     shards = tuple(Shard(name, f"{root}/{name}", 0, "", tuple(tensors)) for name, tensors in files.items())
     return HfCheckpoint(root, dict(record["config"]), shards)

@@ -190,5 +190,6 @@ def open(
     """
     if as_is not in (True, False):
         raise Refused(f"as_is={as_is!r} should be True or False")
+    options = {name: value for name, value in options.items() if value is not None}
     chosen = dataclasses.replace(choose(options), unit_bytes=sys.maxsize)  # who indexes says how much is read at a time
     return LazyTree(find_source(source, chosen, as_is, release, values_asked(options), options), rules_of(chosen))

@@ -30,6 +30,7 @@ from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import add_options, meant
 from weightbeam.pipelines.terminal.errors import Refused
 
+NO_RUNNER = (ValueError, ImportError, AttributeError, TypeError)  # raised where a name is no runner's
 # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 IMAGE = "WEIGHTBEAM_IMAGE"
 # there in a checkout, not where the package was installed from a wheel
@@ -97,7 +98,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
       Refused: names all that is wrong.
     """
     # an unknown runner, or one that isn't installed, is refused below
-    with contextlib.suppress(ValueError, ImportError):
+    with contextlib.suppress(*NO_RUNNER):
         # a runner's options are known once it is loaded
         create_runner(said(arguments, str, "runner")["runner"] or local.RUNNER)
     parser = BeamParser()
@@ -112,7 +113,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
             f"unknown options: {' '.join(unknown)}{may_be}; --help lists ours, and Beam's are in its documentation"
         )
     if command:
-        settled = pipeline_options([each for each in arguments if each not in unknown])
+        settled = pipeline_options([each for each in arguments if each not in ("-h", "--help")])  # which end a process
         problems += _find_problems(settled, command, places or {})
         problems = problems or list(runner_of(settled).find_unreachable(settled))  # last: it asks the network
     if problems:
@@ -124,7 +125,7 @@ def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, 
     name = options.view_as(StandardOptions).runner
     try:
         runner = create_runner(name)
-    except (ValueError, ImportError, AttributeError) as e:
+    except NO_RUNNER as e:
         yield f"--runner={name}: {e}"
         return
     validator = PipelineOptionsValidator(options, runner)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 
+from weightbeam.formats.storage import token
 from weightbeam.formats.storage.token import SECRET, name_secret
 from weightbeam.pipelines.terminal.errors import Refused
 
 _lock = threading.Lock()
 _named: dict[int, str] = {}  # by the thread of the call
-_before: dict[str, str] = {}  # what the environment said
+_before: list[str | None] = [None]  # what the environment named
 
 
 def use_secret(version: str | None) -> None:
@@ -29,16 +30,14 @@ def use_secret(version: str | None) -> None:
                 "or each in a process of its own"
             )
         if not _named:
-            _before.clear()
-            _before.update({SECRET: os.environ[SECRET]} if SECRET in os.environ else {})
+            _before[0] = os.environ.get(SECRET)
         _named[call] = version
-        name_secret(version)
+        name_secret(version, of_a_call=True)
 
 
 def forget_secret() -> None:
     """A call is over: what the environment named before is what it names, once no other call is at work with a secret."""
     with _lock:
-        if _named.pop(threading.get_ident(), None) is None or _named:
-            return
-        os.environ.pop(SECRET, None)
-        os.environ.update(_before)
+        version = _named.pop(threading.get_ident(), None)
+        if version and not _named:
+            token.forget_secret(version, _before[0])

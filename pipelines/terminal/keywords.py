@@ -27,7 +27,7 @@ from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
 from weightbeam.pipelines.terminal.wording import in_python
 from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.planning.options import Option, Options, Unsaid, options_of
-from weightbeam.transforms.planning.values import dtype_name
+from weightbeam.transforms.planning.values import LISTS, dtype_name
 
 Kind = TypeVar("Kind")
 Result = TypeVar("Result")
@@ -237,7 +237,8 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
         with contextlib.suppress(TypeError, ValueError):
             value = np.dtype(value).name
     try:
-        found = option.read(",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value))
+        is_list = option.read in LISTS and isinstance(value, list | tuple | range)
+        found = option.read(",".join(map(str, value)) if is_list else str(value))
     except argparse.ArgumentTypeError as e:
         raise Refused(f"{option.name}={e}") from e
     if option.choices and found not in option.choices:

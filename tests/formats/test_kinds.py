@@ -117,7 +117,7 @@ def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     assert opened.ignored == ("consolidated.safetensors",)
     save_file(random_tensors(LLAMA), folder / "model.fp16.safetensors")  # a variant
     assert [shard.name for shard in open_hf(folder).shards] == ["model.safetensors"]
-    save_file(random_tensors(LLAMA), folder / "other.safetensors")
+    save_file(random_tensors(LLAMA), folder / "model.rest.safetensors")
     assert [problem.kind for problem in open_hf(folder).problems] == ["index"]
 
 

@@ -135,6 +135,7 @@ def test_a_release_tells_the_axes_of_what_is_opened(tmp_path: Path) -> None:
         wb.open(like, release=str(like))
     with pytest.raises(wb.Refused, match=r"mtp=True, save_dtype=float32: is of MaxText's arrays, and as_is=True"):
         wb.open(like, as_is=True, mtp=True, save_dtype="float32")
+    assert wb.open(like, as_is=True, mtp=None, save_dtype=None)
 
 
 def test_what_cant_be_meant_is_told_together(tmp_path: Path) -> None:

@@ -239,6 +239,9 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(mesh=b"fsdp=2"), wb.Refused, "should be a text, or a list of texts"),
         (dict(mesh={"fsdp": 8}), wb.Refused, "should be a text, or a list of texts"),
         (dict(beam="--runner=DirectRunner"), wb.Refused, "beam='--runner=DirectRunner' should be a list of texts"),
+        (dict(unit_bytes=[1]), wb.Refused, r"unit_bytes='\[1\]' should be bytes"),
+        (dict(param_scan_axis=[0]), wb.Refused, "should be an integer"),
+        (dict(save_dtype=["float32"]), wb.Refused, "should be bfloat16 or float32"),
         (dict(maxtext_model="\ud800"), wb.Refused, "half a character"),
         (dict(beam=["--direct_num_workers=x"]), wb.Refused, "--direct_num_workers: invalid int value: 'x'"),
         (dict(beam=["--nonsense"]), wb.Refused, "unknown options: --nonsense"),
@@ -253,8 +256,11 @@ def test_wrong_keywords(source: Path, keywords: dict, error: type[Exception], wo
 
 
 def test_beams_options_end_no_process(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(wb.Refused, match="unknown options: --help"):
-        wb.convert(source, tmp_path / "out", beam=["--help"])
+    for beam in (["--help"], ["--nonsense", "4", "--num_workers", "4"], ["--nonsense", "x", "--temp_location", "x"]):
+        with pytest.raises(wb.Refused, match="unknown options: --"):
+            wb.convert(source, tmp_path / "out", beam=beam)
+    with pytest.raises(wb.Refused, match="--runner=json.nope: "):
+        wb.convert(source, tmp_path / "out", beam=["--runner=json.nope"])
     assert capsys.readouterr() == ("", "")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from weightbeam.formats.orbax.scaled import ScaledArray, scaled_arrays, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
-from weightbeam.formats.release.source import open_source
+from weightbeam.formats.release.source import ZEROS, open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -124,7 +124,13 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
             naming = name_model(family, config, made)  # the release's configuration is another one's
         except ModelNameError:
             raise another from None
-    return ExportTable(family, naming, form, config, _released(form, family), open_source(parts) if parts else None)
+    released = _released(form, family)
+    if parts is None:  # it is what the checkpoint remembers of the release that it was made of
+        left_out = source.record.get("dropped")
+        said = left_out.items() if isinstance(left_out, Mapping) else ()
+        zeros = {name for name, why in said if why == ZEROS}
+        released = {name: tensor for name, tensor in released.items() if name not in zeros}
+    return ExportTable(family, naming, form, config, released, open_source(parts) if parts else None)
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:

@@ -135,3 +135,6 @@ def port(text: str) -> int:
     if (number := natural(text)) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} should be a port, up to 65535")
     return number
+
+
+LISTS = frozenset({counts, naturals, ranges})  # that read several values, with commas between them
