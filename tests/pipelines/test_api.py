@@ -259,7 +259,7 @@ def test_beams_options_end_no_process(source: Path, tmp_path: Path, capsys: pyte
     for beam in (["--help"], ["--nonsense", "4", "--num_workers", "4"], ["--nonsense", "x", "--temp_location", "x"]):
         with pytest.raises(wb.Refused, match="unknown options: --"):
             wb.convert(source, tmp_path / "out", beam=beam)
-    with pytest.raises(wb.Refused, match="--runner=json.nope: "):
+    with pytest.raises(wb.Refused, match=r"--runner=json\.nope: "):
         wb.convert(source, tmp_path / "out", beam=["--runner=json.nope"])
     assert capsys.readouterr() == ("", "")
 
