@@ -16,7 +16,7 @@ from support import LLAMA, make_release
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
-from weightbeam.pipelines.running.token_secret import forget_secret
+from weightbeam.pipelines.running.token_secret import use_secret
 
 NAME = "projects/1234/secrets/hub/versions/latest"
 
@@ -54,7 +54,6 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSec
     with FakeSecrets(hub=b"hf_of_the_secret\n") as server:
         monkeypatch.setenv(EMULATOR, server.url)
         yield server
-    forget_secret()
 
 
 def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +97,14 @@ def test_a_call_names_it_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert beside[1] is None
     name_secret(NAME)  # by a worker's thread that outlives its call
     assert secret() == other
+
+
+def test_what_a_command_names_is_its_processs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that comes later takes nothing back."""
+    use_secret(NAME)
+    monkeypatch.setenv(SECRET, "projects/1/secrets/own/versions/1")
+    wb.inspect(make_release(tmp_path / "hf", LLAMA))
+    assert secret() == "projects/1/secrets/own/versions/1"
 
 
 def test_a_secret_that_is_not_there() -> None:
