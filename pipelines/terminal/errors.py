@@ -57,7 +57,9 @@ class Refusals:
             self._kept.append(e)
 
     def check(self) -> None:
-        """Raises one `Refused` for all that were kept."""
+        """Raises what was kept: a refusal as it is, of several one for all."""
+        if len(self._kept) == 1:
+            raise self._kept[0]
         if self._kept:
             raise Refused("\n".join(each._message for each in self._kept))
 
