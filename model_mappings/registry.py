@@ -114,7 +114,8 @@ def load_family(name: str) -> Family:
     known = {family.name: family for family in (identity.FAMILY, *reversed(families()))}
     if not name.endswith(".py"):
         if name not in known:
-            meant = f"{did_you_mean(name, known)} Known" if did_you_mean(name, known) else "; known"
+            near = did_you_mean(name, known)
+            meant = f"{near} Known" if near else "; known"
             raise UnknownFamilyError(
                 f"--family={name}: no such family{meant} are {', '.join(known)}, or name a file, FAMILY.py"
             )
@@ -123,12 +124,15 @@ def load_family(name: str) -> Family:
         raise UnknownFamilyError(f"--family={name}: isn't a regular file")
     try:
         text = Path(name).read_bytes()
+    except FileNotFoundError as e:
+        raise UnknownFamilyError(f"--family={name}: no such file") from e
+    except OSError as e:
+        raise UnknownFamilyError(f"--family={name}: {e}") from e
+    try:
         family = _checked(_run(text, name).get("FAMILY"), f"--family={name}: FAMILY")
         return dataclasses.replace(family, code=hashlib.sha256(text).hexdigest())
     except UnknownFamilyError:
         raise
-    except FileNotFoundError as e:
-        raise UnknownFamilyError(f"--family={name}: no such file") from e
     except (Exception, SystemExit) as e:
         raise UnknownFamilyError(f"--family={name}: {type(e).__name__} {e}") from e
 

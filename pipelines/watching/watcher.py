@@ -186,12 +186,11 @@ class Watcher:
         for history in known:
             if history.key in current or history.state in SETTLED:
                 continue
-            target, commit = feed.target(history), history.last["commit"]
-            if target is None:
-                if feed.is_given_up(history):
-                    yield _unless_damaged(history, commit, self._give_up, feed, history)
+            if (target := feed.target(history)) is None:
+                if history.records and feed.is_given_up(history):
+                    yield _unless_damaged(history, history.last["commit"], self._give_up, feed, history)
             elif feed.goes_on(history) and not self._is_over(history, known):
-                yield _unless_damaged(history, commit, self._advance, feed, history, target)
+                yield _unless_damaged(history, history.last["commit"], self._advance, feed, history, target)
 
     def _give_up(self, feed: Feed, history: History) -> Finding:
         """Leaves nothing of what was begun, unless somebody is at work on it."""

@@ -2183,8 +2183,7 @@ def test_what_was_begun_for_a_target_that_makes_something_else_now(
         assert publish(1) == 1
     staged = list((made / WORK).rglob("model*.safetensors"))
     assert staged
-    before = file.read_text()
-    watching = yaml.safe_load(before)
+    watching = yaml.safe_load(file.read_text())
     watching["runs"][0]["targets"][0]["save_dtype"] = "float32"
     file.write_text(yaml.safe_dump(watching))
     capsys.readouterr()

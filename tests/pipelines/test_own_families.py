@@ -131,6 +131,7 @@ def test_identity(tmp_path):
         ("FAMILY = 1", "should be a weightbeam"),
         ("1/0", "ZeroDivisionError"),
         (None, "no such file"),
+        ("open('nowhere')", "FileNotFoundError"),
         ("other = 2", "should be a weightbeam"),
     ],
 )
