@@ -300,7 +300,7 @@ def common_drops(
     Returns:
       The reason by pattern or window, for a family's `drops`.
     """
-    drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
+    drops = {f"{hf}{of}rotary_emb.inv_freq": "computed, not learned" for of in ("layers.*.self_attn.", "")}
     if is_tied(c):
         drops[f"{head}.weight"] = TIED_HEAD
     return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX, SCALES
@@ -40,7 +40,7 @@ PARTS = {"decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_bl
 # that follow from them (google/flax, flax/linen/fp8_ops.py, 0.12.12; `quantization=fp8` in MaxText)
 MAGNITUDES, OVERWRITTEN = "_amax_history", "_overwrite_with_gradient"
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
-
+FACTOR = re.compile(r"(?P<kernel>.+)_lora_(?P<side>[ab])")  # a kernel's, of an adapter
 
 PIPELINE = (
     "a checkpoint of pipeline parallelism, whose layers are stacked by stages (pipeline_module); take one of a run whose "
@@ -105,7 +105,16 @@ def recognize(paths: Iterable[Path]) -> Tree:
             f"no weights among its {len(paths)} arrays, such as {'.'.join(paths[0])}" if paths else "no arrays"
         )
     scales = _scales(weights)
-    return Tree(f"{kind}, FP8 codes with scales beside them" if scales else kind, weights, tuple(state), scales)
+    if scales:
+        kind = f"{kind}, FP8 codes with scales beside them"
+    elif is_lora(weights):
+        kind = f"{kind}, the factors of a LoRA alone"
+    return Tree(kind, weights, tuple(state), scales)
+
+
+def is_lora(weights: Collection[str]) -> bool:
+    """Whether weights, by their names, are the factors of a LoRA and nothing else."""
+    return bool(weights) and all(FACTOR.fullmatch(name) for name in weights)
 
 
 def _of_fp8_training(paths: Iterable[Path]) -> set[Path]:

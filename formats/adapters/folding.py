@@ -127,7 +127,13 @@ def fold(
     problems = []
     if len(adapters) != 1:
         problems.append(
-            Problem("option", "--adapter_only", f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}")
+            Problem(
+                "option",
+                "--adapter_only",
+                f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}"
+                if adapters
+                else "--lora is missing: which one",
+            )
         )
     found = collect(encodings, adapters[:1], aliases, model_type, ties=ties, cut=cut)
     problems += found.problems

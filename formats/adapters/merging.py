@@ -191,19 +191,25 @@ def _apply(
     adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
-    contents = adapter.contents
-    if not contents.targets and not contents.whole:
+    if not adapter.contents.targets and not adapter.contents.whole:
         yield "adapter_model.safetensors", "holds nothing to merge"
+    yield from _apply_factors(adapter, files, changes, used)
+    yield from _apply_whole(adapter, files, changes, used)
+    used.update(adapter.contents.spare)
+
+
+def _apply_factors(
+    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The same of the tensors whose products are added; what two modules would be added to is refused."""
     # by tensor and expert; a tied head is a module of its own beside the embedding, and PEFT adds up what they get
     reached: dict[tuple[str, int, bool], list[tuple[Box, str]]] = defaultdict(list)
-    for target in contents.targets:
+    for target in adapter.contents.targets:
         try:
             deltas = _apply_target(adapter, target, files, changes, used)
         except (_RefusedError, PatternError) as e:
             yield target.a.name, str(e)
             continue
-        twice: dict[str, str] = {}
-        is_head = files.is_tied_head(f"{target.module}.weight")
         if adapter.config.ensure_weight_tying and {*files.tied.values()}.intersection(tensor for tensor, _ in deltas):
             yield (
                 target.a.name,
@@ -211,6 +217,8 @@ def _apply(
                 "their weight twice; give the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
             )
             continue
+        twice: dict[str, str] = {}
+        is_head = files.is_tied_head(f"{target.module}.weight")
         for tensor, delta in deltas:
             *experts, rows, columns = delta.reach(files.encodings[tensor].shape)
             for expert in range(*experts[0]) if experts else (0,):
@@ -221,30 +229,43 @@ def _apply(
                     others.append(((rows, columns), target.a.name))
         for by, tensor in twice.items():
             yield target.a.name, f"changes what {by} changes, too: {tensor} is adapted twice"
-    for name, tensor in (*contents.whole.items(), *contents.copies.items()):
-        is_copy = tensor is contents.copies.get(name)
-        if (base := files.find(name)) is None:
-            yield tensor.name, f"the base has no {name} that it could replace"
-        elif files.encodings[base].shape != tensor.shape:
-            yield (
-                tensor.name,
-                f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first",
-            )
-        elif not is_copy and _is_untied(name, adapter, files):
-            yield (
-                tensor.name,
-                f"was trained as a whole, and the base's head is tied to the embedding: PEFT changes {name} alone; give the base a "
-                "head of its own first (lm_head.weight, tie_word_embeddings: false)",
-            )
-        elif not is_copy and adapter.weight != 1:
-            yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
-        elif not files.is_tied_head(name) and (
-            head := _tied_copy(base, contents.copies if is_copy else contents.whole, files)
-        ):
-            used[tensor.name] = f"the same as {head.name}, by the base's tied head"
-        else:
-            (changes[base].copies if is_copy else changes[base].whole).append(tensor)
-            used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
+
+
+def _apply_whole(
+    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The same of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
+    contents = adapter.contents
+    for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
+        for name, tensor in tensors.items():
+            base = files.find(name)
+            if base is None:
+                yield tensor.name, f"the base has no {name} that it could replace"
+            elif why := _why_not_put(adapter, tensor, name, base, is_copy, files):
+                yield tensor.name, why
+            elif not files.is_tied_head(name) and (head := _tied_copy(base, tensors, files)):
+                used[tensor.name] = f"the same as {head.name}, by the base's tied head"
+            else:
+                (changes[base].copies if is_copy else changes[base].whole).append(tensor)
+                used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
+
+
+def _why_not_put(
+    adapter: Adapter, tensor: Tensor, name: str, base: str, is_copy: bool, files: ModuleFiles
+) -> str | None:
+    """Why a tensor can't take the place of the base's; None where it can."""
+    if files.encodings[base].shape != tensor.shape:
+        return f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first"
+    if is_copy:
+        return None
+    if _is_untied(name, adapter, files):
+        return (
+            f"was trained as a whole, and the base's head is tied to the embedding: PEFT changes {name} alone; give the base a "
+            "head of its own first (lm_head.weight, tie_word_embeddings: false)"
+        )
+    if adapter.weight != 1:
+        return f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
+    return None
 
 
 def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from weightbeam.formats.encodings.packed import (
     width,
     words,
 )
-from weightbeam.formats.encodings.quantization import is_size
+from weightbeam.formats.encodings.quantization import SECOND_GPTQ, is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
@@ -242,11 +242,12 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         parts.get(".g_idx"),
         parts.quantization.fields,
     )
-    version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
+    of_packing = "gptq_v2" if fields.get("packing_format") == SECOND_GPTQ else "gptq"
+    version = fields.get("checkpoint_format") or fields.get("format") or of_packing
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
-    # GPTQModel's `dynamic` gives modules bits, groups and an order of their own
-    bits, per_module = fields.get("bits"), "dynamic" in fields
+    # GPTQModel's `dynamic` gives modules bits, groups and an order of their own, AutoRound's `extra_config` bits
+    bits, per_module = fields.get("bits"), bool({"dynamic", "extra_config"} & fields.keys())
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
@@ -301,15 +302,6 @@ def _group(parts: QuantizedTensor, size: object, inputs: int, exact: int | None 
             f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {reprlib.repr(size)}"
         )
     return exact
-
-
-def spare_biases(encodings: Mapping[str, Encoding]) -> frozenset[str]:
-    """Biases of weights in GPTQ: AutoGPTQ stores zeros where the model has none (AutoGPTQ/AutoGPTQ#555)."""
-    weights = {
-        name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.inner, Gptq)
-    }
-    biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in weights.items()}
-    return frozenset(name for name, shape in biases.items() if name in encodings and encodings[name].shape == shape)
 
 
 FORMATS = (

@@ -14,6 +14,11 @@ from weightbeam.formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CON
 from weightbeam.model_mappings.config import MAX_SIZE
 from weightbeam.model_mappings.plan import Problem
 
+AUTOROUND = ("auto-round", "intel/auto-round")
+# AutoRound's `packing_format`s that are another one's: GPTQ's first version, its second, AWQ (intel/auto-round,
+# auto_round/inference/backend.py; vLLM takes them so, quantization/auto_round.py)
+SECOND_GPTQ = "auto_round:gptqmodel"
+PACKINGS = {"auto_round:auto_gptq": "gptq", SECOND_GPTQ: "gptq", "auto_round:auto_awq": "awq"}
 # Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ
 # before 2024).
 PLACES = (
@@ -131,7 +136,7 @@ class Quantization:
     def method(self) -> str | None:
         """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead.
 
-        The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11,
+        AutoRound's is whatever it packs codes as. The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11,
         quantization/awq.py).
         """
         method = self.fields.get("quant_method")
@@ -139,6 +144,8 @@ class Quantization:
             return "awq" if self.file == AWQ_CONFIG or "w_bit" in self.fields else "gptq"
         if method is None:
             return "modelopt" if "quant_algo" in self.fields else None
+        if str(method).lower() in AUTOROUND and self.fields.get("data_type") in (None, "int"):
+            method = PACKINGS.get(str(self.fields.get("packing_format")), method)
         return "modelopt" if str(method).lower().startswith("modelopt") else str(method).lower()
 
     @property

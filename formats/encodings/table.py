@@ -12,6 +12,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
 from weightbeam.formats.encodings.format import QuantizedFormat
+from weightbeam.formats.encodings.quantization import AUTOROUND
 from weightbeam.model_mappings import doors
 from weightbeam.model_mappings.plan import Problem
 
@@ -39,8 +40,7 @@ DROPPED = {
 
 # `quant_method`s without an entry whose name says less than it could.
 REFUSED_METHODS = {
-    "auto-round": "AutoRound's own packing",
-    "intel/auto-round": "AutoRound's own packing",
+    **dict.fromkeys(AUTOROUND, "AutoRound's own packing"),
     "bitnet": "BitNet",
     "fp_quant": "FP-Quant",
     "quark": "AMD Quark",

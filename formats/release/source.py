@@ -21,7 +21,6 @@ from weightbeam.formats.adapters.merged import MergedWeight, Replaced, Shifted
 from weightbeam.formats.encodings import ContentError, Encoding, Plain, Scaled, stored_bytes
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
-from weightbeam.formats.encodings.gptq import spare_biases
 from weightbeam.formats.encodings.made_codes import MadeCodes, MadeScales
 from weightbeam.formats.encodings.matching import (
     SourceError,
@@ -60,7 +59,6 @@ class ReleaseTensors:
       problems: quantised tensors that can't be decoded.
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
-      spare: tensors that a table may have no place for if they hold nothing but zeros: see `drop_zero_biases`.
       blocks: of each weight that stays codes (`as_codes`), the elements on each axis that share a scale.
     """
 
@@ -68,7 +66,6 @@ class ReleaseTensors:
     problems: tuple[Problem, ...]
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lost: frozenset[str] = frozenset()
-    spare: frozenset[str] = frozenset()
     blocks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -112,8 +109,8 @@ class ReleaseTensors:
                     Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too")
                 )
             encodings.setdefault(name, encoding)
-        lost, spare = (frozenset(rename(name, aliases) for name in names) for names in (self.lost, self.spare))
-        return ReleaseTensors(encodings, tuple(problems), self.dropped, lost, spare)
+        lost = frozenset(rename(name, aliases) for name in self.lost)
+        return ReleaseTensors(encodings, tuple(problems), self.dropped, lost)
 
     def merged(self, merging: Merging) -> ReleaseTensors:
         """The same tensors with adapters merged into them."""
@@ -178,12 +175,13 @@ class ReleaseTensors:
         return dataclasses.replace(self, encodings=encodings, blocks=blocks, problems=tuple(problems))
 
     def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
-        """Reads the biases (GPTQ's) among tensors that a table has no use for, and drops those that are all zeros.
+        """Reads the biases of weights among tensors that a table has no use for, and drops those that are all zeros:
+        AutoGPTQ stores them where the model has none (AutoGPTQ/AutoGPTQ#555), and who dequantises may keep them.
 
         Returns:
           The reason for each that is dropped, and a problem for each of the others.
         """
-        tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
+        tensors = {name: self.encodings[name].weight for name in unused if self._is_bias(name)}
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
             message = f"a bias that the table has no place for; {nbytes:,} bytes of such are too many to see whether all are zeros"
             return {}, [Problem("unused", name, message) for name in tensors]
@@ -199,6 +197,10 @@ class ReleaseTensors:
         dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
         message = f"a bias that the table has no place for, and that isn't {ZEROS}"
         return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
+
+    def _is_bias(self, name: str) -> bool:
+        weight = self.encodings.get(f"{name.removesuffix('.bias')}.weight")
+        return name.endswith(".bias") and weight is not None and weight.shape[:1] == self.encodings[name].shape
 
     def find_unlike(self, copies: Mapping[str, str]) -> dict[str, str]:
         """Reads a sample of tensors that should be copies of others, and of those: `SAMPLE_BYTES` at most of each, from
@@ -306,7 +308,7 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
             if logical in encodings:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
-    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), spare_biases(encodings))
+    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost))
 
 
 def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, names: Iterable[str]) -> dict[str, set[str]]:

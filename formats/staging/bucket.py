@@ -39,6 +39,7 @@ CLAIM = re.compile(rf"claim\.{PLACE.pattern}/")
 # what a conversion writes where it will be read; Orbax, which saves there at this moment, has databases of other names
 OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
 REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{SOURCE}/manifest\.ocdbt$")
+_STOPPED: set[str] = set()  # claims that this process has given up, whose threads may be at work still
 DELETING = "deleting."  # and a claim's name: what notes what is being deleted
 FILES = "files.json"  # there: of what lies where it is read, or may be copied there yet
 NOTED = "noted"  # in a place: the same of what is copied, a note each time
@@ -109,6 +110,10 @@ class BucketStaging(Staging):
         found = self.plan_folder.stat(PLAN) if self._id else None
         self._version = found.version if found else ""
 
+    def stop(self) -> None:
+        _STOPPED.add(self._claim)  # also where the bucket doesn't answer
+        super().stop()
+
     def give_up(self) -> None:
         if self._claim:
             self.desk.delete(f"{self._claim}/{MARKER}")
@@ -133,7 +138,7 @@ class BucketStaging(Staging):
 
     def check_claim(self) -> None:
         """Raises TakenOverError if someone else has claimed the place."""
-        if not self._claim or not self.desk.exists(f"{self._claim}/{MARKER}"):
+        if not self._claim or self._claim in _STOPPED or not self.desk.exists(f"{self._claim}/{MARKER}"):
             raise self.taken_over()
 
     def exists(self) -> bool:

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightbeam.formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, patience
 from weightbeam.formats.storage.local import open_file
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 
@@ -92,7 +93,7 @@ def _let_go(lease: Lease, thread: threading.Thread, stop: threading.Event) -> No
     """Has nobody renew a lease any more, and removes it."""
     stop.set()
     if thread.ident is not None:
-        thread.join()
+        thread.join(None if math.isinf(patience.left()) else patience.left())
     with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
         lease.release()
 

@@ -29,6 +29,7 @@ from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
+from weightbeam.formats.storage import patience
 from weightbeam.formats.storage.store import (
     PIECE,
     PROBE,
@@ -46,6 +47,7 @@ from weightbeam.formats.storage.store import (
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
 RETRY_SECONDS = 300.0  # in all
+LONGEST_BACKOFF = 10.0  # seconds between two tries
 UNREACHED_SECONDS = 20.0  # the same where nothing has answered this process yet: rather no network than a hiccup
 MAX_REQUEST_BYTES = 4 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
@@ -118,7 +120,7 @@ def _unreached(error: Exception | None) -> tuple[str, str] | None:
 def _is_repeated(error: Exception) -> bool:
     """Whether a request is repeated: what a repetition can mend, as the client's own policy knows."""
     unreached = _unreached(error)
-    if unreached and _REACH.is_given_up():
+    if (unreached and _REACH.is_given_up()) or not patience.left():
         return False
     if is_passing := bool(DEFAULT_RETRY._predicate(error)):
         who, why = unreached or ("Google's storage", str(getattr(error, "code", "") or type(error).__name__))
@@ -126,7 +128,7 @@ def _is_repeated(error: Exception) -> bool:
     return is_passing
 
 
-RETRY: Any = DEFAULT_RETRY.with_predicate(_is_repeated).with_timeout(RETRY_SECONDS)  # backs off
+RETRY: Any = DEFAULT_RETRY.with_predicate(_is_repeated).with_timeout(RETRY_SECONDS).with_delay(maximum=LONGEST_BACKOFF)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
-from weightbeam.formats.storage import hub_cache
+from weightbeam.formats.storage import hub_cache, patience
 from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, Trouble, make_requests
@@ -447,7 +447,10 @@ def _watch_session(_: object = None) -> None:
 
 def _is_over(state: tenacity.RetryCallState, attempts: int) -> bool:
     """Whether to give up. A hub that says when to come again is obeyed however often, as long as that is soon enough."""
-    if (state.seconds_since_start or 0.0) + state.upcoming_sleep > MAX_REQUEST_SECONDS:
+    if (
+        state.upcoming_sleep > patience.left()
+        or (state.seconds_since_start or 0.0) + state.upcoming_sleep > MAX_REQUEST_SECONDS
+    ):
         return True
     error = state.outcome.exception() if state.outcome else None
     limited = isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 429

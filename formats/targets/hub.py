@@ -111,6 +111,18 @@ class _Head:
     is_first: bool
 
 
+def check_address(url: str) -> HubAddress:
+    """Makes sure that a URL names a repository, and that there is a token; asks the hub nothing.
+
+    Raises:
+      StorageError: it doesn't, or there is none.
+    """
+    target = HubAddress.parse(url)
+    if token() is None:
+        raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
+    return target
+
+
 def check_target(url: str) -> HubAddress:
     """Makes sure, before any work, that there is a token which the hub knows, and that it may write somewhere. What a
     fine-grained token may, and whose repositories, only a commit tells.
@@ -118,9 +130,7 @@ def check_target(url: str) -> HubAddress:
     Raises:
       StorageError: there is none, it may only read, or the name isn't one of a repository.
     """
-    target = HubAddress.parse(url)
-    if token() is None:
-        raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
+    target = check_address(url)
     with told(target):
         about = retried(api().whoami)()
         role = ((about.get("auth") or {}).get("accessToken") or {}).get("role")

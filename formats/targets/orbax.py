@@ -10,6 +10,7 @@ Where it is until it is whole: `formats/staging/`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -165,6 +166,8 @@ class OrbaxTarget(Target[Staging]):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
+        if files := _weights_in(place.output):
+            return str(place.output), f"holds a release, {listed(files, 2)}, as which it would be read; choose another"
         if isinstance(place, FolderStaging):
             if os.path.lexists(folder := place.output.folder) and not folder.is_dir():
                 return str(place.output), "is a file" if folder.exists() else "is a link to nothing"
@@ -198,6 +201,13 @@ class OrbaxTarget(Target[Staging]):
         if resume and place.is_complete():
             return 0
         return made_bytes - (place.bytes_done() if resume else 0)
+
+
+def _weights_in(output: Store) -> list[str]:
+    """The files of a release's weights that lie in an output; none where there is no folder yet."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(name for name in output.entries() if name.endswith(".safetensors"))
+    return []
 
 
 def _why_not_replace(place: Staging, another: str) -> str:

@@ -25,7 +25,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
 from weightbeam.pipelines.checking.subject import prepare_as
 from weightbeam.pipelines.running.prepare import options_of, options_of_export, refuse
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refused, try_each
 from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
@@ -85,7 +85,7 @@ def open_pair(
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
     """
-    sources = [_look(place) for place in (a, b)]
+    sources = try_each(lambda: _look(a), lambda: _look(b))
     (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
     states = [_state(source) if isinstance(source, OrbaxCheckpoint) else {} for source in sources]
     (one, other), apart = _compared_states(_both_layer_by_layer(states, sources), state)

@@ -1,15 +1,19 @@
-"""`weightbeam completion`: commands and options for a shell's completion, by shtab."""
+"""`weightbeam completion`: commands, options and files for a shell's completion, by shtab."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 import shtab
 
+from weightbeam.pipelines.commands.help import topics
 from weightbeam.pipelines.terminal.arguments.parser import commands_of, is_boolean, make_parser
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.values import BOOLEANS
+
+FILES = re.compile("URL|PATH|FILE|FOLDER|CKPT|RELEASE|PYTHON")  # in the metavar of what may be a file or a folder
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -17,9 +21,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.shell not in shtab.SUPPORTED_SHELLS:
         raise Refused(f"name your shell: weightbeam completion {'|'.join(shtab.SUPPORTED_SHELLS)}")
     parser = make_parser()
-    for command in commands_of(parser).values():
-        for option in [option for option in command._actions if is_boolean(option)]:
-            option.choices = [*BOOLEANS]
-            command.add_argument(f"--no_{option.dest}", action="store_true", help=f"not: {option.help}")
+    commands = commands_of(parser)
+    named = {"completion": shtab.SUPPORTED_SHELLS, "help": [*topics(), *commands]}
+    for name, command in commands.items():
+        command.add_argument("words", nargs="*", choices=named.get(name))
+        for option in list(command._actions):
+            if is_boolean(option):
+                option.choices = [*BOOLEANS]
+                command.add_argument(f"--no_{option.dest}", action="store_true", help=f"not: {option.help}")
+            elif not option.choices and (FILES.search(str(option.metavar)) or not option.option_strings):
+                vars(option)["complete"] = shtab.FILE
     print(shtab.complete(parser, shell=args.shell))
     return 0

@@ -175,8 +175,11 @@ def _read(maxtext_model: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the differences; 1 if there are any."""
-    if not args.source or not args.maxtext_model:
-        raise Refused("--source and --maxtext_model are both needed")
+    missing = [f"--{name}" for name in ("source", "maxtext_model") if not getattr(args, name)]
+    if missing:
+        raise Refused(
+            f"{' and '.join(missing)} missing: weightbeam fit SOURCE MODEL, a release and a MaxText model or its configuration"
+        )
     found = fit(**keywords_of(args, fit))
     say(args, found)
     return 0 if found.ok else 1

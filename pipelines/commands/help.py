@@ -7,6 +7,7 @@ import importlib.resources
 import os
 import pydoc
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -87,7 +88,9 @@ def _drawn(page: str) -> str:
 
 def _print(text: str) -> None:
     """Prints a text: through the user's pager where it is longer than the terminal."""
-    if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+    pager = shlex.split(os.environ.get("MANPAGER") or os.environ.get("PAGER") or "less")
+    is_there = bool(pager) and shutil.which(pager[0]) is not None
+    if sys.stdout.isatty() and is_there and text.count("\n") >= shutil.get_terminal_size().lines:
         os.environ.setdefault("LESS", "FRX")  # as git does it: colours, and what was read stays on the screen
         pydoc.pager(text)
     else:

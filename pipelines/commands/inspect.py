@@ -30,6 +30,7 @@ from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import open_source, options_of, reading, refuse
+from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
@@ -369,6 +370,16 @@ def _axes(
     return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}
 
 
+def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
+    """The options of a record as a command line says them."""
+    for name, value in options.items():
+        if name == "sharding_rules" and value:
+            yield f"--{name} ({count(len(value), 'rule')})"
+        elif value is not None:
+            for each in value if isinstance(value, list) else [value]:
+                yield from spelled(name, ",".join(map(str, each)) if isinstance(each, list) else each)
+
+
 def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
     """Where the checkpoint comes from, as far as it says."""
     about = custom.get("weightbeam")
@@ -385,11 +396,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         rows.add_row("made from", str(before["checkpoint"]))
         if before.get("first", before["checkpoint"]) != before["checkpoint"]:
             rows.add_row("at first", str(before["first"]))
-    options = {
-        name: f"{len(value)} rules" if name == "sharding_rules" and value else value
-        for name, value in as_said(about.get("options", {})).items()
-    }
-    rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
+    rows.add_row("options", " ".join(_spelled(as_said(about.get("options", {})))))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if virtual := about.get("references"):
         rows.add_row(

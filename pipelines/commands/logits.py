@@ -18,7 +18,6 @@ from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.pipelines.commands.convert import convert
-from weightbeam.pipelines.commands.export import find_form
 from weightbeam.pipelines.commands.export import plan as plan_export
 from weightbeam.pipelines.commands.plan import Plan, plan
 from weightbeam.pipelines.forward import maxtext
@@ -26,6 +25,7 @@ from weightbeam.pipelines.forward.report import SHOWN, Beside, Logits
 from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
+from weightbeam.pipelines.running.like import find_form
 from weightbeam.pipelines.running.prepare import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refusals, Refused
@@ -152,6 +152,8 @@ def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str
         yield f"--maxtext={asked.maxtext}: compares {source} with MaxText; leave {other} out, or --maxtext"
     if asked.maxtext and asked.dtype != "float32":
         yield f"--dtype={asked.dtype}: with --maxtext both compute in float32; leave it out"
+    if not asked.maxtext and asked.maxtext_patience != LogitsOptions().maxtext_patience:
+        yield "--maxtext_patience: is of --maxtext; leave it out"
     if asked.save_logits and (why := why_unwritable(asked.save_logits)):
         yield f"--save_logits={asked.save_logits}: {why}"
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.release.files import carried_files, files_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (
+    Released,
     about,
+    adapter_facts,
     check_places,
     check_stays,
     dry_run,
@@ -21,59 +22,41 @@ from weightbeam.pipelines.commands.releases import (
     loading,
     make_small_files,
     no_source,
-    size_lines,
     slots_for,
-    to_dict,
 )
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.prepare import open_adapters, open_source
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.writing import DONE, Written
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.running.writing import DONE
+from weightbeam.pipelines.terminal.errors import Refused, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.merge_planner import plan_merge
 from weightbeam.transforms.planning.merging import Merge
 from weightbeam.transforms.planning.options import MergeOptions, ToHub
 
+CODES = "codes and scales of weights that are written as their values"
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Merged(Shown):
-    """What came of a merge or a dequantisation.
+class Merged(Released):
+    """What came of a merge, a cut, a quantisation or a dequantisation; see `Released`."""
 
-    Attributes:
-      merge: what was planned.
-      written: where the release is, and how long it took.
-    """
-
-    merge: Merge
-    written: Written
-
-    @property
-    def folder(self) -> str:
-        """Where the release is."""
-        return self.written.folder
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self.merge, self.written)
+    planned: Merge
 
     def blocks(self) -> list[str]:
-        lines = [about(self.written, self.merge.layout)]
-        if self.written.state == DONE or self.written.page:
-            lines.append(self.merge.changes)
-            if self.merge.plan.dropped:
-                lines.append(
-                    f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
-                )
-            lines += loading(self.folder, self.merge.source.config)
-            if not self.merge.source.cut:
-                lines.append(
-                    f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}"
-                )
+        planned = self.planned
+        lines = [about(self.written, planned.layout)]
+        if self.written.state == DONE or self.page:
+            lines.append(planned.changes)
+            if planned.plan.dropped:
+                lines.append(f"{count(len(planned.plan.dropped), 'tensor')} left out: {CODES}")
+            lines += loading(self.folder, planned.source.config)
+            if not planned.source.cut:
+                lines.append(f"compare:  weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.folder)}")
         return lines
 
 
@@ -138,10 +121,10 @@ def plan(
     """
     if not source:
         raise Refused(no_source("merge"))
-    checkpoint = open_source(source, cut=asked.cut)
     options = going_to(output, asked)
+    checkpoint, adapters = try_each(lambda: open_source(source, cut=asked.cut), lambda: open_adapters(options))
     try:
-        planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)
+        planned = plan_merge(options, checkpoint, adapters, given, slots)
     except UnknownFamilyError as e:
         raise Refused(str(e)) from e
     if planned.plan.problems:
@@ -166,28 +149,19 @@ def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = 
         edits["dtype"] = planned.options.save_dtype
     facts = {"base": planned.source.root, "kept": planned.source.cut}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
-    facts |= {
-        f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"
-        for number, adapter in enumerate(planned.adapters, 1)
-    }
+    facts |= adapter_facts(planned.adapters)
     return make_small_files(
         small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts,
         planned.naming(output or ""), output, **quantized,
     )  # fmt: skip
 
 
-def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
+def plan_rows(planned: Merge) -> Iterator[tuple[str, str]]:
     """What would be written, for a person."""
-    lines = [
-        f"source      {planned.source.root}, {human(planned.source_bytes)}",
-        *size_lines(planned, threads, output),
-        f"changes     {planned.changes}",
-    ]
+    yield "source", f"{planned.source.root}, {human(planned.source_bytes)}"
+    yield "changes", planned.changes
     if planned.plan.dropped:
-        lines.append(
-            f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values"
-        )
-    return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
+        yield "left out", f"{count(len(planned.plan.dropped), 'tensor')}: {CODES}"
 
 
 def run_asked(
@@ -195,7 +169,7 @@ def run_asked(
 ) -> int:
     """Makes a release of a release, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
-        return dry_run(args, rest, asked, lambda slots: plan(args.source, asked, None, args.output, slots), plan_text)
+        return dry_run(args, rest, asked, lambda slots: plan(args.source, asked, None, args.output, slots), plan_rows)
     say(args, function(**keywords_of(args, function), beam=rest))
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import keyword
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,12 +65,15 @@ def new_family(name: str, like: str) -> Drafted:
       like: the release: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
 
     Raises:
-      Refused: the name can't be a module's, or the release can't be read.
+      Refused: the name can't be a module's, or is another one's, or the release can't be read.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise Refused(
             f"{name}: can't be the name of a Python module; take letters, digits and underscores, such as my_model"
         )
+    found = importlib.util.find_spec(name)
+    if found and found.origin and Path(found.origin).parent != Path.cwd():  # what is here is told by its file's name
+        raise Refused(f"{name}: is the name of an installed Python module; take another one, such as my_{name}")
     release = open_source(like)
     held = open_tensors(release)
     if problems := [*release.problems, *held.problems]:

@@ -255,6 +255,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if args.hosts and not args.load:
         raise Refused("--hosts needs --load: how many hosts read a part each")
+    blank = Simulation()
+    if not args.workers and args.worker_hour_price != blank.worker_hour_price:
+        raise Refused("--worker_hour_price needs --workers: how many there are")
+    if not args.workers and not args.load and args.worker_gbps != blank.worker_gbps:
+        raise Refused("--worker_gbps needs --workers or --load: how many workers there are, or that a mesh is loaded")
     made = _plan(
         args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )

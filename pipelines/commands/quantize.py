@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store, reason
@@ -12,6 +12,7 @@ from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
 from weightbeam.pipelines.commands.releases import check_places, check_stays, dry_run, no_source, slots_for
 from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.like import open_given
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
@@ -92,7 +93,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         f"--{name}" for name, each in sorted(of_checkpoints.items()) if getattr(asked, name) is not each.default
     ]:
         raise Refused(f"{', '.join(vain)}: {OF_CHECKPOINTS}, and {source} is a release")
-    given = export.open_given(asked.like) if asked.like else None
+    given = open_given(asked.like) if asked.like else None
     if asked.like and given is None:
         raise Refused(
             f"--like={asked.like}: isn't quantised, and a release is quantised like one that is; leave it out"
@@ -104,14 +105,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         asked = asked_of(args, QuantizeOptions)
-        return dry_run(
-            args, rest, asked, lambda slots: plan(args.source, asked=asked, output=args.output, slots=slots), _plan_text
-        )
+
+        def planned(slots: int | None) -> Merge | Export:
+            return plan(args.source, asked=asked, output=args.output, slots=slots)
+
+        return dry_run(args, rest, asked, planned, _plan_rows)
     say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0
 
 
-def _plan_text(planned: Export | Merge, threads: int, output: str | None) -> str:
-    if isinstance(planned, Export):
-        return export.plan_text(planned, threads, output)
-    return merge.plan_text(planned, threads, output)
+def _plan_rows(planned: Export | Merge) -> Iterator[tuple[str, str]]:
+    return export.plan_rows(planned) if isinstance(planned, Export) else merge.plan_rows(planned)

@@ -7,9 +7,10 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
 from weightbeam.formats.release.files import edit_config, model_card, role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
@@ -24,10 +25,10 @@ from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Writte
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of
-from weightbeam.pipelines.terminal.report import memory_parts, units_text
+from weightbeam.pipelines.terminal.report import memory_text, units_text
 from weightbeam.pipelines.terminal.shell import STDOUT, say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import count, human, pace
+from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
@@ -103,22 +104,48 @@ def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Released(Shown):
+    """A release that was written.
+
+    Attributes:
+      planned: what was planned.
+      written: where the release is, and how long it took.
+    """
+
+    planned: ToRelease
+    written: Written
+
+    @property
+    def folder(self) -> str:
+        """Where the release is."""
+        return self.written.folder
+
+    @property
+    def page(self) -> str:
+        """Of the commit on the hub; empty elsewhere."""
+        return self.written.page
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self.planned, self.written)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Planned(Shown):
     """What a dry run says.
 
     Attributes:
       release: what would be written.
-      text: the same for a person.
+      rows: the same for a person.
     """
 
     release: ToRelease
-    text: str
+    rows: Table
 
     def to_dict(self) -> dict[str, Any]:
         return to_dict(self.release)
 
-    def blocks(self) -> list[str]:
-        return [self.text]
+    def blocks(self) -> list[Block]:
+        return [self.rows, *(f"warning: {warning}" for warning in self.release.warnings)]
 
 
 def dry_run(
@@ -126,14 +153,14 @@ def dry_run(
     rest: Sequence[str],
     asked: ReleaseOptions,
     plan: Callable[[int | None], Release],
-    text: Callable[[Release, int, str | None], str],
+    rows: Callable[[Release], Iterable[tuple[str, str]]],
 ) -> int:
     """What a command that makes a release says where it makes none: the plan, all that stands against it, and else the
     command that carries it out.
 
     Args:
       plan: makes the plan, its units cut for so many at a time.
-      text: says it to a person, with the threads and the output.
+      rows: say of it to a person what they don't of every release.
 
     Raises:
       Refused: something stands against it.
@@ -142,7 +169,8 @@ def dry_run(
     use_secret(args.hf_token_secret)
     planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
     check_stays(args.source, planned.source.root, args.output, args.create_pr)
-    say(args, Planned(planned, text(planned, threads_of(thread_options(rest)), args.output)))
+    sizes = size_rows(planned, threads_of(thread_options(rest)), args.output)
+    say(args, Planned(planned, Table.of((*rows(planned), *sizes))))
     problems = list(planned.plan.problems)
     check_hub(args.output, args.create_pr)
     if args.output and not args.output.startswith("hf://") and not problems:
@@ -155,15 +183,15 @@ def dry_run(
 
 
 def check_hub(output: str | None, create_pr: bool) -> None:
-    """Raises `Refused` where an output of the hub names no repository, or a pull request is asked of another place; asks
-    nobody.
+    """Raises `Refused` where an output of the hub names no repository, or there is no token for it, or a pull request is
+    asked of another place; asks nobody.
     """
     if output and output.startswith(HUB):
         # here: the hub's client takes a third of a second to import
-        from weightbeam.formats.targets.hub import HubAddress
+        from weightbeam.formats.targets.hub import check_address
 
         try:
-            HubAddress.parse(output)
+            check_address(output)
         except StorageError as e:
             raise Refused(f"--output={e}") from e
     elif output and create_pr:
@@ -175,17 +203,16 @@ def ready_text(args: argparse.Namespace, rest: Sequence[str], source: str, what:
     return f"\nready: {what}\n  {command_line(args, rest, places=(source, args.output or 'OUTPUT'))}"
 
 
-def size_lines(planned: ToRelease, threads: int, output: str | None = None) -> list[str]:
+def size_rows(planned: ToRelease, threads: int, output: str | None = None) -> Iterator[tuple[str, str]]:
     """What a release takes, for a person: its files, the units, the memory."""
-    if (files := planned.files) is None:
-        return []
-    lines = [
-        f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
-    ]
+    if files := planned.files:
+        yield (
+            "release",
+            f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
+        )
     if planned.units:  # else something stands against it
-        most, parts = memory_parts(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
-        lines += [f"units       {units_text(planned)}", f"memory      at most {most}: {parts}"]
-    return lines
+        yield "units", units_text(planned)
+        yield "memory", memory_text(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
 
 
 def slots_for(
@@ -275,6 +302,11 @@ def asked_paths(output: str | None, full_paths: bool | None) -> bool | None:
 def going_to(output: str | None, asked: Kind) -> Kind:
     """The options of a release that goes there."""
     return dataclasses.replace(asked, full_paths=asked_paths(output, asked.full_paths))
+
+
+def adapter_facts(adapters: Sequence[Adapter]) -> dict[str, str]:
+    """What a card says of the adapters that are merged."""
+    return {f"adapter {number}": f"{each.root}, weight {each.weight:g}" for number, each in enumerate(adapters, 1)}
 
 
 def make_small_files(

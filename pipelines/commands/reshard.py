@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
@@ -21,9 +21,9 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.commands.export import find_form, read_maxtext_config
 from weightbeam.pipelines.commands.releases import ready_text
 from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.running.like import find_form, read_maxtext_config
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
@@ -34,10 +34,10 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_parts, storage_flags, units_text
+from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_text, storage_flags, units_text
 from weightbeam.pipelines.terminal.shell import STDOUT, say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import count, human, pace
+from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.adapting import MaxTextAdapter
@@ -140,8 +140,9 @@ class ReshardPlan(Shown):
         """What stands against it."""
         return self.planned.plan.problems
 
-    def blocks(self) -> list[str]:
-        return [plan_text(self.planned, self.threads, self.output)]
+    def blocks(self) -> list[Block]:
+        rows = Table.of(plan_rows(self.planned, self.threads, self.output))
+        return [rows, *(f"warning: {warning}" for warning in by_mesh(self.planned.warnings))]
 
     def to_dict(self) -> dict[str, Any]:
         return plan_dict(self.planned)
@@ -342,43 +343,38 @@ def _rounded(planned: Reshard) -> Counter[str]:
     return Counter(array.lossy for array in planned.plan.arrays if array.lossy)
 
 
-def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
+def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iterator[tuple[str, str]]:
     """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound
     on memory.
     """
     plan, tree = planned.plan, planned.tree
     layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
+    read = f"{count(len(planned.source.arrays), 'array')}, {human(planned.source_bytes)}"
     largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
-    lines = [
-        f"source      {planned.source.root}: {tree.kind}, {count(len(planned.source.arrays), 'array')}, {human(planned.source_bytes)}",
-        f"            its largest chunk is {human(largest)}",
-        f"target      {count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, "
-        f"{' and '.join(planned.options.mesh) or 'chunks for any mesh where they are cut anew'}",
-    ]
-    lines += [f"MaxText     {tree.version}, its tree and its names of axes"] if tree.version else []
+    yield "source", f"{planned.source.root}: {tree.kind}, {read}; its largest chunk is {human(largest)}"
+    meshes = " and ".join(planned.options.mesh) or "chunks for any mesh where they are cut anew"
+    yield "target", f"{count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, {meshes}"
+    if tree.version:
+        yield "MaxText", f"{tree.version}, its tree and its names of axes"
     ways = {
         "copied": "as they are encoded",
         "re-cut": "read and written once",
         "unpacked": "chunks that no unit can hold, decoded once into files beside the checkpoint",
     }
     for name, (arrays, nbytes) in sorted(planned.by_way().items()) if planned.ways else ():
-        lines.append(f"{name:12}{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}")
+        yield name, f"{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}"
     for adapter in planned.adapted.adapters:
         scale = f"rank {adapter['lora_rank']}, alpha {adapter['lora_alpha']:g}, weight {adapter['weight']:g}"
-        lines.append(f"adapter     {adapter['source']}: {scale}; {count(len(adapter['arrays']), 'array')} merged")
+        yield "adapter", f"{adapter['source']}: {scale}; {count(len(adapter['arrays']), 'array')} merged"
     if planned.units:
-        lines.append(f"units       {units_text(planned)}")
+        yield "units", units_text(planned)
     if planned.chunks:
         scratch = sum(array.nbytes for array in planned.unpacked)
-        lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
-    most, parts = memory_parts(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
-    lines.append(f"memory      at most {most}: {parts}")
-    lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
-    lines += [
-        f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()
-    ]
-    lines += [f"warning     {warning}" for warning in by_mesh(planned.warnings)]
-    return "\n".join(map(printable, lines))
+        yield "unpacked", f"{count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile"
+    yield "memory", memory_text(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
+    for title, reasons in (("rounded", _rounded(planned)), ("left out", Counter(plan.dropped.values()))):
+        for reason, times in reasons.items():
+            yield title, f"{count(times, 'array')}: {reason}"
 
 
 def plan_dict(planned: Reshard) -> dict[str, Any]:

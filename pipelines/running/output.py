@@ -17,7 +17,7 @@ from weightbeam.formats.release.files import CARD
 from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
-from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
+from weightbeam.formats.storage import LocalFolder, Store, open_store, patience, reason
 from weightbeam.formats.storage.identity import describe_changes
 from weightbeam.formats.storage.renaming import is_anothers
 from weightbeam.formats.text.printable import listed
@@ -47,7 +47,7 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
       Refused: nothing can be written there.
       KeyboardInterrupt: as it came, and says what is kept, if anything is.
     """
-    with contextlib.ExitStack() as stack:
+    with patience.hurried_at_most(), contextlib.ExitStack() as stack:
         try:
             if staging.output.make():
                 stack.callback(staging.output.unmake)
@@ -61,11 +61,15 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
         try:
             yield
         except KeyboardInterrupt as e:
+            patience.hurry()
             if e.args:  # what it says is known better where it comes from
                 raise
-            with contextlib.suppress(OSError):
-                if staging.exists():
-                    raise KeyboardInterrupt(KEPT) from e
+            try:
+                kept = KEPT if staging.exists() else ""
+            except OSError:
+                kept = f"{staging.output} doesn't answer; {KEPT}"
+            if kept:
+                raise KeyboardInterrupt(kept) from e
             raise
 
 

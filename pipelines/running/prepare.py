@@ -34,11 +34,11 @@ from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import says_threads
-from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused, try_each
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
-from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.conversion import Conversion, meshes_of
 from weightbeam.transforms.planning.conversion_planner import UNKNOWN_FAMILY, prepare
 from weightbeam.transforms.planning.layouts import version_of
 from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
@@ -62,7 +62,12 @@ def prepare_conversion(
     if not source:
         raise Refused(NO_SOURCE)
     use_secret(hf_token_secret)
-    return plan_with(options, open_source(source, options.allow_links, options.cut), slots)
+    checkpoint, adapters, _ = try_each(
+        lambda: open_source(source, options.allow_links, options.cut),
+        lambda: open_adapters(options),
+        lambda: _check_meshes(options),
+    )
+    return plan_with(options, checkpoint, slots, adapters)
 
 
 def check_read(sources: Iterable[Watched | Files]) -> None:
@@ -80,14 +85,21 @@ def check_read(sources: Iterable[Watched | Files]) -> None:
         raise Failed(f"  {e}") from e
 
 
-def plan_with(options: Options, checkpoint: HfCheckpoint, slots: int | None = None) -> Conversion:
-    """Plans a conversion of an opened source.
+def plan_with(
+    options: Options, checkpoint: HfCheckpoint, slots: int | None = None, adapters: Sequence[Adapter] | None = None
+) -> Conversion:
+    """Plans a conversion of an opened source, with adapters that are opened here where they aren't yet.
 
     Raises:
-      Refused: a mesh can't be read.
+      Refused: a mesh, or an adapter, can't be read.
     """
+    _check_meshes(options)
+    return prepare(options, checkpoint, open_adapters(options) if adapters is None else adapters, slots)
+
+
+def _check_meshes(options: Options) -> None:
     try:
-        return prepare(options, checkpoint, open_adapters(options), slots)
+        meshes_of(options)
     except MeshError as e:
         raise Refused(str(e)) from e
 
@@ -243,7 +255,7 @@ def refuse(problems: Sequence[Problem], source: object = None, of: str = "") -> 
         return
     message = (f"{of}: " if of else "") + f"{count(len(problems), 'problem')}:\n{describe(problems)}"
     unknown = next((problem for problem in problems if problem.kind == UNKNOWN_FAMILY), None)
-    if unknown and isinstance(source, HfCheckpoint):
+    if unknown and isinstance(source, HfCheckpoint) and not unknown.message.startswith("--"):
         LOG.debug(f"What {source.root} holds:\n{inventory(source)}\n")
         what, _, listed = unknown.message.partition("\n")  # the families, which fill a screen
         again = f"{printable(what.removesuffix(' Supported:'), NAME)} " if listed else ""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import patience
 from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets import made_by
 
@@ -23,6 +24,7 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
         yield
         DONE.append(said)
     except KeyboardInterrupt as e:
+        patience.hurry()
         with contextlib.suppress(OSError):
             staging.stop()
             if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:

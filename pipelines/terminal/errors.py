@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from weightbeam.pipelines.terminal.wording import worded
 
@@ -62,6 +62,20 @@ class Refusals:
             raise self._kept[0]
         if self._kept:
             raise Refused("\n".join(each._message for each in self._kept))
+
+
+def try_each(*attempts: Callable[[], Any]) -> list[Any]:
+    """What each of some steps gives.
+
+    Raises:
+      Refused: all that they refuse.
+    """
+    found, refusals = [], Refusals()
+    for attempt in attempts:
+        with refusals.kept():
+            found.append(attempt())
+    refusals.check()
+    return found
 
 
 class Busy(Refused):

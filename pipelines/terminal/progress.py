@@ -22,6 +22,7 @@ from weightbeam.pipelines.terminal.tables import human
 INTERVAL = 0.25  # seconds between looks at the counter
 ECHO = "^C"  # which a terminal shows behind the bar; where it begins another line, the bar stays on the one before
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+FIGURES = 60  # columns of a terminal that has room for them
 SILENCE = 15.0  # seconds in which nothing moves before it is said what is waited for
 
 
@@ -174,6 +175,7 @@ class Bar:
                 BarColumn,
                 DownloadColumn,
                 Progress,
+                TaskProgressColumn,
                 TextColumn,
                 TimeElapsedColumn,
                 TimeRemainingColumn,
@@ -187,14 +189,17 @@ class Bar:
                 def get_renderables(self) -> Iterator[Constrain]:
                     yield Constrain(self.make_tasks_table(self.tasks), console.width - len(ECHO))
 
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),  # what the others leave of the line
+            figures = (
                 DownloadColumn(table_column=Column(no_wrap=True)),
                 TransferSpeedColumn(table_column=Column(no_wrap=True)),
                 TextColumn("elapsed"),
                 TimeElapsedColumn(table_column=Column(no_wrap=True)),
                 TextColumn("left"),
+            )
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),  # what the others leave of the line
+                *(figures if console.width >= FIGURES else (TaskProgressColumn(),)),
                 TimeRemainingColumn(table_column=Column(no_wrap=True)),
             )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.

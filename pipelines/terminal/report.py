@@ -56,7 +56,7 @@ def kind_and_layer(name: str) -> tuple[str, int]:
     return (match["after"], int(match["layer"])) if match else (name, -1)
 
 
-def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str, str]:
+def memory_text(threads: int, thread: int, spare: int, base: int) -> str:
     """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way
     besides, of the rest.
     """
@@ -65,7 +65,7 @@ def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str,
         f"{human(spare)} read ahead, written behind or on the way" if spare else "",
         human(base),
     )
-    return human(threads * thread + spare + base), " + ".join(filter(None, parts))
+    return f"at most {human(threads * thread + spare + base)} a worker: {' + '.join(filter(None, parts))}"
 
 
 def units_text(planned: Transfer) -> str:
@@ -88,10 +88,7 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
         yield from ("", f"not part of the model, ignored: {listed(conversion.source.ignored, NAMED)}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
-    totals = Table("", "")
-    for name, text in (*_model_totals(conversion), *_size_totals(conversion, threads, output)):
-        totals.add_row(name, text)
-    yield from ("", totals)
+    yield from ("", Table.of((*_model_totals(conversion), *_size_totals(conversion, threads, output))))
 
 
 def _arrays_table(conversion: Conversion) -> Table:
@@ -169,8 +166,7 @@ def _size_totals(conversion: Conversion, threads: int, output: str | None) -> It
         yield "units", units_text(conversion)
         yield "reads", f"{human(read)}, {read / size:.3f} × the source"
         spare, base = spare_bytes(conversion, output), base_bytes(conversion)
-        most, parts = memory_parts(threads, conversion.thread_bytes, spare, base)
-        yield "memory", f"at most {most} a worker: {parts}"
+        yield "memory", memory_text(threads, conversion.thread_bytes, spare, base)
 
 
 def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:

@@ -78,6 +78,14 @@ class Table:
         self._spare = [self.headings.index(heading) for heading in spare]
         self.rows: list[tuple[str, ...]] = []
 
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, str]]) -> Table:
+        """A table of names, and what is said of each."""
+        table = cls("", "")
+        for row in rows:
+            table.add_row(*row)
+        return table
+
     def add_row(self, *cells: str) -> None:
         """Adds a row. Cells may hold strangers' texts, and there may be as many rows as there are names."""
         assert len(cells) == len(self.headings)

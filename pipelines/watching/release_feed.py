@@ -12,7 +12,7 @@ from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import isolation, releases
+from weightbeam.pipelines.watching import releases, works
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.notices import inform, warn
@@ -130,7 +130,7 @@ class ReleaseFeed(Feed):
 
     def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, TargetConfig)
-        return FeedTask(isolation.plan, {"source": source, "asked": target.options})
+        return FeedTask(works.plan, {"source": source, "asked": target.options})
 
     def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
@@ -169,7 +169,7 @@ class ReleaseFeed(Feed):
             "how": how,
             "beam": config.runner_arguments(),
         }
-        yield (FeedTask(isolation.convert, convert),)
+        yield (FeedTask(works.convert, convert),)
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
@@ -177,7 +177,7 @@ class ReleaseFeed(Feed):
             )  # fmt: skip
             # it leaves its findings in a local file
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}
-            yield (FeedTask(isolation.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
+            yield (FeedTask(works.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
     def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""

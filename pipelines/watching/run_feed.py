@@ -20,7 +20,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
-from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching import works
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
     EXPORT,
@@ -375,8 +375,8 @@ class RunFeed(Feed):
 
     def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, RunTarget)
-        works: dict[str, Action] = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
-        return FeedTask(works.get(target.kind, isolation.plan_export), {"source": source, "asked": self._asked(target)})
+        plans: dict[str, Action] = {RESHARD: works.plan_reshard, QUANTIZE: works.plan_quantize}
+        return FeedTask(plans.get(target.kind, works.plan_export), {"source": source, "asked": self._asked(target)})
 
     def _asked(
         self, target: RunTarget, history: History | None = None
@@ -483,9 +483,13 @@ class RunFeed(Feed):
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-            yield (FeedTask(isolation.reshard, {**made, "how": how, "beam": self._config.runner_arguments()}),)
+            yield (
+                FeedTask(
+                    works.write, {"command": "reshard", **made, "how": how, "beam": self._config.runner_arguments()}
+                ),
+            )
             if self._config.verify:
-                judges = [FeedTask(isolation.verify_reshard, {"a": source, "b": release.url}, "verified")]
+                judges = [FeedTask(works.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._place(history).workplace(history.key, here=True)
@@ -496,14 +500,20 @@ class RunFeed(Feed):
                 here.make()
                 yield (
                     FeedTask(
-                        isolation.export,
-                        {**made, "output": adapter.url, "asked": self._adapter(target, history), "how": ToHub()},
+                        works.write,
+                        {
+                            "command": "export",
+                            **made,
+                            "output": adapter.url,
+                            "asked": self._adapter(target, history),
+                            "how": ToHub(),
+                        },
                     ),
                 )
             if target.lora == MERGED:
                 yield (self._merging(release.url, adapter.url, history, target),)
         else:
-            yield (self._writing(isolation.quantize if target.kind == QUANTIZE else isolation.export, made, history),)
+            yield (self._writing("quantize" if target.kind == QUANTIZE else "export", made, history),)
             if self._config.verify:
                 asked = VerifyOptions(
                     sample=self._config.verify, hf_token_secret=self._config.hf_token_secret,
@@ -512,11 +522,11 @@ class RunFeed(Feed):
                 )  # fmt: skip
                 verify = {"source": release.url, "checkpoint": source, "asked": asked}
                 verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [FeedTask(isolation.verify, verify, "verified")]
+                judges = [FeedTask(works.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
         about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
-        yield (*judges, FeedTask(isolation.compare, about))
-        yield (FeedTask(isolation.describe, about, "changes"),)
+        yield (*judges, FeedTask(works.compare, about))
+        yield (FeedTask(works.describe, about, "changes"),)
 
     def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
@@ -537,10 +547,10 @@ class RunFeed(Feed):
         names = {"max_shard_size", "unit_bytes", "family", "format"} & {each.name for each in options_of(kind)}
         known = {name: value for name, value in vars(target.options).items() if name in names}
         asked = kind(lora=((adapter, 1.0),), full_paths=self._full_paths(target), **known)
-        into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
+        into = "quantize" if target.kind == QUANTIZE else "merge"
         return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
 
-    def _writing(self, action: Action, made: Mapping[str, Any], history: History) -> FeedTask:
+    def _writing(self, command: str, made: Mapping[str, Any], history: History) -> FeedTask:
         """Writes a release, which is compared on the way with the step before and with what the run began with: what
         `compare` has to say of it is found then, and not by reading all of them afterwards.
         """
@@ -548,7 +558,8 @@ class RunFeed(Feed):
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
         told = history.facts.get("form_told", "")
-        return FeedTask(action, {**made, "how": how, "beam": self._config.runner_arguments(), "told": told})
+        beam = self._config.runner_arguments()
+        return FeedTask(works.write, {"command": command, **made, "how": how, "beam": beam, "told": told})
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""

@@ -27,7 +27,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
 from weightbeam.pipelines.watching.feed import Feed
-from weightbeam.pipelines.watching.isolation import Workers, prepare_to_compare, prepare_to_make
+from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, inform, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
@@ -35,6 +35,7 @@ from weightbeam.pipelines.watching.records import FAILED, LostError
 from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
+from weightbeam.pipelines.watching.works import prepare_to_compare, prepare_to_make
 from weightbeam.transforms.planning.options import options_of
 
 HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits

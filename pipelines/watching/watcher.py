@@ -300,6 +300,7 @@ class Watcher:
     # --- the steps, with the lease held
 
     def _work(self, feed: Feed, history: History, target: VersionTarget, apart: Workers) -> None:
+        """Plans, makes and publishes a version, as far as it comes; each step is recorded."""
         attempt = history.attempt + 1
         if (why := feed.is_gone(history)) and not feed.is_made(history):
             self._say_gone(feed, history, why)
@@ -309,37 +310,11 @@ class Watcher:
                 history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt
             )
             return
-        goes_on = history.state in (PLANNED, CONVERTING) and not history.last.get(BUSY)
-        before = history.facts.get("plan") if goes_on else None
-        if history.state in (DISCOVERED, FAILED) or (before and feed.plans_anew):
-            task = feed.plan(feed.source(history), target)
-            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
-            if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
-                self._say_gone(feed, history, why)
-                return
-            if outcome.status == isolation.REFUSED:
-                self._notices.tell(history.add(REFUSED, outcome.message[:REASON]))
-                return
-            if outcome.status != isolation.DONE:
-                self._fail(history, outcome.message, attempt)
-                return
-            if (plan := outcome.facts["plan"]) != before:
-                why = f"another plan than {before[:8]}, as since the table was written anew" if before else None
-                self._notices.tell(history.add(PLANNED, why, checkpoint=feed.place(history, plan), **outcome.facts))
-            if there := feed.published_before(history):
-                self._notices.tell(history.add(SAME, f"{there} is what this plan makes"))
-                return
         try:
-            if not feed.is_made(history):
-                if not history.last.get(BUSY):
-                    self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
-                facts: dict[str, Any] = {}
-                for tasks in feed.tasks(history, target):
-                    outcomes = self._do(feed, history, apart, tasks, attempt)
-                    if outcomes is None:
-                        return
-                    facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
-                self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
+            if not self._plan(feed, history, target, apart, attempt):
+                return
+            if not feed.is_made(history) and not self._make(feed, history, target, apart, attempt):
+                return
             if why := feed.withheld(history, target):
                 feed.clear(history)
                 self._notices.tell(history.add(HELD, why))
@@ -353,6 +328,49 @@ class Watcher:
         DONE.clear()  # it is told
         for record in feed.announce(history, target):
             self._notices.tell(record)
+
+    def _plan(self, feed: Feed, history: History, target: VersionTarget, apart: Workers, attempt: int) -> bool:
+        """Plans a version that isn't planned, or whose plan may be another one by now; returns whether it is to be made. If
+        not, why is recorded.
+        """
+        goes_on = history.state in (PLANNED, CONVERTING) and not history.last.get(BUSY)
+        before = history.facts.get("plan") if goes_on else None
+        if history.state not in (DISCOVERED, FAILED) and not (before and feed.plans_anew):
+            return True
+        task = feed.plan(feed.source(history), target)
+        outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
+        if outcome.status != isolation.DONE:
+            if why := feed.is_gone(history, patient=True):
+                self._say_gone(feed, history, why)
+            elif outcome.status == isolation.REFUSED:
+                self._notices.tell(history.add(REFUSED, outcome.message[:REASON]))
+            else:
+                self._fail(history, outcome.message, attempt)
+            return False
+        if (plan := outcome.facts["plan"]) != before:
+            why = f"another plan than {before[:8]}, as since the table was written anew" if before else None
+            self._notices.tell(history.add(PLANNED, why, checkpoint=feed.place(history, plan), **outcome.facts))
+        if there := feed.published_before(history):
+            self._notices.tell(history.add(SAME, f"{there} is what this plan makes"))
+            return False
+        return True
+
+    def _make(self, feed: Feed, history: History, target: VersionTarget, apart: Workers, attempt: int) -> bool:
+        """Makes and verifies a version; returns whether that is done. If not, why is recorded.
+
+        Raises:
+          Failed: it can't be told how.
+        """
+        if not history.last.get(BUSY):
+            self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
+        facts: dict[str, Any] = {}
+        for tasks in feed.tasks(history, target):
+            outcomes = self._do(feed, history, apart, tasks, attempt)
+            if outcomes is None:
+                return False
+            facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
+        self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
+        return True
 
     def _do(
         self, feed: Feed, history: History, apart: Workers, tasks: Sequence[FeedTask], attempt: int

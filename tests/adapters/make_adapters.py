@@ -161,8 +161,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             tensor.copy_(tensor * (1 + 0.1 * noise) if "magnitude" in name else 0.2 * noise)
 
 
-def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: int) -> None:
-    """One case."""
+def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: int, **saving: Any) -> None:
+    """One case; `saving` is for PEFT's `save_pretrained`."""
     made = model[0](copy.deepcopy(model[1]))  # PEFT notes in it that it has untied the head
     randomize(made, seed)
     made.save_pretrained(folder / "base")
@@ -171,7 +171,7 @@ def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], se
         {name.replace(".", "/"): value for name, value in wrapped.named_parameters() if value.requires_grad}
     )
     randomize(trainable, seed + 1)
-    wrapped.save_pretrained(folder / "adapter")
+    wrapped.save_pretrained(folder / "adapter", **saving)
     save_merged(wrapped, folder)
 
 
@@ -275,6 +275,7 @@ def main(out: Path) -> None:
         write_per_expert(out / case, model, names, 5)
     write_own_rows(out / "embedding-own-rows")
     write_saved_layers(out / "saved-layers-tied")
+    write_case(out / "modules_to_save-layers", *CASES["modules_to_save"], 7, save_embedding_layers=True)
     write_flagged(out / "fan_in_fan_out-linear")
     for case in ("experts", "experts-square"):
         write_old_layout(out / case, out / f"{case}-0.18")

@@ -22,7 +22,7 @@ transformers = lazily("transformers")
 MODELS = {"llama": ("--maxtext_model", "llama2-7b"), "mixtral": ("--maxtext_model", "mixtral-8x7b")}
 
 
-@pytest.mark.parametrize("case", ["dora", "modules_to_save", "bias-all", "experts", "v4-mixtral"])
+@pytest.mark.parametrize("case", ["dora", "modules_to_save-layers", "bias-all", "experts", "v4-mixtral"])
 def test_as_peft_merges_into_the_release(written: Path, tmp_path: Path, case: str) -> None:
     """From a float32 checkpoint, in units of a few rows; what no adapter reaches comes back as it was."""
     folder = written / case
@@ -49,6 +49,8 @@ def test_an_adapter_whose_writer_was_killed_once_it_was_published(
     base, out = written / "plain" / "base", tmp_path / "out"
     made = ("--lora", written / "plain" / "adapter", "--adapter_only", *MODELS["llama"])
     assert call("convert", base, tmp_path / "adapter", *made) == 0
+    assert call("inspect", tmp_path / "adapter") == 0
+    assert "the factors of a LoRA alone)" in capsys.readouterr().out
     words = ("export", tmp_path / "adapter", out, "--like", base)
     assert call(*words) == 0
     before = sorted(path.name for path in out.iterdir())

@@ -26,7 +26,8 @@ from weightbeam.model_mappings.boxes import Box
 
 F32 = np.dtype(np.float32)
 CASES = (
-    "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
+    "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "modules_to_save-layers",
+    "embedding", "embedding-dora",
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
     "experts-gpt_oss", "router-mixtral", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18", "embedding-own-rows", "weight-patterns", "weight-of-module",
     "fan_in_fan_out-linear", "untied-tying", "llava", "qwen2_vl",

@@ -190,6 +190,26 @@ def test_symmetric_zeros_of_the_second_version_under_the_name_of_the_first(tmp_p
         decode(encoding_of(tmp_path / "6", gptq_tensors(zero=6), gptq(sym=True)))
 
 
+@pytest.mark.parametrize(
+    ("packing", "tensors", "said"),
+    [
+        ("auto_round:auto_gptq", gptq_tensors(zero=4), gptq()),
+        ("auto_round:gptqmodel", gptq_tensors(zero=4), gptq(checkpoint_format="gptq_v2")),
+        ("auto_round:auto_awq", awq_tensors(), awq()),
+    ],
+)
+def test_autoround_packs_as_others_do(
+    packing: str, tensors: dict[str, np.ndarray], said: dict[str, Any], tmp_path: Path
+) -> None:
+    """It says so in `packing_format`; of its own packing nothing is known."""
+    fields = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
+    made = encoding_of(tmp_path / "made", tensors, fields | {"packing_format": packing})
+    np.testing.assert_array_equal(decode(made), decode(encoding_of(tmp_path / "wanted", tensors, said)))
+    for other in ({"packing_format": "auto_round"}, {"packing_format": packing, "data_type": "fp"}):
+        (problem, *_) = source_of(tmp_path / str(len(other)), tensors, fields | other).problems
+        assert "AutoRound's own packing" in problem.message
+
+
 def test_a_zero_that_readers_disagree_about_is_refused_when_met(tmp_path: Path) -> None:
     """15 + 1 is 16 to some, and wraps to 0 for others. In the second version it is 15."""
     with pytest.raises(PackedError, match=r"stored zero of 15"):
@@ -210,13 +230,12 @@ def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> N
     assert source.problems == ()
     assert biases.keys() < source.encodings.keys()
     assert source.drop_zero_biases([]) == ({}, [])
-    assert source.spare == biases.keys()
     dropped, problems = source.drop_zero_biases(["x.bias", "y.bias", "z.bias", "x.weight"])
     assert dropped == {"x.bias": "zeros that AutoGPTQ stores for layers without a bias"}
     assert [(problem.kind, problem.subject) for problem in problems] == [("unused", "y.bias")]
     assert "isn't zeros that AutoGPTQ stores" in problems[0].message
-    awq_source = source_of(tmp_path / "awq", awq_tensors() | {"x.bias": np.zeros(16, np.float16)}, awq())
-    assert awq_source.drop_zero_biases(["x.bias"]) == ({}, [])
+    plain = source_of(tmp_path / "plain", {"x.weight": np.zeros((16, 4), np.float16)} | biases, {})  # as dequantised
+    assert plain.drop_zero_biases(["x.bias"]) == (dropped, [])
 
 
 # --- where it is described --------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_reasons_of_what_is_dropped(check, make_specs):
     """Rotary tables, a tied head and rows beyond a truncated vocabulary are listed with their reasons, and nothing else
     is.
     """
-    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    names = [f"model.{of}rotary_emb.inv_freq" for of in ("layers.0.self_attn.", "layers.1.self_attn.", "")]
     config = LLAMA | {"tie_word_embeddings": True}
     tensors = shapes(config) | dict.fromkeys(names, (3,)) | {"lm_head.weight": (16, 10)}
     checked = check(config, make_specs(tensors), Layout(vocab=11))

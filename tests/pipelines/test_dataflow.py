@@ -563,7 +563,7 @@ LOCAL = ("--source={source}: the workers run in containers", "--output={output}:
         (("--runner=FlinkRunner", "--flink_master=cluster:8081"), LOCAL),
         (("--runner=SparkRunner", "--spark_master_url=spark://cluster:7077"), LOCAL),
         (("--no_wait_until_finish",), ("--no_wait_until_finish: only a job on Dataflow",)),
-        (("--hf_token_secret=hf_abc",), ("argument --hf_token_secret: it should be the name of a secret",)),
+        (("--hf_token_secret=hf_abc",), ("argument --hf_token_secret: … should be the name of a secret",)),
     ],
 )
 def test_refused(

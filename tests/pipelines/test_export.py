@@ -368,10 +368,20 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--maxtext_config", tmp_path / "bad.yml"), "nearest is"),
         (("--maxtext_config", tmp_path / "none.yml"), "No such file"),
         (("--like", source, "--tokenizer", tmp_path / "ours"), "holds no tokenizer"),
+        (("--like", source, "--tokenizer", tmp_path / "none"), f"--tokenizer={tmp_path / 'none'}: no such folder"),
+        (
+            ("--like", source, "--tokenizer", step / "maxtext.yml"),
+            f"--tokenizer={step / 'maxtext.yml'}: no such folder",
+        ),
+        (("--like", source, "--lora_alpha", "8", "--dry_run"), "--lora_alpha: is of an adapter"),
         (("--like", damaged, "--tokenizer", tmp_path / "tokens"), "generation_config.json, into which"),
     ):
         assert call("export", items, tmp_path / "x", *wrong) == 2
         assert message in capsys.readouterr().err
+    wrong = [word for name in ("like", "tokenizer", "lora") for word in (f"--{name}", tmp_path / "none")]
+    assert call("export", items, tmp_path / "x", *wrong) == 2
+    said = capsys.readouterr().err
+    assert all(f"--{name}={tmp_path / 'none'}: no such folder" in said for name in ("like", "tokenizer", "lora"))
 
 
 SMALL = dict(

@@ -170,6 +170,9 @@ def test_biases_of_zeros_of_layers_without_one(tmp_path: Path, capsys: pytest.Ca
     for like in ([], ["--like", source]):
         assert call("export", tmp_path / "made", tmp_path / "back", "--overwrite", *like) == 0
         assert not any(name.endswith(".bias") for name in read_tensors(tmp_path / "back"))
+    assert call("dequantize", source, tmp_path / "plain") == 0  # keeps them, as the release's own bytes
+    assert call("convert", tmp_path / "plain", tmp_path / "of_plain", "--maxtext_model", "llama2-7b") == 0
+    assert call("diff", tmp_path / "made", tmp_path / "of_plain") == 0
     name = next(iter(biases))
     biases[name] = biases[name] + np.float16(0.5)
     capsys.readouterr()

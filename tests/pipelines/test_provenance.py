@@ -112,7 +112,7 @@ def test_the_first_source_is_known_when_what_lay_between_is_gone(tmp_path: Path,
 def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> None:
     """Source, family, plan and versions; not as one line of JSON."""
     source = make_release(tmp_path / "source")
-    step = convert(source, tmp_path / "out")
+    step = convert(source, tmp_path / "out", "--mesh", "fsdp=2", "--mesh", "fsdp=4", "--scan_layers", "false")
     capsys.readouterr()
     assert call("inspect", step) == 0
     shown = capsys.readouterr().out
@@ -121,6 +121,7 @@ def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> 
         "family +llama",
         f"plan +{record(step)['plan']}",
         "model +none of MaxText's has these sizes",
+        "options +--scan_layers false .* --mesh fsdp=2 --mesh fsdp=4 ",
         "versions +python .*weightbeam ",
     ):
         assert re.search(text, shown)

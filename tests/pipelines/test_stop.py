@@ -186,6 +186,23 @@ def test_a_stop_does_not_wait_for_a_store(
     assert "org/new" not in hub.repositories or not hub.held("org/new")
 
 
+@pytest.mark.slow("a bucket that is gone, for which a stop waits a while")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_does_not_wait_for_a_bucket_that_is_gone(number: signal.Signals, source: Path, tmp_path: Path) -> None:
+    """The lease can't be given back, nor the note be left that stops workers elsewhere; it ends within seconds."""
+    with FakeGcs("bucket") as bucket:
+        process = warm.start("convert", source, "gs://bucket/out", env=os.environ | bucket.env(), cwd=tmp_path)
+        wait_until(
+            lambda: any(entry.kind == "write" and "items" in entry.name for entry in bucket.log), process=process
+        )
+        bucket.stop()
+        time.sleep(2)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else 1)
+    assert "weightbeam convert: stopped; gs://bucket/out doesn't answer; what is done is kept" in told
+
+
 # --- in this process --------------------------------------------------------------------------------------------------
 
 

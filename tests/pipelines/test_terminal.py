@@ -79,7 +79,7 @@ def on_terminal(
         ],
         "plan a --mesh fsdp=4 tensor=2 --hosts x": [
             "unexpected: tensor=2; the axes of a mesh have commas between them: --mesh fsdp=4,tensor=2",
-            "argument --hosts: 'x' should be an integer from 0 to 2147483647",
+            "argument --hosts: 'x' should be an integer from 1 to 2147483647",
         ],
         "diff a b --tolerance x --nonsense": [
             "argument --tolerance: 'x' should be a number from 0 on",
@@ -563,8 +563,8 @@ def test_completion_and_the_manual(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_every_form(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A boolean's values, and its negation."""
+def test_completion_knows_every_form(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A boolean's values, and its negation; files and folders, and the manual's pages."""
     assert call("completion", shell) == 0
     script = capsys.readouterr().out
     assert "no_scan_layers" in script
@@ -575,9 +575,20 @@ def test_completion_knows_every_form(shell: str, capsys: pytest.CaptureFixture[s
     if shell == "bash":
         function = re.search(r"complete -o \w+ -F (\w+) weightbeam", script)
         assert function
-        asked = f"{script}\nCOMP_WORDS=(weightbeam convert --virtual f) COMP_CWORD=3\n{function[1]} weightbeam f --virtual\necho ${{COMPREPLY[*]}}"
-        ran = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
-        assert ran.stdout == "false\n"
+        (tmp_path / "tiny").mkdir()
+        for words, completed in (
+            ("convert --virtual f", "false"),
+            ("convert ti", "tiny"),
+            ("convert a b --like ti", "tiny"),
+            ("diff a ti", "tiny"),
+            ("help troublesh", "troubleshooting"),
+            ("completion zs", "zsh"),
+        ):
+            *_, before, word = ["weightbeam", *words.split()]
+            count = len(words.split())
+            asked = f"{script}\nCOMP_WORDS=(weightbeam {words}) COMP_CWORD={count}\n{function[1]} weightbeam {word} {before}\necho ${{COMPREPLY[*]}}"
+            ran = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, cwd=tmp_path)
+            assert ran.stdout == f"{completed}\n"
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from support import call
 from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
 from weightbeam.model_mappings.config_json import full_keys
 from weightbeam.model_mappings.maxtext_models import base
-from weightbeam.pipelines.commands.export import read_maxtext_config
+from weightbeam.pipelines.running.like import read_maxtext_config
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import sharding_rules
 from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml

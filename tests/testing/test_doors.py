@@ -306,6 +306,7 @@ def test_a_draft_at_the_terminal(release: Path, tmp_path: Path) -> None:
     cases = (
         ("class", release, "can't be the name"),
         ("a-b", release, "can't be the name"),
+        ("numpy", release, "is the name of an installed Python module"),
         ("b", here, "no safetensors"),
     )
     for name, like, words in cases:

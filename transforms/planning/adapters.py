@@ -28,7 +28,7 @@ from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.trees import is_lora, is_scanned
 from weightbeam.transforms.comparing.array_sums import Shares, add_shares, damage, find_damage
 from weightbeam.transforms.comparing.source_sums import DamagedError
 from weightbeam.transforms.cutting.tensor_rows import back
@@ -38,7 +38,6 @@ from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.layouts import SCAN_AXES
 
 SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
-_FACTOR = re.compile(r"(?P<kernel>.+)_lora_(?P<side>[ab])")
 _NAMED = re.compile(r"(?P<tensor>.+)\[.*\]\.lora_(?P<side>[ab])")  # as `model_mappings.adapters.name_of` names it
 
 
@@ -151,7 +150,7 @@ def _back(array: OrbaxArray, values: np.ndarray, key: str, part: Part, cell: Cel
 
 def is_adapter(source: OrbaxCheckpoint) -> bool:
     """Whether a checkpoint holds the factors of a LoRA and nothing else."""
-    return bool(source.weights) and all(_FACTOR.fullmatch(key) for key in source.weights)
+    return is_lora(source.weights)
 
 
 def plan_adapter(

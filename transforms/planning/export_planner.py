@@ -224,8 +224,12 @@ def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, like: L
         return []
     before = source.record.get("config")
     theirs = before.get("model_type") if isinstance(before, Mapping) else None
-    other = f" but a {theirs}" if theirs else ""
-    message = f"is a {config.get('model_type')} model, and the checkpoint isn't that one{other}: {wrong:,} arrays have other names or shapes"
+    kind, amiss = config.get("model_type"), f"{wrong:,} arrays have other names or shapes"
+    if theirs == kind:
+        message = f"is a {kind} model, as the checkpoint is, but of other sizes, or of another layout (--param_scan_axis): {amiss}"
+    else:
+        other = f" but a {theirs}" if theirs else ""
+        message = f"is a {kind} model, and the checkpoint isn't that one{other}: {amiss}"
     return [Problem("like", like.root or "config.json", message)]
 
 

@@ -255,6 +255,10 @@ class Export(ComparesSource, ToRelease):
             *([self.parts] if self.parts else []),
         )
 
+    @property
+    def pattern(self) -> tuple[str, str]:
+        return self.like.root, self.like.told
+
     def naming(self, place: str) -> Naming:
         return super().naming(place).knowing({self.like.root: self.like.told})
 

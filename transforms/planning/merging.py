@@ -15,6 +15,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.record.naming import digest
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import ArrayPlan
@@ -159,6 +160,10 @@ class Merge(ToRelease):
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
         }
+
+    @property
+    def pattern(self) -> tuple[str, str]:
+        return self.source.root, digest(self.source)
 
     @property
     def sources(self) -> tuple[HfCheckpoint, ...]:

@@ -96,6 +96,8 @@ def plan_reshard(
     problems = [*amiss, *find_lost(source.record, source.arrays), *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
+    if options.moment_dtype != KEEP and not any(kept.role == "moment" for kept in tree.arrays):
+        problems.append(Problem("option", "--moment_dtype", "no moments of an optimizer are written; leave it out"))
     problems += [*_lossless_only(arrays, source), *adapted.problems, *_codes_only(options, arrays, source)]
     ways: tuple[Way, ...] = ()
     units: list[tuple[Block, ...]] = []

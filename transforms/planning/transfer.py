@@ -107,6 +107,11 @@ class Transfer(abc.ABC):
         """All whose values are read, `source` first."""
 
     @property
+    def pattern(self) -> tuple[str, str]:
+        """The release whose form the result has: its URL, and what tells its content; empty where there is none."""
+        return "", ""
+
+    @property
     @abc.abstractmethod
     def source_bytes(self) -> int:
         """Bytes of what is read."""

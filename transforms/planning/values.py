@@ -39,16 +39,18 @@ MAX_INTEGER = 2**31 - 1
 
 def natural(text: str) -> int:
     """An integer from 0 on."""
-    if not text.isascii() or not text.isdigit() or int(text) > MAX_INTEGER:
-        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from 0 to {MAX_INTEGER}")
-    return int(text)
+    return _integer(text, 0)
 
 
 def positive(text: str) -> int:
     """An integer from 1 on."""
-    if (number := natural(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a positive integer")
-    return number
+    return _integer(text, 1)
+
+
+def _integer(text: str, first: int) -> int:
+    if not text.isascii() or not text.isdigit() or not first <= int(text) <= MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from {first} to {MAX_INTEGER}")
+    return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -95,7 +97,7 @@ def secret(text: str) -> str:
     """A version of a secret, as Secret Manager names it. What isn't one may be a token, and isn't repeated."""
     if not re.fullmatch(r"projects/[^/\s]+/secrets/[^/\s]+/versions/[^/\s]+", text):
         raise argparse.ArgumentTypeError(
-            "it should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token"
+            "… should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token"
         )
     return text
 

@@ -278,7 +278,18 @@ class _UnpackFn(beam.DoFn):
         yield number
 
 
-class ReadBoxes(beam.PTransform):
+class _Stage(beam.PTransform):
+    """A DoFn, in the graph under the name of what it does."""
+
+    def __init__(self, fn: beam.DoFn, gives: type = Work):
+        super().__init__()
+        self.fn, self.gives = fn, gives
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(self.fn).with_output_types(self.gives)
+
+
+class ReadBoxes(_Stage):
     """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
 
     Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the
@@ -294,60 +305,48 @@ class ReadBoxes(beam.PTransform):
         secret: str | None = None,
         overlapping: bool = False,
     ):
-        super().__init__()
-        self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret, overlapping)
-
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
+        super().__init__(_ReadBoxesFn(staging, plan_hash, budget, secret, overlapping))
 
 
-class Dequantize(beam.PTransform):
+class Dequantize(_Stage):
     """Stored boxes -> values; plain ones pass as they are."""
 
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_DequantizeFn()).with_output_types(Work)
+    def __init__(self) -> None:
+        super().__init__(_DequantizeFn())
 
 
-class Reshape(beam.PTransform):
+class Reshape(_Stage):
     """Values -> views in the arrays' layout. No copy."""
 
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_ReshapeFn()).with_output_types(Work)
+    def __init__(self) -> None:
+        super().__init__(_ReshapeFn())
 
 
-class Stack(beam.PTransform):
+class Stack(_Stage):
     """Views -> shards: layers and experts side by side, in the stored dtype; of a release rows, adapters merged."""
 
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_StackFn()).with_output_types(Work)
+    def __init__(self) -> None:
+        super().__init__(_StackFn())
 
 
-class CompareRows(beam.PTransform):
+class CompareRows(_Stage):
     """Rows of a release -> the same, with a note of how far they are from those of other releases (`baselines.py`).
 
     `secret` as of ReadBoxes: one of those may be on the hub.
     """
 
     def __init__(self, urls: Sequence[str], secret: str | None = None):
-        super().__init__()
-        self.fn = _CompareRowsFn(urls, secret)
-
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
+        super().__init__(_CompareRowsFn(urls, secret))
 
 
-class WriteChunks(beam.PTransform):
+class WriteChunks(_Stage):
     """Shards -> a database of the unit's own, and its ledger entry; the id of the unit goes on, once both are durable.
 
     Where the plan is `overlapping`, units are written while the thread goes on; the end of a bundle waits for them.
     """
 
     def __init__(self, staging: Staging, plan_hash: str, overlapping: bool = False):
-        super().__init__()
-        self.fn = _WriteChunksFn(staging, plan_hash, overlapping)
-
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(self.fn).with_output_types(int)
+        super().__init__(_WriteChunksFn(staging, plan_hash, overlapping), int)
 
 
 class AssembleCheckpoint(beam.PTransform):

@@ -310,13 +310,15 @@ def spelled(name: str, value: object) -> list[str]:
 
 def _place(parser: _Parser, args: argparse.Namespace, words: Sequence[str], bare: Mapping[str, str]) -> None:
     """Gives the words without an option to the places that no option named."""
-    names = [name for name in COMMANDS[args.command].places if getattr(args, name) is None]
+    said = [name for name in COMMANDS[args.command].places if getattr(args, name) is not None]
+    names = [name for name in COMMANDS[args.command].places if name not in said]
     if args.command == "verify" and len(words) == 1:  # a checkpoint knows its source
         names = [name for name in ("checkpoint", "source") if name in names]
     if len(words) > len(names):
         more = words[len(names) :]
         taken = "".join(f"; {bare[word]} takes true or false" for word in more if word in bare)
-        parser.mistakes.append(f"unexpected: {' '.join(more)}{taken}")
+        by_option = f"; {' and '.join(f'--{name}' for name in said)} said what stands in front" if said else ""
+        parser.mistakes.append(f"unexpected: {' '.join(more)}{taken}{by_option}")
     for name, word in zip(names, words, strict=False):
         if (option := bare.get(word)) and _is_value(parser, option, word, args.command, name):
             parser.mistakes.append(f"{option} {word}: say true or false; a folder of that name is ./{word}")

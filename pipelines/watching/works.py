@@ -1,0 +1,303 @@
+"""What the watcher has done in processes of their own: plans, results, and what is said of them. Each takes and returns
+what can be sent, and imports what it needs there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightbeam.pipelines.running.without_beam import leave_out_services
+from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.tables import count
+from weightbeam.transforms.planning.options import (
+    Delivery,
+    ExportOptions,
+    Options,
+    QuantizeOptions,
+    ReshardOptions,
+    VerifyOptions,
+    taken,
+)
+
+
+def prepare_to_make(local: bool) -> None:
+    """Imports what plans, exports and verifies a step of a run; `local`: as pipelines of this machine."""
+    if local:
+        leave_out_services()
+    for name in ("commands.export", "commands.verify", "running.graph"):
+        importlib.import_module(f"weightbeam.pipelines.{name}")
+
+
+def prepare_to_compare() -> None:
+    """Imports what tells what a step changed, and draws it once, since a first picture takes longer."""
+    from weightbeam.pipelines.watching import changes, describing  # noqa: F401
+
+    anything = {"weight": {"relative": 1.0, "not_finite": False}}
+    changes.picture({"": changes.grid_of(anything)}, "")
+
+
+# --- of a release -----------------------------------------------------------------------------------------------------
+
+
+def plan(source: str, asked: Options) -> dict[str, Any]:
+    """Plans a conversion; returns what is worth knowing of it.
+
+    Raises:
+      Refused: it has problems.
+      Failed: a file can't be read, or isn't whole, which may be different another time.
+    """
+    from weightbeam.pipelines.commands.plan import plan
+    from weightbeam.pipelines.running.prepare import describe
+
+    made = plan(source, asked=asked)
+    if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
+        raise Failed(describe(made.problems))
+    made.check()
+    conversion = made.conversion
+    return {
+        "plan": conversion.hash,
+        "family": conversion.plan.family,
+        "target_bytes": conversion.target_bytes,
+        "warnings": list(conversion.warnings),
+    }
+
+
+def convert(**keywords: Any) -> dict[str, Any]:
+    """Converts, or goes on with it."""
+    from weightbeam.pipelines.commands.convert import convert
+
+    print(convert(**keywords))
+    return {}
+
+
+def verify(source: str, checkpoint: str, asked: VerifyOptions, beam: Sequence[str] = ()) -> dict[str, Any]:
+    """Verifies; returns how many elements and arrays were compared, and of which share of them."""
+    from weightbeam.pipelines.commands.verify import verify
+
+    found = verify(checkpoint, source, asked=asked, beam=beam)
+    print(found)
+    found.check()
+    findings = found.findings.values()
+    about = {
+        "elements": sum(each.compared for each in findings),
+        "arrays": len(found.findings),
+        "rounded": sum(each.rounded for each in findings),
+    }
+    return about | {"sample": found.sample}
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
+    """Plans an export; returns what is worth knowing of it.
+
+    Raises:
+      Refused: it has problems.
+    """
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.pipelines.commands import export
+    from weightbeam.transforms.planning.adapters import is_adapter
+
+    checkpoint = _opened(open_orbax, source)
+    if is_adapter(checkpoint):
+        return _planned_adapter(checkpoint, asked)
+    return _planned(export.plan(checkpoint, asked=asked))
+
+
+def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
+    """Plans the quantisation of a checkpoint; see `plan_export`."""
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.pipelines.commands import quantize
+    from weightbeam.transforms.planning.adapters import is_adapter
+
+    checkpoint = _opened(open_orbax, source)
+    if is_adapter(checkpoint):
+        return _planned_adapter(checkpoint, taken(ExportOptions, asked))
+    return _planned(quantize.plan(source, asked=asked))
+
+
+def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
+    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
+
+    Raises:
+      Refused: it has problems.
+    """
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.pipelines.commands.export import plan_adapter_with
+    from weightbeam.pipelines.running.prepare import refuse
+
+    adapter = plan_adapter_with(checkpoint, dataclasses.replace(asked, max_shard_size=None, family=None))
+    refuse(adapter.problems)
+    told = hashlib.sha256(
+        json.dumps([checkpoint.files.hash, adapter.like.root, adapter.rank, adapter.alpha]).encode()
+    ).hexdigest()
+    nbytes = sum(array.nbytes for array in checkpoint.weights.values())
+    return {
+        "plan": told,
+        "family": "an adapter",
+        "target_bytes": nbytes,
+        "warnings": [],
+        "lora": True,
+        "read": digest(adapter.source),
+        "form": adapter.like.root,
+        "form_told": adapter.like.told,
+    }
+
+
+def _planned(planned: Any) -> dict[str, Any]:
+    """What is worth knowing of a planned export.
+
+    Raises:
+      Refused: it has problems.
+    """
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.pipelines.running.prepare import refuse
+
+    refuse(planned.plan.problems)
+    reasons = Counter(planned.lossy.values())
+    rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
+    size = planned.files.size if planned.files else 0
+    about = {
+        "plan": planned.hash,
+        "family": planned.plan.family,
+        "target_bytes": size,
+        "warnings": list(planned.warnings),
+    }
+    return about | {
+        "read": digest(planned.sources[0]),
+        "rounded": rounded,
+        "form": planned.like.root,
+        "form_told": planned.like.told,
+    }
+
+
+def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
+    """A checkpoint of a run.
+
+    Raises:
+      Refused: its tree isn't one that can be taken.
+      Failed: it can't be read, which may be different another time.
+    """
+    from weightbeam.formats.storage import StorageError
+    from weightbeam.model_mappings.trees import TreeError
+
+    try:
+        return open_orbax(source)
+    except StorageError as e:
+        raise (Refused if isinstance(e.__cause__, TreeError) else Failed)(str(e)) from e
+
+
+def write(command: str, **keywords: Any) -> dict[str, Any]:
+    """Writes a result: goes on with what an attempt before made, or begins anew where the source isn't the same any
+    more; what is staged there, or whole, is the watcher's own.
+
+    Args:
+      command: `export`, `quantize`, `merge` or `reshard`.
+      keywords: of it, and what tells what it was planned with: `read` the content of the step, `told` that of the
+        release that the result is to be like, or to be merged into.
+
+    Raises:
+      Failed: it was made of others; nothing of it is kept, and the next attempt plans anew.
+    """
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.formats.storage import open_store
+    from weightbeam.formats.targets.release import HOLDS_OTHERS
+    from weightbeam.pipelines.commands.adapters import ExportedAdapter
+    from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
+
+    function = getattr(importlib.import_module(f"weightbeam.pipelines.commands.{command}"), command)
+    read, told, output = keywords.pop("read", ""), keywords.pop("told", ""), open_store(keywords["output"])
+    try:
+        made = function(**keywords, progress=False)
+    except Refused as e:
+        messages = [problem.message for problem in e.problems]
+        if not any(message.startswith((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)) for message in messages):
+            raise
+        if not any(message.startswith(ANOTHER_PLAN) for message in messages):
+            output.delete_folder()
+        how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
+        made = function(**{**keywords, "how": how}, progress=False)
+    print(made)
+    if isinstance(made, ExportedAdapter):
+        held, (root, now) = [made.source], ("", "")
+    else:
+        held, (root, now) = [digest(source) for source in made.planned.sources], made.planned.pattern
+    changed = [root] if told and now and now != told else []
+    if read and read not in held:
+        changed.append(keywords["source"])
+    if changed:
+        output.delete_folder()
+        raise Failed(f"{changed[0]} isn't what the step was planned with any more")
+    return {}
+
+
+def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
+    """Plans the copy of a checkpoint; returns what is worth knowing of it.
+
+    Raises:
+      Refused: it has problems.
+    """
+    from weightbeam.formats.orbax.source import open_orbax
+    from weightbeam.formats.record.naming import digest
+    from weightbeam.pipelines.commands import reshard
+    from weightbeam.pipelines.running.prepare import refuse
+
+    _opened(open_orbax, source)
+    made = reshard.plan(source, asked=asked)
+    refuse(made.problems)
+    planned = made.planned
+    return {
+        "plan": planned.hash,
+        "read": digest(planned.sources[0]),
+        "family": planned.tree.kind,
+        "target_bytes": planned.target_bytes,
+        "warnings": list(planned.warnings),
+    }
+
+
+def verify_reshard(a: str, b: str) -> dict[str, Any]:
+    """Compares a copy `b` with the checkpoint that it was made of, array by array.
+
+    Raises:
+      Failed: an array differs by more than one rounding, or is missing.
+    """
+    from weightbeam.pipelines.commands.diff import diff
+
+    found = diff(a, b, progress=False)
+    wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]
+    if wrong:
+        raise Failed(
+            f"{count(len(wrong), 'array')} aren't the checkpoint's, such as {wrong[0]}: {found.tensors[wrong[0]].status}"
+        )
+    elements = sum(verdict.difference.elements for verdict in found.tensors.values() if verdict.difference)
+    rounded = sum(verdict.status == "rounded" for verdict in found.tensors.values())
+    return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
+
+
+def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
+    """Compares what was made with what it was before.
+
+    Args:
+      url: what was made.
+      about: what its report says.
+      aside: where that is written.
+    """
+    from weightbeam.formats.storage import open_store
+    from weightbeam.pipelines.watching import describing
+
+    return describing.compare(open_store(url), about, open_store(aside))
+
+
+def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
+    """Writes what changed, the card and the report of what was made beside it; see `compare`."""
+    from weightbeam.formats.storage import open_store
+    from weightbeam.pipelines.watching import describing
+
+    return describing.describe(open_store(url), about, open_store(aside))
