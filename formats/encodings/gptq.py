@@ -147,7 +147,8 @@ class Gptq(InOrder):
         which = np.arange(*inputs) // self.group
         if index is not None and self.index is not None and not np.array_equal(index, which):
             raise PackedError(
-                f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act"
+                f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no "
+                "desc_act; where it was left out, set it to true there"
             )
         return which - cover(inputs, self.group)[0]
 
@@ -316,7 +317,7 @@ FORMATS = (
         ),
         make_qweight,
         logical=".weight",
-        releases="Qwen, ModelCloud, TheBloke; casperhansen",
+        releases="Qwen, ModelCloud, TheBloke; casperhansen; Intel's of AutoRound packed so",
         methods=("gptq", "awq"),
     ),
 )

@@ -522,6 +522,19 @@ def file_of(name: str, found: os.stat_result, sha256: str | None = None) -> File
     )
 
 
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted there; Linux's list of mounts also tells what is bound to a folder of the same disk."""
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    places = {line.split(b" ")[4] for line in lines}  # blanks in them are \040
+    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(os.path.realpath(folder)))
+    return escaped in places
+
+
 def _is_there(folder: Path) -> bool:
     """Whether a folder is there; one whose name is too long isn't."""
     try:

@@ -45,6 +45,7 @@ from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, Folde
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.storage.case import clash
+from weightbeam.formats.storage.local import is_mount_point
 from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
 from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
 from weightbeam.formats.text.printable import listed
@@ -221,7 +222,7 @@ def _why_not_replace(place: Staging, another: str) -> str:
         return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {another}, or remove it"
     if not final.is_dir():
         return f"is a file: --overwrite doesn't replace files; {another}, or remove it"
-    if os.path.ismount(final):
+    if is_mount_point(final):
         return f"is a mount point, and can't be replaced; {another}"
     if any(final.iterdir()) and not is_checkpoint(place.final):
         return foreign

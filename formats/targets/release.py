@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 from weightbeam.formats.storage.case import clash
+from weightbeam.formats.storage.local import is_mount_point
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
 from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
@@ -133,7 +133,7 @@ class ReleaseTarget(Target[ReleasePlace]):
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None
         if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
             return str(place.final), "is a link or a file; name a folder"
-        if folder and os.path.ismount(folder):
+        if folder and is_mount_point(folder):
             return str(place.final), "is a mount point, and can't be replaced; name a folder in it"
         if around := checkpoint_around(place.final.parent):
             return str(place.final), f"lies in a checkpoint, {around}; choose another"

@@ -135,7 +135,13 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
     if not source:
         raise Refused(no_source("export"))
     try:
-        return open_orbax(source if step is None else step_of(source, step))
+        if step is None:
+            return open_orbax(source)
+        place = step_of(source, step)
+        steps = sorted((name for name in place.parent.folders() if name.isdecimal()), key=int)
+        if steps and place.name not in steps:
+            raise Refused(f"--step={step}: {place.parent} has no such step; there are {', '.join(steps)}")
+        return open_orbax(place)
     except StorageError as e:
         raise Refused(str(e)) from e
 

@@ -378,6 +378,8 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert call("export", items, tmp_path / "x", *wrong) == 2
         assert message in capsys.readouterr().err
+    assert call("export", tmp_path / "ours", tmp_path / "x", "--step", "7") == 2
+    assert f"{tmp_path / 'ours'} has no such step; there are 0" in capsys.readouterr().err
     wrong = [word for name in ("like", "tokenizer", "lora") for word in (f"--{name}", tmp_path / "none")]
     assert call("export", items, tmp_path / "x", *wrong) == 2
     said = capsys.readouterr().err

@@ -1059,7 +1059,11 @@ def test_a_release_that_is_a_mount_point(source: Path, tmp_path: Path, capsys: p
         assert call("cut", source, disk, "--layers", "0:1") == 2
         assert "is a mount point" in capsys.readouterr().err
         assert call("cut", source, disk / "release", "--layers", "0:1") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+    (tmp_path / "other").mkdir()  # on the same disk
+    with mounted(tmp_path / "bound to", "--bind", str(tmp_path / "other")) as disk:
+        assert call("cut", source, disk, "--layers", "0:1") == 2
+        assert "is a mount point" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bound to", "disk", "other"]
 
 
 @pytest.mark.parametrize("command", ["convert", "export"])
