@@ -200,10 +200,6 @@ def family_of(config: Config, model: str | None = None, named: str | None = None
     """
     kind = config.get("model_type")
     family = load_family(named) if named else family_by_config(config)
-    if model is not None and family is identity.FAMILY:
-        raise UnknownFamilyError(
-            f"--maxtext_model={model}: --family identity keeps the release's own names, which no MaxText model has; leave one of them out"
-        )
     if model is not None and family.models and kind not in family.types_of(model):
         choices = [shown(pattern) for pattern, kinds in family.models.items() if kind in kinds]
         raise UnknownFamilyError(

@@ -60,6 +60,7 @@ class ReleaseTensors:
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
       blocks: of each weight that stays codes (`as_codes`), the elements on each axis that share a scale.
+      has_biases: whether `config.json` says that layers have biases, such as `attention_bias`.
     """
 
     encodings: Mapping[str, Encoding]
@@ -67,6 +68,7 @@ class ReleaseTensors:
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     blocks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    has_biases: bool = False
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
@@ -110,7 +112,7 @@ class ReleaseTensors:
                 )
             encodings.setdefault(name, encoding)
         lost = frozenset(rename(name, aliases) for name in self.lost)
-        return ReleaseTensors(encodings, tuple(problems), self.dropped, lost)
+        return dataclasses.replace(self, encodings=encodings, problems=tuple(problems), lost=lost)
 
     def merged(self, merging: Merging) -> ReleaseTensors:
         """The same tensors with adapters merged into them."""
@@ -179,28 +181,32 @@ class ReleaseTensors:
         AutoGPTQ stores them where the model has none (AutoGPTQ/AutoGPTQ#555), and who dequantises may keep them.
 
         Returns:
-          The reason for each that is dropped, and a problem for each of the others.
+          The reason for each that is dropped, and a problem for each of the others that lies beside codes.
         """
-        tensors = {name: self.encodings[name].weight for name in unused if self._is_bias(name)}
+        tensors = {name: self.encodings[name].weight for name in unused if self._is_spare(name)}
+        coded = [name for name in tensors if self._weight_of(name).label is not None]
+        what = "a bias that the table has no place for"
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
-            message = f"a bias that the table has no place for; {nbytes:,} bytes of such are too many to see whether all are zeros"
-            return {}, [Problem("unused", name, message) for name in tensors]
+            message = f"{what}; {nbytes:,} bytes of such are too many to see whether all are zeros"
+            return {}, [Problem("unused", name, message) for name in coded]
         try:
             values = read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in tensors.values()])[0]
         except (OSError, StorageError) as e:
-            return {}, [
-                Problem(
-                    "unused", name, f"a bias that the table has no place for; if it isn't {ZEROS} can't be told: {e}"
-                )
-                for name in tensors
-            ]
+            message = f"{what}; if it isn't {ZEROS} can't be told: {e}"
+            return {}, [Problem("unused", name, message) for name in coded]
         dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
-        message = f"a bias that the table has no place for, and that isn't {ZEROS}"
-        return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
+        message = f"{what}, and that isn't {ZEROS}"
+        return dropped, [Problem("unused", name, message) for name in coded if name not in dropped]
 
-    def _is_bias(self, name: str) -> bool:
-        weight = self.encodings.get(f"{name.removesuffix('.bias')}.weight")
-        return name.endswith(".bias") and weight is not None and weight.shape[:1] == self.encodings[name].shape
+    def _is_spare(self, name: str) -> bool:
+        """Whether a tensor is the bias of a weight, and may be one that the model has no use for."""
+        weight = self._weight_of(name) if name.endswith(".bias") else None
+        if weight is None or weight.shape[:1] != self.encodings[name].shape:
+            return False
+        return weight.label is not None or not self.has_biases
+
+    def _weight_of(self, bias: str) -> Any:
+        return self.encodings.get(f"{bias.removesuffix('.bias')}.weight")
 
     def find_unlike(self, copies: Mapping[str, str]) -> dict[str, str]:
         """Reads a sample of tensors that should be copies of others, and of those: `SAMPLE_BYTES` at most of each, from
@@ -308,7 +314,8 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
             if logical in encodings:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
-    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost))
+    has_biases = any(key.endswith("bias") and value is True for key, value in checkpoint.config.items())
+    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), has_biases=has_biases)
 
 
 def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, names: Iterable[str]) -> dict[str, set[str]]:

@@ -167,7 +167,7 @@ class OrbaxTarget(Target[Staging]):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
-        if files := _weights_in(place.output):
+        if (files := _weights_in(place.output)) and not place.exists() and not place.is_taken():
             return str(place.output), f"holds a release, {listed(files, 2)}, as which it would be read; choose another"
         if isinstance(place, FolderStaging):
             if os.path.lexists(folder := place.output.folder) and not folder.is_dir():
@@ -205,8 +205,8 @@ class OrbaxTarget(Target[Staging]):
 
 
 def _weights_in(output: Store) -> list[str]:
-    """The files of a release's weights that lie in an output; none where there is no folder yet."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    """The files of a release's weights that lie in an output; none where it can't be listed."""
+    with contextlib.suppress(OSError):  # which is told where it is written
         return sorted(name for name in output.entries() if name.endswith(".safetensors"))
     return []
 

@@ -201,6 +201,7 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
       >>> {array.key: array.shape for array in plan.arrays}["params.params.decoder.layers.mlp.wi_0.kernel"]
       (64, 2, 128)
     """
+    _check_simulation(simulation)
     made = _plan(source, asked, simulation, token.hf_token_secret, beam)
     if not made.problems:  # `convert` may come later: the small files are those of now
         with reading(source):
@@ -255,11 +256,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if args.hosts and not args.load:
         raise Refused("--hosts needs --load: how many hosts read a part each")
-    blank = Simulation()
-    if not args.workers and args.worker_hour_price != blank.worker_hour_price:
-        raise Refused("--worker_hour_price needs --workers: how many there are")
-    if not args.workers and not args.load and args.worker_gbps != blank.worker_gbps:
-        raise Refused("--worker_gbps needs --workers or --load: how many workers there are, or that a mesh is loaded")
+    _check_simulation(asked_of(args, Simulation), args.load)
     made = _plan(
         args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )
@@ -288,6 +285,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
                 tables.show(load_report.load_blocks(made.conversion, load, args.worker_gbps))
     made.check()
     return 0
+
+
+def _check_simulation(asked: Simulation, load: bool = False) -> None:
+    """Raises `Refused` where it is said what workers are, and not how many."""
+    default = Simulation()
+    if not asked.workers and asked.worker_hour_price != default.worker_hour_price:
+        raise Refused("--worker_hour_price needs --workers: how many there are")
+    if not asked.workers and not load and asked.worker_gbps != default.worker_gbps:
+        raise Refused("--worker_gbps needs --workers or --load: how many workers there are, or that a mesh is loaded")
 
 
 def _plan_loads(made: Plan, args: argparse.Namespace) -> list[load_report.LoadPlan]:

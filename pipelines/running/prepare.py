@@ -27,6 +27,7 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import distrusted
+from weightbeam.model_mappings.families import identity
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
@@ -61,6 +62,11 @@ def prepare_conversion(
     """
     if not source:
         raise Refused(NO_SOURCE)
+    if options.family == identity.FAMILY.name and options.maxtext_model:
+        raise Refused(
+            f"--maxtext_model={options.maxtext_model}: --family identity keeps the release's own names, which no MaxText model has; "
+            "leave one of them out"
+        )
     use_secret(hf_token_secret)
     checkpoint, adapters, _ = try_each(
         lambda: open_source(source, options.allow_links, options.cut),

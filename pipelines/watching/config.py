@@ -538,7 +538,8 @@ def read_config(path: str) -> WatchConfig:
 def _said(error: ErrorDetails) -> str:
     """What is wrong with a field."""
     if error["type"] != "extra_forbidden":
-        return error["msg"].removeprefix("Value error, ")
+        said = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        return re.sub(r"dictionary( or instance of \w+)?", "mapping", said)  # pydantic's words, of YAML
     *around, word = error["loc"]
     model = Keep if "keep" in around else Run if "runs" in around else WatchConfig
     return f"no such field{_meant(str(word), model.model_fields)}"

@@ -4,6 +4,7 @@ apart; what is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -234,8 +235,12 @@ def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> N
     assert dropped == {"x.bias": "zeros that AutoGPTQ stores for layers without a bias"}
     assert [(problem.kind, problem.subject) for problem in problems] == [("unused", "y.bias")]
     assert "isn't zeros that AutoGPTQ stores" in problems[0].message
-    plain = source_of(tmp_path / "plain", {"x.weight": np.zeros((16, 4), np.float16)} | biases, {})  # as dequantised
-    assert plain.drop_zero_biases(["x.bias"]) == (dropped, [])
+    plain = {
+        name.replace("bias", "weight"): np.zeros((16, 4), np.float16) for name in biases
+    } | biases  # as dequantised
+    plain_source = source_of(tmp_path / "plain", plain, {})
+    assert plain_source.drop_zero_biases([*biases]) == (dropped, [])
+    assert dataclasses.replace(plain_source, has_biases=True).drop_zero_biases([*biases]) == ({}, [])  # they are meant
 
 
 # --- where it is described --------------------------------------------------------------------------------------------

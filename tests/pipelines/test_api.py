@@ -244,6 +244,7 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(save_dtype=["float32"]), wb.Refused, "should be bfloat16 or float32"),
         (dict(maxtext_model="\ud800"), wb.Refused, "half a character"),
         (dict(beam=["--direct_num_workers=x"]), wb.Refused, "--direct_num_workers: invalid int value: 'x'"),
+        (dict(worker_gbps=3.0), wb.Refused, "worker_gbps= needs workers="),
         (dict(beam=["--nonsense"]), wb.Refused, "unknown options: --nonsense"),
         (dict(beam=["--help"]), wb.Refused, "unknown options: --help"),
     ],

@@ -91,6 +91,8 @@ def test_onto_a_mesh(release: Path, tmp_path: Path) -> None:
     like = {key: abstract(array) for key, array in wb.open(release, family="identity").items()}
     assert like.keys() == {f"params.params.{name}" for name in tensors}
     wb.convert(release, tmp_path / "checkpoint", family="identity")
+    with pytest.raises(wb.Refused, match="no MaxText model has"):
+        wb.convert(release, tmp_path / "other", family="identity", maxtext_model="llama2-7b")
     for loaded in (wb.load(release, like=like, family="identity"), wb.load(tmp_path / "checkpoint", like=like)):
         assert {key: array.sharding for key, array in loaded.items()} == {
             key: leaf.sharding for key, leaf in like.items()

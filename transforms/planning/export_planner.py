@@ -226,7 +226,7 @@ def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, like: L
     theirs = before.get("model_type") if isinstance(before, Mapping) else None
     kind, amiss = config.get("model_type"), f"{wrong:,} arrays have other names or shapes"
     if theirs == kind:
-        message = f"is a {kind} model, as the checkpoint is, but of other sizes, or of another layout (--param_scan_axis): {amiss}"
+        message = f"is a {kind} model, as the checkpoint is, but of other sizes, in another layout (--param_scan_axis) or under other names: {amiss}"
     else:
         other = f" but a {theirs}" if theirs else ""
         message = f"is a {kind} model, and the checkpoint isn't that one{other}: {amiss}"
