@@ -35,7 +35,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import CELL, Block, Table, count, human, shape_text
+from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, human, shape_text
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.planning.conversion_planner import prepare
@@ -396,7 +396,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         rows.add_row("made from", str(before["checkpoint"]))
         if before.get("first", before["checkpoint"]) != before["checkpoint"]:
             rows.add_row("at first", str(before["first"]))
-    rows.add_row("options", " ".join(_spelled(as_said(about.get("options", {})))))
+    rows.add_row("options", " ".join(_spelled(as_said(about.get("options", {})))), most=SAID)
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if virtual := about.get("references"):
         rows.add_row(

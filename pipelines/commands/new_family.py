@@ -71,7 +71,7 @@ def new_family(name: str, like: str) -> Drafted:
         raise Refused(
             f"{name}: can't be the name of a Python module; take letters, digits and underscores, such as my_model"
         )
-    found = importlib.util.find_spec(name)
+    found = None if name == "__main__" else importlib.util.find_spec(name)
     if found and found.origin and Path(found.origin).parent != Path.cwd():  # what is here is told by its file's name
         raise Refused(f"{name}: is the name of an installed Python module; take another one, such as my_{name}")
     release = open_source(like)

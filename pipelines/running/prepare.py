@@ -64,7 +64,7 @@ def prepare_conversion(
         raise Refused(NO_SOURCE)
     if options.family == identity.FAMILY.name and options.maxtext_model:
         raise Refused(
-            f"--maxtext_model={options.maxtext_model}: --family identity keeps the release's own names, which no MaxText model has; "
+            f"--maxtext_model={options.maxtext_model}: --family=identity keeps the release's own names, which no MaxText model has; "
             "leave one of them out"
         )
     use_secret(hf_token_secret)

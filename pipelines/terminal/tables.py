@@ -16,6 +16,7 @@ from weightbeam.model_mappings.values import preformatted
 GAP = 2  # blanks between columns
 ROWS = 2000  # of a table
 CELL = 300  # characters of a cell: names are the files', however long
+SAID = 3000  # the same of what is said of something
 NARROWEST = 40  # columns of a terminal
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
@@ -83,14 +84,16 @@ class Table:
         """A table of names, and what is said of each."""
         table = cls("", "")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*row, most=SAID)
         return table
 
-    def add_row(self, *cells: str) -> None:
-        """Adds a row. Cells may hold strangers' texts, and there may be as many rows as there are names."""
+    def add_row(self, *cells: str, most: int = CELL) -> None:
+        """Adds a row, whose cells have `most` characters. They may hold strangers' texts, and there may be as many rows as
+        there are names.
+        """
         assert len(cells) == len(self.headings)
         if len(self.rows) < ROWS:
-            self.rows.append(tuple(printable(cell, CELL) for cell in cells))
+            self.rows.append(tuple(printable(cell, most) for cell in cells))
         elif len(self.rows) == ROWS:
             self.rows.append((f"… and more than {ROWS:,} others", *("" for _ in cells[1:])))
 
