@@ -93,7 +93,8 @@ def _let_go(lease: Lease, thread: threading.Thread, stop: threading.Event) -> No
     """Has nobody renew a lease any more, and removes it."""
     stop.set()
     if thread.ident is not None:
-        thread.join(None if math.isinf(patience.left()) else patience.left())
+        most = patience.left()
+        thread.join(None if math.isinf(most) else most)
     with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
         lease.release()
 
