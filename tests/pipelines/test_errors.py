@@ -437,7 +437,7 @@ def test_several_faults_are_all_listed(source: Path, refused: Refused) -> None:
             "model.layers.0.mlp.up_proj.weight": np.zeros((3, 3), np.float32),
             "model.layers.0.mlp.gate_proj.weight": np.zeros((48, 32), np.int64),
             "model.layers.0.mlp.down_proj.weight": np.zeros((32, 48), FP8),
-            "model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32),
+            "model.layers.0.self_attn.o_proj.bias": np.ones(32, np.float32),
             "model.layers.1.mlp.x.weight_scale_inv": np.zeros((1, 1), np.float32),
         },
     )
