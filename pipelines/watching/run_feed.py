@@ -483,11 +483,7 @@ class RunFeed(Feed):
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-            yield (
-                FeedTask(
-                    works.write, {"command": "reshard", **made, "how": how, "beam": self._config.runner_arguments()}
-                ),
-            )
+            yield (_write("reshard", made, how=how, beam=self._config.runner_arguments()),)
             if self._config.verify:
                 judges = [FeedTask(works.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
@@ -498,18 +494,8 @@ class RunFeed(Feed):
             if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
                 here.delete_folder(adapter.url.rpartition("/")[2])
                 here.make()
-                yield (
-                    FeedTask(
-                        works.write,
-                        {
-                            "command": "export",
-                            **made,
-                            "output": adapter.url,
-                            "asked": self._adapter(target, history),
-                            "how": ToHub(),
-                        },
-                    ),
-                )
+                asked = self._adapter(target, history)
+                yield (_write("export", made, output=adapter.url, asked=asked, how=ToHub()),)
             if target.lora == MERGED:
                 yield (self._merging(release.url, adapter.url, history, target),)
         else:
@@ -558,8 +544,7 @@ class RunFeed(Feed):
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
         told = history.facts.get("form_told", "")
-        beam = self._config.runner_arguments()
-        return FeedTask(works.write, {"command": command, **made, "how": how, "beam": beam, "told": told})
+        return _write(command, made, how=how, beam=self._config.runner_arguments(), told=told)
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""
@@ -795,6 +780,11 @@ class RunFeed(Feed):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(GRACE / 8)
+
+
+def _write(command: str, made: Mapping[str, Any], **more: Any) -> FeedTask:
+    """What a command makes of a step."""
+    return FeedTask(works.write, {"command": command, **made, **more})
 
 
 def _listed_as(history: History) -> tuple[int, str]:
