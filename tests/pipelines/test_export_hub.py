@@ -56,9 +56,15 @@ def exported(checkpoint: Path, folder: Path, *options: object) -> dict[str, byte
 
 @pytest.mark.parametrize("url", ["hf://a/b/c", "hf://org", "hf://org/tuned@", "hf://org/tu ned"])
 def test_a_dry_run_knows_what_is_no_repository(
-    checkpoints: list[Path], url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    checkpoints: list[Path],
+    url: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the words of the real run, without asking anybody; a pull request of a folder is none, either."""
+    """In the words of the real run, without asking anybody; a pull request of a folder is none, either, and without a
+    token nothing can be published.
+    """
     for options in ((), ("--dry_run",)):
         assert call("export", checkpoints[0], url, *options) == 2
         assert (
@@ -66,6 +72,11 @@ def test_a_dry_run_knows_what_is_no_repository(
         )
         assert call("export", checkpoints[0], tmp_path / "out", "--create_pr", *options) == 2
         assert "--create_pr: only the hub has pull requests" in capfd.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert call("export", checkpoints[0], URL, "--dry_run") == 2
+    assert f"--output={URL}: HF_TOKEN isn't set" in capfd.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert call("export", checkpoints[0], URL, "--dry_run") == 0
 
 
