@@ -167,8 +167,6 @@ class OrbaxTarget(Target[Staging]):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
-        if (files := _weights_in(place.output)) and not place.exists() and not place.is_taken():
-            return str(place.output), f"holds a release, {listed(files, 2)}, as which it would be read; choose another"
         if isinstance(place, FolderStaging):
             if os.path.lexists(folder := place.output.folder) and not folder.is_dir():
                 return str(place.output), "is a file" if folder.exists() else "is a link to nothing"
@@ -186,6 +184,8 @@ class OrbaxTarget(Target[Staging]):
                 return f"holds the source, or what it consists of ({url}), and would be deleted; {self.another}"
             if lies_in(url, place.output.url) and lies_in(place.output.url, url):
                 return f"would lie among the files of {url}, which it is made of; {self.another}"
+        if (files := _weights_in(place.output)) and not place.exists() and not place.is_taken():
+            return f"lies in a release, with {listed(files, 2)}, as which it would be read; choose another --output"
         return ""
 
     def why_not_replace(self, place: Staging) -> str:

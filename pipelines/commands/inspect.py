@@ -30,7 +30,6 @@ from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import open_source, options_of, reading, refuse
-from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
@@ -371,13 +370,14 @@ def _axes(
 
 
 def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
-    """The options of a record as a command line says them."""
+    """The options of a record, each as `name=value`, with its value as a command line has it."""
     for name, value in options.items():
         if name == "sharding_rules" and value:
-            yield f"--{name} ({count(len(value), 'rule')})"
+            yield f"{name}={count(len(value), 'rule')}"
         elif value is not None:
             for each in value if isinstance(value, list) else [value]:
-                yield from spelled(name, ",".join(map(str, each)) if isinstance(each, list) else each)
+                text = ",".join(map(str, each)) if isinstance(each, list) else str(each)
+                yield f"{name}={text.lower() if isinstance(each, bool) else text}"
 
 
 def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
@@ -396,7 +396,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         rows.add_row("made from", str(before["checkpoint"]))
         if before.get("first", before["checkpoint"]) != before["checkpoint"]:
             rows.add_row("at first", str(before["first"]))
-    rows.add_row("options", " ".join(_spelled(as_said(about.get("options", {})))), most=SAID)
+    rows.add_row("options", ", ".join(_spelled(as_said(about.get("options", {})))), most=SAID)
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if virtual := about.get("references"):
         rows.add_row(

@@ -121,7 +121,7 @@ def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> 
         "family +llama",
         f"plan +{record(step)['plan']}",
         "model +none of MaxText's has these sizes",
-        "options +--scan_layers false .* --mesh fsdp=2 --mesh fsdp=4 ",
+        "options +scan_layers=false, .*, mesh=fsdp=2, mesh=fsdp=4, ",
         "versions +python .*weightbeam ",
     ):
         assert re.search(text, shown)
