@@ -54,6 +54,20 @@ def test_a_checkpoint_doesnt_lie_among_the_files_of_its_release(
     assert "would lie among the files of" in message
 
 
+def test_a_checkpoint_doesnt_lie_in_another_release(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As which its folder would be read. What is there already is gone on with."""
+    other = tmp_path / "other"
+    assert call("cut", source, other, "--layers", "0:1") == 0
+    for options in ((), ("--dry_run",), ("--overwrite",)):
+        assert call("convert", source, other, *options) == 2
+        assert "lies in a release, with model" in capfd.readouterr().err
+    assert call("convert", source, tmp_path / "ours") == 0
+    (tmp_path / "ours" / "model.safetensors").write_bytes(b"")
+    assert call("convert", source, tmp_path / "ours", "--resume") == 0
+
+
 @pytest.mark.parametrize("options", [(), ("--dry_run",), ("--resume",), ("--overwrite",)])
 def test_a_name_that_is_too_long(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
