@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ PARTS = {
 # What PEFT's wrapper of a module that is trained whole holds, where its embeddings are saved, too
 # (`save_embedding_layers`, and by itself for another vocabulary): it loads `lm_head.weight` of the three
 # (peft/utils/save_and_load.py and other.py, 0.21)
-WRAPPED = re.compile(r"(?P<module>.+)\.(?P<kind>modules_to_save|original_module)\.(?P<own>.+)")
+WRAPPED = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.(?P<own>.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +167,13 @@ class AdaptedModule:
 @dataclasses.dataclass(frozen=True)
 class Contents:
     """The tensors of an adapter: those of its targets; whole ones by the name of what they replace; copies of a targeted
-    embedding, by its name, which take the base's place below the delta; and the names of those that PEFT has no use for,
-    with what they are.
+    embedding, by its name, which take the base's place below the delta; and the names of those that PEFT doesn't load.
     """
 
     targets: tuple[AdaptedModule, ...]
     whole: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
-    spare: Mapping[str, str]
+    spare: Sequence[str]
     problems: tuple[Problem, ...]
 
 
@@ -183,7 +182,7 @@ def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     whole: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
-    spare: dict[str, str] = {}
+    spare: list[str] = []
     problems = []
     for given, tensor in tensors.items():
         name = given.removeprefix(PREFIX)
@@ -194,8 +193,8 @@ def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
             if kind in parts[module]:
                 problems.append(Problem("adapter", given, f"is there twice, as {parts[module][kind].name} too"))
             parts[module][kind] = tensor
-        elif (of := WRAPPED.fullmatch(name)) and (loaded := f"{PREFIX}{of['module']}.{of['own']}") in tensors:
-            spare[given] = "the base's own" if of["kind"] == "original_module" else f"the same as {loaded}"
+        elif (of := WRAPPED.fullmatch(name)) and f"{PREFIX}{of['module']}.{of['own']}" in tensors:
+            spare.append(given)
         elif "lora_" in name.rpartition(".")[0].rpartition(".")[2] or "lora_" in name.rpartition(".")[2]:
             problems.append(Problem("adapter", given, f"no such part of a LoRA is known; known: {', '.join(PARTS)}"))
         else:

@@ -195,7 +195,7 @@ def _apply(
         yield "adapter_model.safetensors", "holds nothing to merge"
     yield from _apply_factors(adapter, files, changes, used)
     yield from _apply_whole(adapter, files, changes, used)
-    used.update(adapter.contents.spare)
+    used.update(dict.fromkeys(adapter.contents.spare, "passed over, as PEFT does"))
 
 
 def _apply_factors(

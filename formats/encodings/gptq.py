@@ -317,7 +317,7 @@ FORMATS = (
         ),
         make_qweight,
         logical=".weight",
-        releases="Qwen, ModelCloud, TheBloke; casperhansen; Intel's of AutoRound packed so",
+        releases="Qwen, ModelCloud, TheBloke; casperhansen; Intel (AutoRound, packed as either)",
         methods=("gptq", "awq"),
     ),
 )

@@ -136,8 +136,8 @@ class Quantization:
     def method(self) -> str | None:
         """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead.
 
-        AutoRound's is whatever it packs codes as. The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11,
-        quantization/awq.py).
+        AutoRound's is whatever it packs codes as. The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit`
+        may stand in either (vLLM 0.11, quantization/awq.py).
         """
         method = self.fields.get("quant_method")
         if method is None and self.file in (GPTQ_CONFIG, AWQ_CONFIG):

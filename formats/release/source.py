@@ -184,7 +184,7 @@ class ReleaseTensors:
           The reason for each that is dropped, and a problem for each of the others that lies beside codes.
         """
         tensors = {name: self.encodings[name].weight for name in unused if self._is_spare(name)}
-        coded = [name for name in tensors if self._weight_of(name).label is not None]
+        coded = [name for name in tensors if (weight := self._weight_of(name)) and weight.label is not None]
         what = "a bias that the table has no place for"
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
             message = f"{what}; {nbytes:,} bytes of such are too many to see whether all are zeros"
@@ -205,7 +205,7 @@ class ReleaseTensors:
             return False
         return weight.label is not None or not self.has_biases
 
-    def _weight_of(self, bias: str) -> Any:
+    def _weight_of(self, bias: str) -> Encoding | None:
         return self.encodings.get(f"{bias.removesuffix('.bias')}.weight")
 
     def find_unlike(self, copies: Mapping[str, str]) -> dict[str, str]:
@@ -314,7 +314,8 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
             if logical in encodings:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
-    has_biases = any(key.endswith("bias") and value is True for key, value in checkpoint.config.items())
+    sections = [checkpoint.config, *(each for each in checkpoint.config.values() if isinstance(each, Mapping))]
+    has_biases = any(key.endswith("bias") and value is True for section in sections for key, value in section.items())
     return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), has_biases=has_biases)
 
 

@@ -24,7 +24,7 @@ class _Patience:
     Attributes:
       until: when requests aren't repeated any more.
       ends: when they are again.
-      stopped: the thread that was stopped, since no other one's end is the call's.
+      stopped: the thread that was stopped, until its call ends; no other one's end is the call's.
       calls: under way in that thread, one in another.
     """
 
@@ -39,7 +39,7 @@ _PATIENCE = _Patience()
 
 def hurry() -> None:
     """From now on requests are repeated for `STOP_SECONDS` alone, in a call that `hurried_at_most` is around."""
-    if math.isinf(left()) and getattr(_PATIENCE.calls, "depth", 0):
+    if _PATIENCE.stopped is None and getattr(_PATIENCE.calls, "depth", 0):
         _PATIENCE.until, _PATIENCE.ends = time.monotonic() + STOP_SECONDS, math.inf
         _PATIENCE.stopped = threading.get_ident()
 

@@ -193,7 +193,8 @@ class Target(abc.ABC, Generic[PlaceT]):
 
     @abc.abstractmethod
     def find_overlap(self, place: PlaceT, inputs: Iterable[str], swaps: bool = False) -> str:
-        """Why it can't lie where its inputs do, or they would be deleted with what is there.
+        """Why it can't lie where its inputs do, or they would be deleted with what is there; or among the files of
+        something else, as which its folder would be read.
 
         Args:
           place: where it would lie.
