@@ -173,7 +173,7 @@ def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -
     """
     try:
         place.check_writable(dry_run)
-        owner = feed.taken_by(place)
+        owner = feed.places.taken_by(place)
     except DamagedRecordError:
         return []
     except OSError as e:

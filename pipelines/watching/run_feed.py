@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from weightbeam import __version__
-from weightbeam.formats.adapters.adapter import WEIGHTS
-from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
-from weightbeam.formats.storage.local import cache_folder
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
-from weightbeam.pipelines.watching import works
 from weightbeam.pipelines.watching.config import (
-    ADAPTER,
     EXPORT,
     HOLD,
     MERGED,
@@ -32,19 +24,17 @@ from weightbeam.pipelines.watching.config import (
     Run,
     RunTarget,
     WatchConfig,
-    is_maxtext_config,
 )
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
-from weightbeam.pipelines.watching.isolation import Action, Workers
-from weightbeam.pipelines.watching.marks import ASIDE, Mark, Marks
+from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, drop, open_place, owner_of, told_other_run
+from weightbeam.pipelines.watching.places import RELEASE, REPORT, drop
 from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     REMOVED,
     RUNS,
     VERIFIED,
-    DamagedRecordError,
     History,
     LostError,
     Record,
@@ -63,21 +53,11 @@ from weightbeam.pipelines.watching.runs import (
     read_step,
     see_step,
 )
+from weightbeam.pipelines.watching.step_places import StepPlaces
+from weightbeam.pipelines.watching.step_works import StepWorks
 from weightbeam.pipelines.watching.tables import former, tables
-from weightbeam.transforms.planning.options import (
-    PARAMS,
-    ExportOptions,
-    FromHub,
-    MergeOptions,
-    QuantizeOptions,
-    ReshardOptions,
-    ToHub,
-    VerifyOptions,
-    options_of,
-)
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
-RECORDS_OWNER = "run.json"  # beside the records: whose they are
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
 
@@ -93,47 +73,21 @@ class RunFeed(Feed):
 
     def __init__(self, config: WatchConfig, run: Run, workers: Workers, flat: bool = False):
         """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
-        self._config, self.run, self.output, self._flat = config, run, config.output, flat
+        self.run, self.output = run, config.output
         self.store: Store = open_store(run.checkpoints)
-        self._records = config.output / RUNS / run.name
-        scratch = scratch_of(config.output)
-        self.places: dict[str, Place] = {}
-        for target in run.targets:
-            below = config.output.url if flat else (config.output / run.name / target.name).url
-            self.places[target.name] = open_place(target.output or below, scratch, target.create_pr)
-        self._targets: Sequence[RunTarget] | None = None
+        self.places = StepPlaces(config, run, flat)
+        self._marks = self.places.marks
+        self._works = StepWorks(config, run, self.places)
+        self._verifies = bool(config.verify)
         self._there: list[SeenStep] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
-        self._marks = Marks(self._records)
         self._seen: dict[str, SeenStep] = {}  # by history's key
         self._workers = workers
         self._untidy: Sequence[RunTarget] = run.targets
 
     @property
     def targets(self) -> Sequence[RunTarget]:
-        """What a step is made into; each known by the output that its place had first, whatever way leads there now."""
-        if self._targets is None:
-            self._targets = [dataclasses.replace(each, output=self._known_output(each)) for each in self.run.targets]
-        return self._targets
-
-    def _known_output(self, target: RunTarget) -> str | None:
-        """The output by which a target's place is known.
-
-        Raises:
-          DamagedRecordError: what the place says of itself is damaged: nothing of this run is published then.
-        """
-        place = self.places[target.name]
-        known = place.known_as()
-        if target.output is None or target.output.startswith("hf://"):
-            return target.output
-        if known:
-            return known
-        self._marks.read()  # of a version that didn't say it there: the newest step does, if it is there
-        newest = max(self._marks.of(target.name), default=None)
-        history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
-        if history is None or place.report(url := self._checkpoint(history)).get("key") != history.key:
-            return target.output
-        return history.facts["checkpoint"].removesuffix(url.removeprefix(place.url))
+        return self.places.targets
 
     # --- what there is
 
@@ -154,7 +108,7 @@ class RunFeed(Feed):
         Raises:
           StorageError: the run can't be listed, or was there before; or another run of this name has the records.
         """
-        self._check_records()
+        self.places.check_records()
         try:
             self._there = list_steps(self.store)
         except StorageError:
@@ -230,7 +184,7 @@ class RunFeed(Feed):
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         if every:
-            self._check_records()
+            self.places.check_records()
             return histories(self.output, name, RUNS)
         self._marks.read()
         return [history for key in sorted(self._marks.open) if (history := find_history(self.output, name, key, RUNS))]
@@ -251,10 +205,7 @@ class RunFeed(Feed):
         return None
 
     def begun(self, history: History) -> None:
-        known = {target.name: target.output for target in self.targets}
-        place = self._place(history)
-        self._claim_records()
-        place.own(self.naming(place).name(self.run.checkpoints), known.get(history.first["target"]))
+        self.places.own(history)
         self._marks.begin(history.key)
 
     def settled(self, history: History) -> None:
@@ -292,111 +243,9 @@ class RunFeed(Feed):
     def source(self, history: History) -> str:
         return (self.store / _folder_of(history)).url
 
-    def naming(self, place: Place) -> Naming:
-        """How the run is named in one of its places: by a hash of where it lies, since what it holds changes."""
-        asked = next((each.options.full_paths for each in self.run.targets if self.places[each.name] is place), None)
-        return self._naming(place.url, asked)
-
-    def _naming(self, url: str, full_paths: bool | None = None) -> Naming:
-        run = self.run.checkpoints
-        known = {run: hashlib.sha256(run.encode()).hexdigest()[:16]}
-        return dataclasses.replace(Naming.of(url, full_paths), known=known)
-
-    def _place(self, history: History) -> Place:
-        return self.places[history.first["target"]]
-
-    def taken_by(self, place: Place) -> str | None:
-        """The other run whose steps are published in a place.
-
-        Raises:
-          OSError: it can't be told.
-        """
-        return self._other_run(place.owner(), self.naming(place))
-
-    def _other_run(self, owner: str | None, naming: Naming) -> str | None:
-        run = self.run.checkpoints
-        return None if owner in (None, run, self.store.url, naming.name(run)) else owner
-
-    def _claim_records(self) -> None:
-        """Makes the records this run's, unless they are another's.
-
-        Raises:
-          StorageError: they are.
-        """
-        self._check_records()
-        self._records.make()
-        name = self._naming(self.output.url).name(self.run.checkpoints)
-        if not self._records.create(RECORDS_OWNER, json.dumps({"run": name}).encode()):
-            self._check_records()
-
-    def _check_records(self) -> None:
-        """Makes sure that the records aren't another run's, which a file of its own may give the same name. Where the output
-        is the run's alone, its place says whose it is.
-
-        Raises:
-          StorageError: they are.
-        """
-        if self._flat:
-            return
-        owner = None
-        try:
-            owner = owner_of(self._records, RECORDS_OWNER)
-        except DamagedRecordError:
-            raise
-        except StorageError:  # what stands in the way of the records is told where they are read
-            pass
-        owner = owner or self._owner_by_records()
-        if other := self._other_run(owner, self._naming(self.output.url)):
-            raise StorageError(
-                f"run {self.run.name}: {self._records} holds the records of another run of this name, {other}; give one of "
-                "them another name, or an output of its own"
-            )
-
-    def _owner_by_records(self) -> str | None:
-        """The run that records of a version are of which didn't say it beside them, by where its newest step was; None
-        where they don't tell.
-        """
-        self._marks.read()
-        newest = max(self._marks, default=None)
-        history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
-        run = history.first["source"].rpartition("/")[0] if history else ""
-        return None if not run or is_name(run) else run
-
-    def _check_owner(self, place: Place) -> None:
-        """Makes sure that neither a place nor the records are another run's, which may have begun since this watcher did; the
-        records are this one's then.
-
-        Raises:
-          StorageError: one of them is.
-        """
-        self._claim_records()
-        if owner := self.taken_by(place):
-            raise StorageError(told_other_run(place.url, owner))
-
     def plan(self, source: str, target: VersionTarget) -> FeedTask:
         assert isinstance(target, RunTarget)
-        plans: dict[str, Action] = {RESHARD: works.plan_reshard, QUANTIZE: works.plan_quantize}
-        return FeedTask(plans.get(target.kind, works.plan_export), {"source": source, "asked": self._asked(target)})
-
-    def _asked(
-        self, target: RunTarget, history: History | None = None
-    ) -> ExportOptions | QuantizeOptions | ReshardOptions:
-        """The options of the command that makes a step, with what the run says: like what it is, once it is planned as the
-        plan found that, and how sources are named where it goes, since a step is made in a folder first.
-        """
-        said: dict[str, Any] = {"full_paths": self._full_paths(target)}
-        if target.kind == RESHARD:
-            said["state"] = PARAMS
-        if self.run.like is not None:
-            if is_maxtext_config(self.run.like):
-                said["maxtext_config"] = self.run.like
-            else:
-                said["like"] = self._like_of(history) if history else self.run.like
-        return dataclasses.replace(target.options, **said)
-
-    def _full_paths(self, target: RunTarget) -> bool | None:
-        is_hub = self.places[target.name].url.startswith("hf://")
-        return False if is_hub and target.options.full_paths is None else target.options.full_paths
+        return self._works.plan(source, target)
 
     def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
         assert isinstance(target, RunTarget)
@@ -409,8 +258,8 @@ class RunFeed(Feed):
         Raises:
           StorageError: the place is another run's.
         """
-        place = self._place(history)
-        self._check_owner(place)
+        place = self.places.of(history)
+        self.places.check_owner(place)
         url = place.of(history.first["commit"])
         if place.url.startswith("hf://"):
             return url
@@ -420,8 +269,8 @@ class RunFeed(Feed):
             for mark in self._marks.of(history.first["target"], state)
             if mark.step == history.first["step"]
         } - {history.key}
-        found = (find_history(self.output, self.run.name, key, RUNS) for key in sorted(others))
-        taken = any(other is None or not self._is_elsewhere(other) for other in found)
+        found = (self.places.find(key) for key in sorted(others))
+        taken = any(other is None or not self.places.is_elsewhere(other) for other in found)
         is_free = not taken and not place.is_taken(url, history.key)
         return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
 
@@ -429,7 +278,11 @@ class RunFeed(Feed):
         """Where a step's result grows: an adapter on this machine, since it is written by no Beam pipeline."""
         target = self.target(history)
         is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
-        return self._place(history).workplace(history.key, here=bool(is_adapter))
+        return self.places.of(history).workplace(history.key, here=bool(is_adapter))
+
+    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
+        assert isinstance(target, RunTarget)
+        return self._works.tasks(history, target, self.source(history), self._work(history))
 
     def is_given_up(self, history: History) -> bool:
         """Where the target of its name has other options now, or its table is another one."""
@@ -438,7 +291,7 @@ class RunFeed(Feed):
     def clear(self, history: History) -> None:
         """Removes what a step was made in. Where that can't be done, the step is settled all the same."""
         for here in (False, True):
-            work = self._place(history).workplace(history.key, here)
+            work = self.places.of(history).workplace(history.key, here)
             try:
                 drop(work, history.check_alone)
             except OSError as e:
@@ -450,10 +303,10 @@ class RunFeed(Feed):
         states = (PUBLISHED, ASIDE, REMOVED)
         for mark in (mark for state in states for mark in sorted(self._marks.of(first["target"], state))):
             if mark.listed == _listed_as(history) and mark.key != history.key:
-                other = find_history(self.output, self.run.name, mark.key, RUNS)
+                other = self.places.find(mark.key)
                 is_same = other is not None and other.facts.get("plan") == plan
-                if other and is_same and (other.state == REMOVED or self._is_published(other)):
-                    return self._checkpoint(other)
+                if other and is_same and (other.state == REMOVED or self.places.is_published(other)):
+                    return self.places.checkpoint(other)
         return None
 
     def is_made(self, history: History) -> bool:
@@ -461,146 +314,10 @@ class RunFeed(Feed):
             return False
         if (self._work(history) / RELEASE).exists(REPORT):
             return True
-        place, url = self._place(history), self._checkpoint(history)
+        place, url = self.places.of(history), self.places.checkpoint(history)
         # what is needed to go on with may lie on another machine; without its checkpoint nothing is made anew
         is_whole = place.is_whole(url, history.key, lambda: self._is_newest_by_now(history))
-        return is_whole or (self._is_published(history) and self.is_gone(history) is not None)
-
-    def _is_published(self, history: History) -> bool:
-        return self._place(history).report(self._checkpoint(history)).get("key") == history.key
-
-    def _checkpoint(self, history: History) -> str:
-        """Where a step is published; what is recorded is where that was when its place had another name."""
-        return self._place(history).at(history.facts["checkpoint"])
-
-    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
-        assert isinstance(target, RunTarget)
-        facts, work = history.facts, self._work(history)
-        source, release = self.source(history), work / RELEASE
-        work.make()
-        made = {"source": source, "output": release.url, "asked": self._asked(target, history)}
-        made["read"] = facts.get("read", "")  # none of an earlier version
-        compared, judges = None, []
-        if target.kind == RESHARD:
-            how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-            yield (_write("reshard", made, how=how, beam=self._config.runner_arguments()),)
-            if self._config.verify:
-                judges = [FeedTask(works.verify_reshard, {"a": source, "b": release.url}, "verified")]
-                compared = "every element"
-        elif facts.get("lora"):
-            here = self._place(history).workplace(history.key, here=True)
-            adapter = here / ADAPTER if target.lora == MERGED else release
-            # it appears there whole, and is what the stopped merge was planned with
-            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
-                here.delete_folder(adapter.url.rpartition("/")[2])
-                here.make()
-                asked = self._adapter(target, history)
-                yield (_write("export", made, output=adapter.url, asked=asked, how=ToHub()),)
-            if target.lora == MERGED:
-                yield (self._merging(release.url, adapter.url, history, target),)
-        else:
-            yield (self._writing("quantize" if target.kind == QUANTIZE else "export", made, history),)
-            if self._config.verify:
-                asked = VerifyOptions(
-                    sample=self._config.verify, hf_token_secret=self._config.hf_token_secret,
-                    maxtext_model=target.options.maxtext_model, param_scan_axis=target.options.param_scan_axis,
-                    family=getattr(target.options, "family", None),
-                )  # fmt: skip
-                verify = {"source": release.url, "checkpoint": source, "asked": asked}
-                verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [FeedTask(works.verify, verify, "verified")]
-                compared = f"{self._config.verify:.0%} of the elements"
-        about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
-        yield (*judges, FeedTask(works.compare, about))
-        yield (FeedTask(works.describe, about, "changes"),)
-
-    def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
-        """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
-        asked = self._asked(target, history)
-        names = ("like", "maxtext_config", "maxtext_model", "lora_alpha")
-        known = {name: getattr(asked, name) for name in names if hasattr(asked, name)}
-        is_far = "://" in self.places[target.name].url and asked.full_paths is None
-        return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)
-
-    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> FeedTask:
-        """Merges a step's adapter into the release that it is for."""
-        if (form := self._like_of(history)) is None:
-            raise Failed(
-                f"the record in {history.store} names the release that the adapter is for as {history.facts['form']}, and this "
-                "watcher isn't told where that is; name it as like"
-            )
-        kind = QuantizeOptions if target.kind == QUANTIZE else MergeOptions
-        names = {"max_shard_size", "unit_bytes", "family", "format"} & {each.name for each in options_of(kind)}
-        known = {name: value for name, value in vars(target.options).items() if name in names}
-        asked = kind(lora=((adapter, 1.0),), full_paths=self._full_paths(target), **known)
-        into = "quantize" if target.kind == QUANTIZE else "merge"
-        return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
-
-    def _writing(self, command: str, made: Mapping[str, Any], history: History) -> FeedTask:
-        """Writes a release, which is compared on the way with the step before and with what the run began with: what
-        `compare` has to say of it is found then, and not by reading all of them afterwards.
-        """
-        before, like = self._before(history), self._like_of(history)
-        others = ([before["url"]] if before else []) + ([like] if like else [])
-        how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
-        told = history.facts.get("form_told", "")
-        return _write(command, made, how=how, beam=self._config.runner_arguments(), told=told)
-
-    def _like_of(self, history: History) -> str | None:
-        """The release that a step is made like, as the plan found it."""
-        form = history.facts.get("form")
-        return self.run.like if not form or is_name(form) else form
-
-    def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
-        """What the report says."""
-        facts = history.facts
-        about = {
-            name: facts.get(name)
-            for name in (
-                "step",
-                "commit",
-                "updated",
-                "weights",
-                "target",
-                "options",
-                "tables",
-                "plan",
-                "family",
-                "rounded",
-            )
-        }
-        before, like = self._before(history), self._like_of(history)
-        return about | {
-            "run": self.run.checkpoints,  # a record in a bucket has a name of it
-            "name": self.run.name,
-            "like": like,
-            "lora": target.lora if facts.get("lora") else None,
-            "before": before,
-            "compared": compared,
-            "key": history.key,
-            "weightbeam": __version__,
-            "history": history.outline,
-            "place": self._place(history).url,
-            "revision": None if target.create_pr else history.first["commit"],
-            "named": {**self.naming(self._place(history)).known, str(like): facts.get("form_told", "")},
-            "full_paths": target.options.full_paths,
-        }
-
-    def _before(self, history: History) -> dict[str, Any] | None:
-        """The step before, of those that are published: its number and URL.
-
-        Raises:
-          Failed: it can't be told.
-        """
-        found = [mark for mark in self._marks.of(history.first["target"]) if mark.step < history.first["step"]]
-        for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
-            other = find_history(self.output, self.run.name, mark.key, RUNS)
-            try:
-                if other and other.state == PUBLISHED and self._is_published(other):
-                    return {"step": mark.step, "url": self._checkpoint(other)}
-            except StorageError as e:
-                raise Failed(str(e)) from e
-        return None
+        return is_whole or (self.places.is_published(history) and self.is_gone(history) is not None)
 
     def _listed(self) -> set[tuple[int, str]]:
         """The numbers and marks of the steps that the run had when it was last listed."""
@@ -610,12 +327,12 @@ class RunFeed(Feed):
         return (
             None
             if facts.get("verified")
-            else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
+            else "not compared: " + ("verify is 0" if not self._verifies else "an adapter")
         )
 
     def withheld(self, history: History, target: VersionTarget) -> str | None:
         assert isinstance(target, RunTarget)
-        if not _not_finite(history) or target.on_nan != HOLD or self._is_published(history):
+        if not _not_finite(history) or target.on_nan != HOLD or self.places.is_published(history):
             return None
         return f"isn't published, by on_nan: {HOLD}: {_warnings(history)}"
 
@@ -631,11 +348,11 @@ class RunFeed(Feed):
 
     def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         assert isinstance(target, RunTarget)
-        place, work = self._place(history), self._work(history)
-        url, title = self._checkpoint(history), self._title(history)
+        place, work = self.places.of(history), self._work(history)
+        url, title = self.places.checkpoint(history), self._title(history)
         said: dict[str, Any] = {}
         try:
-            self._check_owner(place)
+            self.places.check_owner(place)
             if (work / RELEASE).exists(REPORT):
                 said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
             elif not place.is_whole(url, history.key, lambda: self._is_newest_by_now(history)):
@@ -679,9 +396,9 @@ class RunFeed(Feed):
         """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the
         newest step, which was published at `url`.
         """
-        report = {**self._place(history).report(url), "checkpoint": url}
+        report = {**self.places.of(history).report(url), "checkpoint": url}
         said = json.dumps(history.naming().told(report), indent=1).encode()
-        pointer, is_told = self._pointer(history.first["target"]), False
+        pointer, is_told = self.places.pointer(history.first["target"]), False
         while not is_told:
             before = self.output.stat(pointer)
             if before and not is_pointer(self.output.read(pointer)):
@@ -689,15 +406,12 @@ class RunFeed(Feed):
                 return
             is_told = not self._is_newest_by_now(history) or self.output.write_over(pointer, said, before)
 
-    def _pointer(self, target: str) -> str:
-        return f"{target}.json" if self._flat else f"{self.run.name}/{target}.json"
-
     def _is_pointed_at(self, history: History) -> bool:
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to
         one that was published before, by which the pointer isn't moved.
         """
         try:
-            report = json.loads(self.output.read(self._pointer(history.first["target"])))
+            report = json.loads(self.output.read(self.places.pointer(history.first["target"])))
         except (FileNotFoundError, ValueError):  # there is none, or it is somebody else's
             return False
         return isinstance(report, Mapping) and report.get("key") == history.key
@@ -725,32 +439,19 @@ class RunFeed(Feed):
             if keep.every and mark.step % keep.every == 0:
                 continue
             is_this = history is not None and mark.key == history.key
-            other = history if is_this else find_history(self.output, self.run.name, mark.key, RUNS)
+            other = history if is_this else self.places.find(mark.key)
             if other is None:
                 continue
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
-                    if self._is_pointed_at(other) or self._is_elsewhere(other):
+                    if self._is_pointed_at(other) or self.places.is_elsewhere(other):
                         continue
                     removed.append(other.add(REMOVED, self._remove(other)))
                 except (OSError, LostError) as e:
-                    warn(f"{self._checkpoint(other)} can't be removed: {e}")
+                    warn(f"{self.places.checkpoint(other)} can't be removed: {e}")
                     continue
             self._mark(other)
         return removed
-
-    def _is_elsewhere(self, history: History) -> bool:
-        """Whether a step lies where it was published, and that is another output than its target has now: nothing is
-        removed there.
-
-        Raises:
-          OSError: it can't be told.
-        """
-        recorded, url = history.facts["checkpoint"], self._checkpoint(history)
-        if recorded == url or is_name(recorded) or self._place(history).report(url).get("key") == history.key:
-            return False
-        there = open_place(recorded.rpartition("/")[0], scratch_of(self.output))
-        return there.report(recorded).get("key") == history.key
 
     def _remove(self, history: History) -> str:
         """Removes a published step; returns why it isn't there any more.
@@ -758,7 +459,7 @@ class RunFeed(Feed):
         Raises:
           OSError: it can't be removed, or would take with it what others have put there.
         """
-        place, url, keep = self._place(history), self._checkpoint(history), self.run.keep
+        place, url, keep = self.places.of(history), self.places.checkpoint(history), self.run.keep
         assert keep is not None
         if not place.remove(url, history.key, self._title(history)):
             return f"it isn't at {url} any more"
@@ -780,11 +481,6 @@ class RunFeed(Feed):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(GRACE / 8)
-
-
-def _write(command: str, made: Mapping[str, Any], **more: Any) -> FeedTask:
-    """What a command makes of a step."""
-    return FeedTask(works.write, {"command": command, **made, **more})
 
 
 def _listed_as(history: History) -> tuple[int, str]:
@@ -815,10 +511,3 @@ def _asked(target: VersionTarget) -> list[str]:
 def _folder_of(history: History) -> str:
     """The name of a step's folder in its run."""
     return history.first["source"].rpartition("/")[2]
-
-
-def scratch_of(output: Store) -> Path:
-    """A folder of this machine for what can't be made where it is published."""
-    if isinstance(output, LocalFolder):
-        return output.folder / ".weightbeam" / "work"
-    return cache_folder("watch", hashlib.sha256(output.url.encode()).hexdigest()[:12])
