@@ -201,9 +201,9 @@ class MemoryBucket(Store):
             raise StorageError(f"{source.path(file.name)}: is another one by now, or one that may not go lies there")
         self._put(file.name, found[0])
 
-    def copy_all(self, source: Store, files: Iterable[File], only_new: bool = False) -> None:
+    def copy_all(self, source: Store, files: Iterable[File]) -> None:
         for file in files:
-            self.copy_new(source, file) if only_new else self.copy(source, file)
+            self.copy_new(source, file)
 
 
 def _file(name: str, found: tuple[bytes, int, float]) -> File:

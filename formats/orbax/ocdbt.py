@@ -10,6 +10,7 @@ import tensorstore as ts
 
 from weightbeam.formats.heaps import trim_heaps
 from weightbeam.formats.staging import ATTEMPT as ATTEMPT
+from weightbeam.formats.staging import IncompleteError
 from weightbeam.formats.storage import StorageError, Store
 
 MERGE_BATCH = 4096  # databases that are merged in one transaction; each takes some 30 KiB
@@ -75,10 +76,6 @@ def read_small(folder: Store, keys: Sequence[str], most: int) -> list[bytes]:
         return [read.result().value for read in [store.read(key) for key in keys]]
     except ValueError as e:
         raise StorageError(f"{folder}: its database can't be read: {brief(e)}") from e
-
-
-class IncompleteError(ValueError):
-    """A merged database doesn't hold exactly the keys that it should."""
 
 
 def merge(

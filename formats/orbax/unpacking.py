@@ -154,9 +154,8 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
         for name, nbytes in zip(names, wanted, strict=True)
     ) and (not summed or place.exists(share_name(array, index, prefix))):
         return 0
-    hashed = begin(
-        array, _cropped([(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)], array.shape)
-    )
+    chunk = [(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)]
+    hashed = begin(array.key, array.dtype, _cropped(chunk, array.shape))
     with (
         _removed_if_changed(place, names),
         same_folders(array.folders),

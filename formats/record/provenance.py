@@ -16,7 +16,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -37,24 +37,14 @@ Digest = int
 CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
 
 
-class Stored(Protocol):
-    """What an array is called and made of."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-
-def begin(array: Stored, box: Box) -> xxhash.xxh3_128:
+def begin(key: str, dtype: np.dtype, box: Box) -> xxhash.xxh3_128:
     """The hash of a shard, of which only the bytes are still to come."""
-    return xxhash.xxh3_128(f"{array.key} {array.dtype.name} {[list(span) for span in box]}".encode())
+    return xxhash.xxh3_128(f"{key} {dtype.name} {[list(span) for span in box]}".encode())
 
 
-def digest(array: Stored, box: Box, values: np.ndarray, extremes: Extremes | None = None) -> Digest:
+def digest(key: str, dtype: np.dtype, box: Box, values: np.ndarray, extremes: Extremes | None = None) -> Digest:
     """The share of one shard in its array's digest; `extremes` sees its values on the way, while they are in the cache."""
-    hashed = begin(array, box)
+    hashed = begin(key, dtype, box)
     for piece in pieces(values):
         hashed.update(piece.view(np.uint8).data)
         if extremes:

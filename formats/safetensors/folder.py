@@ -42,7 +42,7 @@ from weightbeam.formats.storage.identity import (
     were_replaced,
 )
 from weightbeam.formats.storage.stoppable import StoppablePool
-from weightbeam.formats.storage.store import in_base64
+from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
@@ -235,7 +235,7 @@ class HfCheckpoint:
                 except OSError as e:
                     problems.append(Problem("source", shard.path, reason(e).removeprefix(f"{shard.path}: ")))
                 else:
-                    self.sums[shard.name] = in_base64(summed)
+                    self.sums[shard.name] = as_base64(summed)
         return problems
 
     def check(self) -> None:

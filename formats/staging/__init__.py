@@ -18,6 +18,7 @@ from weightbeam.formats.staging.staging import (
     MARKER,
     PLAN,
     UNPACKED,
+    IncompleteError,
     Staging,
     TakenOverError,
 )
@@ -25,7 +26,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_t
 
 __all__ = [
     "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
-    "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "holds_plan", "staging_at",
+    "BucketStaging", "FolderStaging", "IncompleteError", "Staging", "TakenOverError", "holds_plan", "staging_at",
 ]  # fmt: skip
 
 

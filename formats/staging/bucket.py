@@ -26,7 +26,7 @@ import google_crc32c
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
 from weightbeam.formats.storage import File, StorageError, reason
-from weightbeam.formats.storage.checksums import as_base64
+from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.text.printable import listed
 
 if TYPE_CHECKING:
@@ -311,14 +311,14 @@ class BucketStaging(Staging):
     def _bring(self, source: Bucket, files: Sequence[File]) -> None:
         """Copies files, which are noted, to where they are read: over what an earlier attempt put there, and nothing else."""
         try:
-            self.final.copy_all(source, files, only_new=True)
+            self.final.copy_all(source, files)
         except StorageError:
             known = self._known(self._left())
             there = {file.name: file for file in self.final.list() if content_of(file) in known}
             for file in files:
                 if file.name in there and not there[file.name].is_copy_of(file):
                     self.final.copy_over(source, file, there[file.name])
-            self.final.copy_all(source, files, only_new=True)
+            self.final.copy_all(source, files)
 
     def put(self, name: str, data: bytes) -> None:
         claim = self.desk / self._claim

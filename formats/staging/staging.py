@@ -48,6 +48,10 @@ def _entry(data: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
+class IncompleteError(ValueError):
+    """What is staged doesn't make up the result."""
+
+
 class TakenOverError(StorageError):
     """This one was stopped, another conversion has taken its place, or someone removed it."""
 
@@ -311,7 +315,21 @@ class Staging(abc.ABC):
         for unit in withdrawn:
             self.plan_folder.delete(f"{self.units}/{unit}.json")
 
-    def why_missing(self, units: Collection[int]) -> str:
+    def whole_ledger(self, units: int) -> dict[int, dict[str, Any]]:
+        """The ledger, which has every unit of so many.
+
+        Raises:
+          IncompleteError: some are missing.
+          StorageError: those that are missing were withdrawn; says why.
+        """
+        ledger = self.ledger()
+        if missing := set(range(units)) - set(ledger):
+            if why := self._why_missing(missing):  # an engine tries again what failed for it
+                raise StorageError(why)
+            raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+        return ledger
+
+    def _why_missing(self, units: Collection[int]) -> str:
         """Why units aren't in the ledger any more, where all of them were withdrawn; else empty."""
         name = f"{self.units}/{WITHDRAWN}"
         noted = (_entry(self.plan_folder.read(name)) if self.plan_folder.exists(name) else None) or {}

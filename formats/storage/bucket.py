@@ -39,7 +39,7 @@ from weightbeam.formats.storage.store import (
     StorageError,
     Store,
     Trouble,
-    in_base64,
+    as_base64,
     make_requests,
     stretches,
 )
@@ -546,7 +546,7 @@ class Bucket(Store):
         except InvalidResponse as e:  # whose own text may show the upload's address, which is signed
             raise exceptions.from_http_status(e.response.status_code, e.response.reason or "refused") from None
         blob.reload(timeout=TIMEOUT, retry=RETRY)
-        if blob.crc32c != in_base64(summed):
+        if blob.crc32c != as_base64(summed):
             if (blob.metadata or {}).get(ORIGINAL) == file.version:  # else somebody has written over it
                 self.delete(file.name, str(blob.generation))
             raise StorageError(f"{self.path(file.name)}: what is there isn't what was sent")
@@ -574,15 +574,14 @@ class Bucket(Store):
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
             list(pool.map(lambda file: self.delete(file.name, file.version), files))
 
-    def copy_all(self, source: Bucket, files: Iterable[File], only_new: bool = False) -> None:
-        """Has the store copy objects that were listed in another folder; `only_new` as `copy_new` does.
+    def copy_all(self, source: Bucket, files: Iterable[File]) -> None:
+        """Has the store copy objects that were listed in another folder, as `copy_new` does.
 
         Raises:
           StorageError: one of them is gone, or was written anew since; or can't be copied there.
         """
-        copy = self.copy_new if only_new else self.copy
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
-            list(pool.map(functools.partial(copy, source), files))
+            list(pool.map(functools.partial(self.copy_new, source), files))
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end

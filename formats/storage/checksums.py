@@ -8,10 +8,9 @@ together (`crc32c_of`). So bytes that came over a network are checked without be
 
 from __future__ import annotations
 
-import base64
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -21,19 +20,6 @@ from weightbeam.formats.storage import ByteRange
 # crc32c's polynomial, bits reversed: the coefficient of x^0 is the highest bit (RFC 3720, appendix B.4)
 CASTAGNOLI = 0x82F63B78
 ONE = 1 << 31  # the polynomial 1
-
-
-class Summed(Protocol):
-    """Bytes `start` to `stop` of a file whose crc32c is known."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def crc32c(self) -> int: ...
 
 
 class Stretch(NamedTuple):
@@ -75,14 +61,9 @@ def chain(stretches: Iterable[Stretch], size: int) -> tuple[list[Stretch], list[
     return known, gaps
 
 
-def crc32c_of(stretches: Iterable[Summed]) -> int:
+def crc32c_of(stretches: Iterable[Stretch]) -> int:
     """The crc32c of stretches one behind the other."""
     return functools.reduce(lambda crc, part: combine(crc, part.crc32c, part.stop - part.start), stretches, 0)
-
-
-def as_base64(crc32c: int) -> str:
-    """A checksum as buckets write it."""
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
 
 
 def combine(first: int, second: int, length: int) -> int:

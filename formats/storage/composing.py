@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.checksums import as_base64, crc32c_of
+from weightbeam.formats.storage.checksums import Stretch, crc32c_of
+from weightbeam.formats.storage.store import as_base64
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
@@ -65,7 +66,8 @@ def compose(bucket: Bucket, name: str, components: Sequence[Component], scratch:
     Raises:
       StorageError: a component is gone, or what came out isn't what was written.
     """
-    size, crc = components[-1].stop, as_base64(crc32c_of(components))
+    stretches = (Stretch(part.start, part.stop, part.crc32c) for part in components)
+    size, crc = components[-1].stop, as_base64(crc32c_of(stretches))
 
     def is_whole() -> bool:
         found = bucket.stat(name)

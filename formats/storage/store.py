@@ -519,7 +519,7 @@ def stretches(
         yield piece
     if sha256 is not None and hashed.hexdigest() != sha256:
         raise StorageError(f"{store.path(name)}: its sha256 isn't {sha256}, what came is damaged")
-    if crc32c is not None and in_base64(summed) != crc32c:
+    if crc32c is not None and as_base64(summed) != crc32c:
         raise StorageError(f"{store.path(name)}: its crc32c isn't {crc32c}, what came is damaged")
 
 
@@ -538,9 +538,10 @@ def read_whole(store: Store, file: File) -> bytes:
     return data
 
 
-def in_base64(summed: google_crc32c.Checksum) -> str:
+def as_base64(crc32c: int | google_crc32c.Checksum) -> str:
     """A checksum as buckets write it."""
-    return base64.b64encode(summed.digest()).decode()
+    found = crc32c.to_bytes(4, "big") if isinstance(crc32c, int) else crc32c.digest()
+    return base64.b64encode(found).decode()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,13 +41,22 @@ from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.provenance import RECORD, record_json, summary, total
-from weightbeam.formats.staging import ITEMS, LOCK, MARKER, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging import (
+    ITEMS,
+    LOCK,
+    MARKER,
+    BucketStaging,
+    FolderStaging,
+    IncompleteError,
+    Staging,
+    staging_at,
+)
 from weightbeam.formats.staging.links import SOURCE
-from weightbeam.formats.storage import TEMPORARY, StorageError, Store
+from weightbeam.formats.storage import TEMPORARY, Store
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point
 from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
-from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
+from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
 
 OTHERS = "what others have put there"
@@ -113,40 +122,20 @@ class OrbaxTarget(Target[Staging]):
     ) -> None:
         write_unit(place, unit, parts, self.format, copies, notes, self.see)
 
-    def assemble(
-        self,
-        place: Staging,
-        units: int,
-        record: Mapping[str, Any],
-        overwrite: bool = False,
-        conclude: Conclude = nothing,
-    ) -> None:
-        """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
-
-        Args:
-          place: where the units are.
-          units: how many the plan has; their ids count from 0.
-          record: where the checkpoint comes from (`formats/record/provenance.py`), without digests.
-          overwrite: replace a checkpoint that has the same place.
-          conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
-
-        Raises:
-          ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
+    def complete(self, place: Staging, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
+        """Makes one database of the units', or of their files one item, and describes it. A reference that leads out of
+        its file is found.
         """
-        if not place.exists() and place.is_taken():
+        if place.is_complete():
             return
-        place.check_place()
-        if not place.is_complete():
-            place.gather()
-            try:
-                _complete(place, self, units, record, conclude)
-            except Exception as e:
-                if place.is_staged():
-                    raise
-                place.sweep()
-                raise place.taken_over() from e
-        check_replaced(place, self, overwrite)
-        place.publish(overwrite)
+        place.gather()
+        try:
+            _complete(place, self, units, record, conclude)
+        except Exception as e:
+            if place.is_staged():
+                raise
+            place.sweep()
+            raise place.taken_over() from e
 
     def find_changed(self, place: Staging) -> list[int]:
         return find_changed(place, self.format)
@@ -243,8 +232,7 @@ def _deletes(others: Sequence[str], another: str, what: str = "what is no checkp
 
 def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
     """Makes a whole checkpoint of what is staged: the arrays, then what describes them, the markers last."""
-    done, ledger = staging.done(), staging.ledger()
-    _check_done(staging, units, ledger)
+    done, ledger = staging.done(), staging.whole_ledger(units)
     concluded = conclude(ledger)
     objects = _objects(target, staging.step)
     if target.format.use_ocdbt:
@@ -266,14 +254,6 @@ def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping
     staging.mark()
 
 
-def _check_done(staging: Staging, units: int, ledger: Mapping[int, Any]) -> None:
-    """Makes sure that the ledger has every unit."""
-    if missing := set(range(units)) - set(ledger):
-        if why := staging.why_missing(missing):  # an engine tries again what failed for it
-            raise StorageError(why)
-        raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
-
-
 def _objects(target: OrbaxTarget, step: int) -> list[tuple[str, bytes]]:
     """What the item holds besides the units' chunks, by key: each array's description, and the step itself."""
     format, arrays = target.format, target.arrays
@@ -292,7 +272,7 @@ def _merge(staging: Staging, target: OrbaxTarget, attempts: Set[str], objects: S
     items = staging.items
     held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
     if lost := attempts - held:
-        raise ocdbt.IncompleteError(
+        raise IncompleteError(
             f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}"
         )
     for name in held - attempts:
@@ -309,7 +289,7 @@ def _merge(staging: Staging, target: OrbaxTarget, attempts: Set[str], objects: S
     if staging.manifest != items:
         staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
     if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
-        raise ocdbt.IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
+        raise IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
     if references:
         remove_database(items / SOURCE)
         _check_references(items, references)
@@ -341,7 +321,7 @@ def _check_references(items: Store, references: Sequence[Reference]) -> None:
     """The merged database, read back: every reference is there and lies within its file."""
     wanted = (dataclasses.replace(reference, path=f"{SOURCE}/{reference.path}") for reference in references)
     if faults := list(itertools.islice(find_faults(items, wanted), 3)):
-        raise ocdbt.IncompleteError(f"the index doesn't refer to what it should: {'; '.join(faults)}")
+        raise IncompleteError(f"the index doesn't refer to what it should: {'; '.join(faults)}")
 
 
 def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
@@ -356,7 +336,7 @@ def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> No
         held.remove(stray)
     if wanted != held:
         missing, extra = sorted(wanted - held), sorted(held - wanted)
-        raise ocdbt.IncompleteError(
+        raise IncompleteError(
             f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}"
         )
 

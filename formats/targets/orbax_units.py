@@ -71,7 +71,7 @@ def write_unit(
     seen: list[Mapping[str, Any]] = []
     for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
         extremes = Extremes(spec.dtype) if see else None
-        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values, extremes)
+        shares[spec.key] = shares.get(spec.key, 0) + digest(spec.key, spec.dtype, box, values, extremes)
         if see and extremes and (found := see(spec, box, values, extremes)):
             seen.append(found)
     # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is

@@ -18,7 +18,7 @@ from weightbeam.formats.safetensors.folder import open_shard
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
-from weightbeam.formats.storage.store import in_base64
+from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.storage.strict_json import read_json
 
 RECORD = "weightbeam.json"
@@ -105,7 +105,7 @@ def _content(release: Store, file: File) -> str:
     if file.crc32c is None and file.size > MOST_READ and file.name.endswith(".safetensors"):
         shard = open_shard(release, file.name)
         return f"{file.size} blocks {shard.content if isinstance(shard, Shard) else shard}"
-    return f"{file.size} crc32c {file.crc32c or in_base64(google_crc32c.Checksum(release.read(file.name)))}"
+    return f"{file.size} crc32c {file.crc32c or as_base64(google_crc32c.value(release.read(file.name)))}"
 
 
 def replaced_in(release: Store, contents: Any) -> list[str]:

@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.extremes import SEEN, Extremes, count_odd
-from weightbeam.formats.record.provenance import pieces, total
+from weightbeam.formats.record.provenance import digest, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
-from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder, ReleasePlace
-from weightbeam.formats.targets.target import Conclude, Target, check_replaced, lies_in, nothing
+from weightbeam.formats.targets.release_place import ReleaseFolder, ReleasePlace
+from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box
 
@@ -80,29 +79,10 @@ class ReleaseTarget(Target[ReleasePlace]):
     ) -> None:
         write_unit(place, unit, parts, notes)
 
-    def assemble(
-        self,
-        place: ReleasePlace,
-        units: int,
-        record: Mapping[str, Any],
-        overwrite: bool = False,
-        conclude: Conclude = nothing,
-    ) -> None:
-        """Publishes a release whose units are done, with the files that `self.gather` makes of the ledger's entries, and
-        what `conclude` adds to the record, which raises where they speak against it. Does nothing where that has happened.
-
-        Raises:
-          IncompleteError: units are missing, or a file isn't as long as it should be.
-        """
-        if not place.exists() and place.is_taken():
-            return
-        place.check_place()
+    def complete(self, place: ReleasePlace, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
+        """Adds the files that `self.gather` makes of the ledger's entries, and the record."""
         if not place.is_complete():
-            ledger = place.ledger()
-            if missing := set(range(units)) - set(ledger):
-                if why := place.why_missing(missing):  # an engine tries again what failed for it
-                    raise StorageError(why)
-                raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+            ledger = place.whole_ledger(units)
             place.check()
             concluded = conclude(ledger)
             place.seal(self.files, ledger)
@@ -116,10 +96,8 @@ class ReleaseTarget(Target[ReleasePlace]):
                 "digests": total(entry["digests"] for entry in ledger.values()),
             }
             place.put(RECORD, json.dumps(about, indent=1).encode())
-        check_replaced(place, self, overwrite)
         if small := place.small_noted().get("files"):
             place.drop_others({RECORD, *small, *self.own, *(name for name, *_ in self.files)})
-        place.publish(overwrite)
 
     @staticmethod
     def record_of(place: Store) -> dict[str, Any]:
@@ -215,17 +193,8 @@ def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Ma
     seen = []
     for tensor, box, buffer in buffers:
         values, extremes = np.frombuffer(buffer, tensor.dtype), Extremes(tensor.dtype)
-        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, values, extremes)
+        shares[tensor.name] = shares.get(tensor.name, 0) + digest(tensor.name, tensor.dtype, box, values, extremes)
         if any(odd := count_odd(values, extremes)):
             seen.append({tensor.name: (*odd, 0)})
     digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
     staging.enter(unit, {"digests": digests, **about, **({SEEN: seen} if seen else {}), **(notes or {})})
-
-
-def _digest(tensor: Tensor, box: Box, values: np.ndarray, extremes: Extremes) -> int:
-    """The share of some rows in their tensor's digest; `extremes` sees them on the way."""
-    hashed = xxhash.xxh3_128(f"{tensor.name} {tensor.dtype.name} {[list(span) for span in box]}".encode())
-    for piece in pieces(values):
-        hashed.update(piece.view(np.uint8).data)
-        extremes.look(piece)
-    return hashed.intdigest()

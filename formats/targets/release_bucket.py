@@ -21,11 +21,11 @@ from typing import Any
 import google_crc32c
 
 from weightbeam.formats.release.files import remove_others
-from weightbeam.formats.staging import ASIDE, BucketStaging
+from weightbeam.formats.staging import ASIDE, BucketStaging, IncompleteError
 from weightbeam.formats.staging.bucket import content_of
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.composing import Component, check_tiling, compose
-from weightbeam.formats.targets.release_place import IncompleteError, ReleasePlace
+from weightbeam.formats.targets.release_place import ReleasePlace
 
 CONFIG = "config.json"  # no loader takes a folder without it for a model
 PARTS = "parts"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import hash_each, remove_others
-from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, Staging
+from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, IncompleteError, Staging
 from weightbeam.formats.staging.staging import FAILURE, UNITS
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, drop_pages, sync_folder
 from weightbeam.formats.storage.local import make_folder, names_file
@@ -33,10 +33,6 @@ LOG = logging.getLogger("weightbeam")
 STAGED = (UNITS, UNPACKED, FAILURE, JOB, PLAN)
 SMALL = "small.json"  # in the ledger: what the record says of the small files
 INTO = "into"  # in a unit's ledger entry: the names of the files that it wrote to
-
-
-class IncompleteError(ValueError):
-    """The units that are done don't make up the release."""
 
 
 class ReleasePlace(Staging):

@@ -116,7 +116,6 @@ class Target(abc.ABC, Generic[PlaceT]):
           StorageError: something can't be written.
         """
 
-    @abc.abstractmethod
     def assemble(
         self,
         place: PlaceT,
@@ -125,17 +124,41 @@ class Target(abc.ABC, Generic[PlaceT]):
         overwrite: bool = False,
         conclude: Conclude = nothing,
     ) -> None:
-        """Makes one result of the units that are done, by reference where the medium can, and publishes it.
+        """Makes one result of the units that are done, and publishes it. Does nothing where that has happened.
 
         Args:
           place: where.
-          units: how many the plan has.
+          units: how many the plan has; they are numbered from 0.
           record: where it comes from.
           overwrite: replace what has the same place.
           conclude: what the ledger adds to the record.
 
         Raises:
-          StorageError: a unit isn't in the ledger, or the result can't be published.
+          IncompleteError: units are missing, or don't hold what they should.
+          StorageError: units were withdrawn, or the result can't be published.
+        """
+        if not place.exists() and place.is_taken():
+            return
+        place.check_place()
+        self.complete(place, units, record, conclude)
+        looks = overwrite and isinstance(place, FolderStaging) and place.has_looked and place.is_taken()
+        if looks and (why := self.why_not_replace(place)):  # of a bucket `check_place` looks
+            raise StorageError(f"{place.final}: {why}")  # others' files would go with it by now
+        place.publish(overwrite)
+
+    @abc.abstractmethod
+    def complete(self, place: PlaceT, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
+        """Makes what is staged whole, by reference where the medium can; it may be already.
+
+        Args:
+          place: where.
+          units: how many the plan has.
+          record: where it comes from.
+          conclude: what the ledger adds to the record.
+
+        Raises:
+          IncompleteError: units are missing, or don't hold what they should.
+          StorageError: units were withdrawn, or something can't be written.
         """
 
     # --- it is there
@@ -239,18 +262,6 @@ class Target(abc.ABC, Generic[PlaceT]):
         Returns:
           Bytes that are still to be written.
         """
-
-
-def check_replaced(place: PlaceT, target: Target[PlaceT], overwrite: bool) -> None:
-    """Looks once more, before it is replaced, at what lies in a folder's place, if a command has looked there before; of
-    a bucket `check_place` does.
-
-    Raises:
-      StorageError: others' files would go with it by now.
-    """
-    looks = overwrite and isinstance(place, FolderStaging) and place.has_looked and place.is_taken()
-    if looks and (why := target.why_not_replace(place)):
-        raise StorageError(f"{place.final}: {why}")
 
 
 def lies_in(url: str, other: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from weightbeam.formats.staging import IncompleteError
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import cache_folder
@@ -20,7 +21,7 @@ from weightbeam.formats.storage.uninterrupted import DONE
 from weightbeam.formats.targets.hub import OthersError, Published, check_target, look, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
-from weightbeam.formats.targets.release_place import IncompleteError, ReleaseFolder
+from weightbeam.formats.targets.release_place import ReleaseFolder
 from weightbeam.pipelines.running.output import alone, is_finished, look_for_job, why_not_go_on
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, write

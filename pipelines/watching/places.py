@@ -374,7 +374,7 @@ class BucketPlace(StorePlace):
             raise StorageError(f"{url} holds what isn't of this step: {listed(strays)}; move it away")
         first, late = _apart(files)
         if isinstance(place, Bucket) and isinstance(release, Bucket):
-            place.copy_all(release, first, only_new=True)
+            place.copy_all(release, first)
         else:
             late = [*first, *late]
         *others, report = late

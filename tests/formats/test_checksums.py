@@ -6,8 +6,8 @@ import google_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbeam.formats.storage.checksums import Stretch, as_base64, chain, combine, crc32c_of, sum_ranges
-from weightbeam.formats.storage.store import in_base64
+from weightbeam.formats.storage.checksums import Stretch, chain, combine, crc32c_of, sum_ranges
+from weightbeam.formats.storage.store import as_base64
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))
@@ -18,7 +18,7 @@ def test_checksums_are_combined(parts: list[bytes]) -> None:
         stretches.append(Stretch(at, at + len(part), google_crc32c.value(part)))
         at += len(part)
     assert crc32c_of(stretches) == google_crc32c.value(b"".join(parts))
-    assert as_base64(crc32c_of(stretches)) == in_base64(google_crc32c.Checksum(b"".join(parts)))
+    assert as_base64(crc32c_of(stretches)) == as_base64(google_crc32c.Checksum(b"".join(parts)))
 
 
 def test_of_any_length() -> None:

@@ -20,9 +20,9 @@ from servers.gcs import FakeGcs
 from support import BF16, HERE
 
 from weightbeam.formats.orbax import find_items, read_arrays
-from weightbeam.formats.orbax.ocdbt import ATTEMPT, IncompleteError
+from weightbeam.formats.orbax.ocdbt import ATTEMPT
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.staging import Staging, TakenOverError, staging_at
+from weightbeam.formats.staging import IncompleteError, Staging, TakenOverError, staging_at
 from weightbeam.formats.storage import StorageError, Store, create_file
 from weightbeam.formats.targets.orbax import OrbaxTarget, write_unit
 

@@ -27,9 +27,8 @@ from support import (
     split,
 )
 
-from weightbeam.formats.orbax.ocdbt import IncompleteError
 from weightbeam.formats.safetensors import open_hf, read_header
-from weightbeam.formats.staging import staging_at
+from weightbeam.formats.staging import IncompleteError, staging_at
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.commands.convert import carry_out
 from weightbeam.pipelines.terminal.errors import Failed

@@ -22,7 +22,7 @@ from weightbeam.formats.orbax import STEP, unknown_beside
 from weightbeam.formats.orbax.references import files_of
 from weightbeam.formats.orbax.source import ChunkRead, OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.unpacking import share_name
-from weightbeam.formats.record.provenance import RECORD, Stored, digest
+from weightbeam.formats.record.provenance import RECORD, digest
 from weightbeam.formats.staging import UNPACKED, Staging
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.text.printable import listed
@@ -105,8 +105,14 @@ def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
         return None
 
 
-class Sharded(Stored, Protocol):
+class Sharded(Protocol):
     """An array, and the shape of what was written whole and has a share in its digest."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -133,7 +139,7 @@ def add_shares(shares: Shares, array: Sharded, box: Box, values: np.ndarray) -> 
     """Adds the shares of the shards that lie whole in a box whose values are these."""
     for shard in _shards_in(array, box):
         inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(shard, box, strict=True))
-        share = f"{digest(array, shard, values[inside]):x}"
+        share = f"{digest(array.key, array.dtype, shard, values[inside]):x}"
         shares[array.key] = _sum(shares.get(array.key), (1, share))
 
 

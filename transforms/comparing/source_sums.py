@@ -19,9 +19,9 @@ import numpy as np
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Shard
 from weightbeam.formats.safetensors.header import HeaderError, parse_header
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.checksums import Stretch, as_base64, chain, crc32c_of, sum_ranges
+from weightbeam.formats.storage.checksums import Stretch, chain, crc32c_of, sum_ranges
 from weightbeam.formats.storage.stoppable import StoppablePool
-from weightbeam.formats.storage.store import PIECE
+from weightbeam.formats.storage.store import PIECE, as_base64
 from weightbeam.transforms.cutting.units import Fetch
 
 NOTE = "crc32c"  # in a unit's ledger entry
