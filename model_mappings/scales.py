@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.cells import Part, size_of
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import Rule, Segment, Window
 
@@ -74,7 +74,7 @@ def scale_rule(rule: Rule, dims: Mapping[str, int], block: Sequence[int]) -> tup
         raise BlockError("MaxText's weight is shifted, and a shift can't be left to scales")
     shares: dict[str, int] = dict.fromkeys(rule.name_axes, 1)
     for axis, size in zip(axes, block, strict=True):
-        shares |= _shares(axis, {word: _held(word, rule, dims) for word in axis}, size)
+        shares |= _shares(axis, {word: size_of(word, rule, dims) for word in axis}, size)
     for axis in rule.axes.right:
         _check_axis(axis, {word: _total(word, rule, dims) for word in axis}, shares, block)
     segments = {word: _divided(segment, word, shares[word]) for word, segment in rule.segments.items()}
@@ -84,11 +84,6 @@ def scale_rule(rule: Rule, dims: Mapping[str, int], block: Sequence[int]) -> tup
         segments=segments, fill=None,
     )  # fmt: skip
     return dataclasses.replace(scales, names=_names(scales, sizes)), sizes
-
-
-def _held(word: str, rule: Rule, dims: Mapping[str, int]) -> int:
-    """The size of a factor in the tensor."""
-    return rule.segments[word].size if word in rule.segments else dims[word]
 
 
 def _total(word: str, rule: Rule, dims: Mapping[str, int]) -> int:

@@ -46,9 +46,8 @@ from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.planning.export_planner import plan_export
-from weightbeam.transforms.planning.exporting import DTYPES as SAVED
 from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
-from weightbeam.transforms.planning.options import AUTO, ExportOptions, ToHub
+from weightbeam.transforms.planning.options import AUTO, RELEASED, ExportOptions, ToHub
 
 # keywords that adapters have no use for
 OF_MODELS = ("save_dtype", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer", "multimodal", "mtp")
@@ -224,7 +223,7 @@ def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
     named = f"{plan.family}, MaxText's {plan.model}" if plan.model else plan.family
     yield "family", f"{named}: {plan.note}" if plan.note else named
     if planned.chunks:
-        nbytes = sum(planned.source.weights[key].nbytes for key in planned.unpacked)
+        nbytes = sum(array.nbytes for array in planned.unpacked)
         of = f"{count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')}"
         yield "unpacked", f"{of} first, {human(nbytes)} of disk meanwhile"
     if planned.parts:
@@ -263,12 +262,12 @@ def _edits(planned: Export) -> dict[str, Any]:
 
 def _dtype(planned: Export) -> str | None:
     """The dtype that `config.json` is to say; None where it stays as it is."""
-    if planned.options.save_dtype in SAVED:
+    if planned.options.save_dtype in RELEASED:
         return planned.options.save_dtype
     config = planned.form.config
     if dtype_of_model(config) is None:  # engines would take float32, or float16
         names = (tensor.dtype.name for tensor in planned.layout.tensors.values())
-        return Counter(name for name in names if name in SAVED).most_common(1)[0][0]
+        return Counter(name for name in names if name in RELEASED).most_common(1)[0][0]
     decoded = any(key in config for key in ("quantization_config", "compression_config")) and not planned.kept
     return "bfloat16" if decoded else None
 

@@ -17,6 +17,7 @@ from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import PREFIX, Problem, is_float
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.checkpoint import Orbax
@@ -26,7 +27,6 @@ from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.prepare import open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
-from weightbeam.transforms.planning.conversion import SAVE_DTYPES
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import AUTO, CODED, Options
 from weightbeam.transforms.planning.tree_layouts import find_parts
@@ -94,7 +94,7 @@ def values_asked(given: Mapping[str, Any], has_scales: bool = True) -> np.dtype 
       has_scales: whether there is a place for scales; else values are asked for, whatever the keywords say.
     """
     said = choose(given).save_dtype if "save_dtype" in given or not has_scales else CODED
-    return None if said == CODED else SAVE_DTYPES[said]
+    return None if said == CODED else dtype_named(said)
 
 
 def find_source(

@@ -21,10 +21,10 @@ import numpy as np
 from weightbeam.formats.orbax import STEP, unknown_beside
 from weightbeam.formats.orbax.references import files_of
 from weightbeam.formats.orbax.source import ChunkRead, OrbaxArray, OrbaxCheckpoint
-from weightbeam.formats.orbax.unpacking import share_name
+from weightbeam.formats.orbax.unpacking import chunks, share_name, unpack
 from weightbeam.formats.record.provenance import RECORD, digest
 from weightbeam.formats.staging import UNPACKED, Staging
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.plan import ArrayPlan, Problem
@@ -277,9 +277,19 @@ class ComparesSource:
         raise NotImplementedError
 
     @property
-    def chunks_unpacked(self) -> Iterable[tuple[OrbaxArray, tuple[int, ...]]]:
-        """The source's chunks that are unpacked before the first unit, by their indices."""
+    def unpacked(self) -> Mapping[OrbaxArray, str]:
+        """The stored arrays whose chunks are unpacked before the first unit, each with the prefix of its files' names."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array and the chunk's index."""
+        return [(array, index) for array in self.unpacked for index in chunks(array)]
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks one of the chunks; returns the bytes that were decoded."""
+        array, index = self.chunks[number]
+        return unpack(array, index, place, self.unpacked[array], array in self.summed)
 
     @functools.cached_property
     def arrays_read(self) -> list[OrbaxArray]:
@@ -313,7 +323,8 @@ class ComparesSource:
         """
         place = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
-        summed = [(array, index) for array, index in self.chunks_unpacked if array in self.summed]
+        own = [(array, index) for array, index in self.chunks if array.items == self.source.root]
+        summed = [(array, index) for array, index in own if array in self.summed]
         shares = place.read_many([share_name(array, index) for array, index in summed])
         noted += [{array.key: (1, share.decode())} for (array, _), share in zip(summed, shares, strict=True)]
         compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
@@ -324,7 +335,7 @@ class ComparesSource:
         units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
         why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
         staging.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
-        for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
+        for array in {array for array, _ in own if array.key in keys}:
             place.delete_folder(f"{UNPACKED}/{array.key}")
         raise DamagedError(why, units)
 

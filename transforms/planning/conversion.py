@@ -15,7 +15,6 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.encodings.made_codes import MadeScales
-from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.extremes import SEEN, Extremes
@@ -38,10 +37,8 @@ from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of
 from weightbeam.transforms.cutting.virtual import Placement, references
-from weightbeam.transforms.planning.options import COMPUTED, Delivery, Options
+from weightbeam.transforms.planning.options import Delivery, Options
 from weightbeam.transforms.planning.transfer import Transfer
-
-SAVE_DTYPES = {name: dtype_named(name) for name in (*COMPUTED, CODES)}
 
 LOG = logging.getLogger("weightbeam")
 
@@ -63,7 +60,7 @@ def meshes_of(options: Options) -> list[Mesh]:
 
 def dtype_of(options: Options) -> np.dtype | None:
     """What every float array is cast to; None where each stays what it is."""
-    return None if options.save_dtype == CODES else SAVE_DTYPES[options.save_dtype]
+    return None if options.save_dtype == CODES else dtype_named(options.save_dtype)
 
 
 def format_of(options: Options) -> Format:
@@ -112,7 +109,7 @@ class Conversion(Transfer):
 
     @property
     def save_dtype(self) -> np.dtype:
-        return SAVE_DTYPES[self.options.save_dtype]
+        return dtype_named(self.options.save_dtype)
 
     @property
     def format(self) -> Format:
@@ -137,22 +134,6 @@ class Conversion(Transfer):
             for name, boxes in fetches_of(blocks, self.plan.arrays, self.grids).items():
                 total += sum(read.nbytes for box, _ in boxes for read in self.encodings[name].reads(box))
         return total
-
-    @property
-    def specs(self) -> list[ArraySpec]:
-        """Every array as it is stored, the step among them."""
-        arrays = [grid.spec for grid in self.grids]
-        return arrays if self.folding else [*arrays, STEP]
-
-    @property
-    def sources(self) -> tuple[HfCheckpoint, ...]:
-        """The source and the adapters."""
-        return self.source, *(adapter.files for adapter in self.adapters)
-
-    @property
-    def target_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(array.nbytes for array in self.plan.arrays)
 
     @property
     def meshes(self) -> list[Mesh]:
@@ -210,9 +191,6 @@ class Conversion(Transfer):
     def small_hashes(self) -> Mapping[str, str]:
         """What tells the content of each small file that is kept with the checkpoint."""
         return self._small_files.hashes if self.staged_small is None else self.staged_small
-
-    def settled(self) -> list[Any]:
-        return [self.source.config, [adapter.identity for adapter in self.adapters]]
 
     @functools.cached_property
     def target(self) -> Target:
@@ -306,12 +284,8 @@ class Conversion(Transfer):
                 )
         return shards
 
-    @property
-    def _is_kept(self) -> bool:
-        """Whether quantised weights stay codes."""
-        return self.options.save_dtype == CODES
-
     def facts(self) -> dict[str, Any]:
+        is_coded = self.options.save_dtype == CODES
         tensors = {
             tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
             for shard in self.source.shards
@@ -326,12 +300,9 @@ class Conversion(Transfer):
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
-            "config": {
-                key: value for key, value in self.source.config.items() if self._is_kept or key not in QUANT_CONFIGS
-            },
+            "config": {key: value for key, value in self.source.config.items() if is_coded or key not in QUANT_CONFIGS},
             "tensors": tensors,
         }
 
     def staged(self) -> dict[str, Any]:
-        adapters = [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters]
-        return {"source": self.source.to_json(), "adapters": adapters, "made_of": self.made_of, "to": self.to}
+        return {**super().staged(), "made_of": self.made_of, "to": self.to}

@@ -48,6 +48,7 @@ from weightbeam.model_mappings.keeping import (
 )
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNaming, name_model, unknown_name
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES, TENSOR_SUFFIX
@@ -63,7 +64,7 @@ from weightbeam.transforms.cutting.grid import (
 )
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
-from weightbeam.transforms.planning.conversion import SAVE_DTYPES, Conversion, dtype_of, format_of, meshes_of, rules_of
+from weightbeam.transforms.planning.conversion import Conversion, dtype_of, format_of, meshes_of, rules_of
 from weightbeam.transforms.planning.layouts import maxtext_of
 from weightbeam.transforms.planning.options import Options, options_from
 
@@ -388,7 +389,7 @@ def _check_options(options: Options, family: Family) -> Iterator[Problem]:
 def _grids(
     options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]
 ) -> list[Grid]:
-    rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
+    rules, save, experts = rules_of(options), dtype_named(options.save_dtype), count_experts(arrays)
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids, refused = [], list[UnitBytesError]()
     for number, array in enumerate(arrays):

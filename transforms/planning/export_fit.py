@@ -24,7 +24,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import read_back
 from weightbeam.transforms.planning.export_state import ExportDrops, ExportFit, ExportTable, ExportView, Released
-from weightbeam.transforms.planning.exporting import DTYPES, Export, Like, dtype_of_model
+from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
     TOWERS,
@@ -322,7 +322,7 @@ def _specs(
     """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for
     copies of others.
     """
-    said = DTYPES[dtype_of_model(like.config) or "bfloat16"]
+    said = dtype_named(dtype_of_model(like.config) or "bfloat16")
     integers = {
         name: array.dtype for array in arrays for part in array.parts if part.rule.integer for name in part.tensors
     }

@@ -38,7 +38,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Prediction, Tower, Variable
 from weightbeam.model_mappings.naming import ModelNameError
-from weightbeam.model_mappings.ops import inverses
+from weightbeam.model_mappings.ops import dtype_named, inverses
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, TensorSpec, holds, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.transforms.comparing.array_sums import find_lost
@@ -87,9 +87,9 @@ from weightbeam.transforms.planning.export_state import (
     ExportWritten,
     made_of,
 )
-from weightbeam.transforms.planning.exporting import DTYPES, Export, Like
+from weightbeam.transforms.planning.exporting import Export, Like
 from weightbeam.transforms.planning.layouts import MTP, TOWERS, maxtext_of
-from weightbeam.transforms.planning.options import ExportOptions, options_from
+from weightbeam.transforms.planning.options import RELEASED, ExportOptions, options_from
 
 
 def plan_export(
@@ -162,7 +162,7 @@ def plan_export(
         given=given,
         carried=carried,
         parts=parts if carried else None,
-        unpacked=made.unpacked,
+        large=made.unpacked,
         slots=slots,
         kept=view.kept,
     )
@@ -269,7 +269,7 @@ def _carry(
 
 def _stored_dtype(encoding: Encoding) -> np.dtype:
     """Of the values: those that are computed are bfloat16, as `Like` has them."""
-    return encoding.weight.dtype if encoding.label is None else DTYPES["bfloat16"]
+    return encoding.weight.dtype if encoding.label is None else dtype_named("bfloat16")
 
 
 def _write_as(
@@ -295,7 +295,7 @@ def _write_as(
 
 
 def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
-    return DTYPES[options.save_dtype] if options.save_dtype in DTYPES and is_float(released) else released
+    return dtype_named(options.save_dtype) if options.save_dtype in RELEASED and is_float(released) else released
 
 
 def _not_in_blocks(

@@ -21,14 +21,13 @@ from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.encodings import Encoding, Scaled, StoredArray, stored_bytes
 from weightbeam.formats.orbax.scaled import ScaledArray, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
-from weightbeam.formats.orbax.unpacking import UnpackedArray, chunks, unpack
+from weightbeam.formats.orbax.unpacking import UnpackedArray
 from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
-from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import ComparesSource
@@ -42,13 +41,12 @@ from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.cutting.units import Fetch, Unit
 from weightbeam.transforms.planning.options import RELEASED, ExportOptions
 from weightbeam.transforms.planning.to_release import ToRelease
-
-DTYPES = {name: dtype_named(name) for name in RELEASED}
+from weightbeam.transforms.planning.transfer import Source
 
 
 def dtype_of_model(config: Mapping[str, Any]) -> str | None:
     """The dtype of a model's weights as its `config.json` says it, at the root or of the text model; None where it says
-    none of `DTYPES`.
+    none of `RELEASED`.
     """
     nested = config.get("text_config")
     places = (config, nested if isinstance(nested, Mapping) else {})
@@ -57,7 +55,7 @@ def dtype_of_model(config: Mapping[str, Any]) -> str | None:
             said
             for place in places
             for key in ("torch_dtype", "dtype")
-            if isinstance(said := place.get(key), str) and said in DTYPES
+            if isinstance(said := place.get(key), str) and said in RELEASED
         ),
         None,
     )
@@ -115,6 +113,7 @@ class Export(ComparesSource, ToRelease):
       carried: the tensors that are taken from a release, by its names: towers and prediction layers that the checkpoint
         hasn't. They count as arrays behind the last, of shards of one element.
       parts: that release; None where nothing is taken.
+      large: the keys of the arrays whose chunks are unpacked first.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
       kept: whether codes and scales of the checkpoint are written as they are; else what they are the codes of.
     """
@@ -138,7 +137,7 @@ class Export(ComparesSource, ToRelease):
     given: Given | None = None
     carried: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     parts: HfCheckpoint | None = None
-    unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
+    large: frozenset[str] = frozenset()
     # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -177,19 +176,8 @@ class Export(ComparesSource, ToRelease):
         )
 
     @functools.cached_property
-    def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The chunks to unpack before the first unit: each array's key and the chunk's index."""
-        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.source.weights[key])]
-
-    def unpack(self, number: int, place: Store) -> int:
-        """Unpacks a chunk; returns the bytes that were decoded."""
-        key, index = self.chunks[number]
-        array = self.source.weights[key]
-        return unpack(array, index, place, summed=array in self.summed)
-
-    @property
-    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
-        return [(self.source.weights[key], index) for key, index in self.chunks]
+    def unpacked(self) -> dict[OrbaxArray, str]:
+        return {self.source.weights[key]: "" for key in sorted(self.large)}
 
     @property
     def thread_bytes(self) -> int:
@@ -233,7 +221,7 @@ class Export(ComparesSource, ToRelease):
     def _encoding(self, key: str, place: Store) -> StoredArray:
         """What boxes of a weight are read from: the checkpoint, or what its chunks were unpacked into."""
         encoding = self.encodings[key]
-        if key not in self.unpacked:
+        if key not in self.large:
             return encoding
         files = UnpackedArray(self.source.weights[key], place.url)
         return ScaledArray(files, encoding.scale) if isinstance(encoding, ScaledArray) else files
@@ -246,14 +234,8 @@ class Export(ComparesSource, ToRelease):
         return self.source.root, self.like.root, *(adapter.root for adapter in self.adapters)
 
     @property
-    def sources(self) -> tuple[OrbaxCheckpoint | HfCheckpoint, ...]:
-        """All whose weights are read."""
-        return (
-            self.source,
-            *(adapter.files for adapter in self.adapters),
-            *([self.given.files] if self.given else []),
-            *([self.parts] if self.parts else []),
-        )
+    def sources(self) -> tuple[Source, ...]:
+        return *super().sources, *([self.parts] if self.parts else [])
 
     @property
     def pattern(self) -> tuple[str, str]:
@@ -284,10 +266,5 @@ class Export(ComparesSource, ToRelease):
         }
 
     def staged(self) -> dict[str, Any]:
-        return {
-            "source": self.source.to_json(),
-            "like": dataclasses.asdict(self.like),
-            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
-            "given": self.given.files.to_json() if self.given else None,
-            "parts": self.parts.to_json() if self.parts else None,
-        }
+        parts = self.parts.to_json() if self.parts else None
+        return {**super().staged(), "like": dataclasses.asdict(self.like), "parts": parts}

@@ -16,6 +16,7 @@ from weightbeam.formats.encodings.quantizing import FUSED
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan, Problem, is_float
 from weightbeam.transforms.cutting.files import plan_files
 from weightbeam.transforms.cutting.quantizing import (
@@ -27,7 +28,7 @@ from weightbeam.transforms.cutting.quantizing import (
     with_scales,
 )
 from weightbeam.transforms.cutting.row_blocks import row_units
-from weightbeam.transforms.planning.exporting import DTYPES, dtype_of_model
+from weightbeam.transforms.planning.exporting import dtype_of_model
 from weightbeam.transforms.planning.merging import KEPT_MODULES, Merge
 from weightbeam.transforms.planning.options import MergeOptions, options_from
 
@@ -206,7 +207,7 @@ def _dtype(name: str, decoded: Collection[str], checkpoint: HfCheckpoint, save_d
     """What a tensor is written in: its own dtype, a quantised one in the one that was asked for, or in the model's."""
     if name not in decoded:
         return checkpoint.tensors[name].dtype
-    return DTYPES[save_dtype or dtype_of_model(checkpoint.config) or "bfloat16"]
+    return dtype_named(save_dtype or dtype_of_model(checkpoint.config) or "bfloat16")
 
 
 def _without_codes(

@@ -141,9 +141,6 @@ class Merge(ToRelease):
             return written
         return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
-    def settled(self) -> list[Any]:
-        return [self.source.config, [adapter.identity for adapter in self.adapters]]
-
     def facts(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -154,18 +151,6 @@ class Merge(ToRelease):
             "dropped": dict(self.plan.dropped),
         }
 
-    def staged(self) -> dict[str, Any]:
-        return {
-            "source": self.source.to_json(),
-            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
-            "given": self.given.files.to_json() if self.given else None,
-        }
-
     @property
     def pattern(self) -> tuple[str, str]:
         return self.source.root, digest(self.source)
-
-    @property
-    def sources(self) -> tuple[HfCheckpoint, ...]:
-        """All that is read."""
-        return self.source, *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])

@@ -24,6 +24,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers, spans
 from weightbeam.model_mappings.keeping import why_without_codes
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, holds, is_float
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, make_units
@@ -40,7 +41,7 @@ from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, axes_in,
 from weightbeam.transforms.planning.adapting import MaxTextAdapter, adapt, beside
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import CODED, FULL, KEEP, PARAMS, ReshardOptions, options_from
-from weightbeam.transforms.planning.resharding import DTYPES, ZSTD, Reshard, Way, format_of
+from weightbeam.transforms.planning.resharding import ZSTD, Reshard, Way, format_of
 from weightbeam.transforms.planning.tree import make_tree
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
 
@@ -176,7 +177,7 @@ def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels
     """An array of the new checkpoint: its dtype, and whether that rounds."""
     stored = source.arrays[kept.part.tensors[0]].dtype
     asked = {"weight": options.save_dtype, "moment": options.moment_dtype}.get(kept.role, KEEP)
-    dtype = DTYPES[asked] if asked != KEEP and is_float(stored) else stored
+    dtype = dtype_named(asked) if asked != KEEP and is_float(stored) else stored
     lossy = None if dtype == stored or holds(dtype, stored) else f"{stored.name}, rounded to {dtype.name}"
     if merged := next((kernels[key] for key in kept.part.tensors if key in kernels), None):
         lossy = f"{merged.label} in float32, rounded once to {dtype.name}"

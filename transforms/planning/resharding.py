@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.encodings import StoredArray
-from weightbeam.formats.orbax import ARRAY_METADATAS, STEP, STRINGS
+from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS
 from weightbeam.formats.orbax.copying import is_plain, read_chunks
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.state import Surroundings, array_metadatas
-from weightbeam.formats.orbax.unpacking import UnpackedArray, can_unpack, chunks, unpack
-from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
+from weightbeam.formats.orbax.unpacking import UnpackedArray, can_unpack
+from weightbeam.formats.orbax.zarr import EncodedChunk, Format
 from weightbeam.formats.record.provenance import total
 from weightbeam.formats.release.files import ARCHIVE, name_in_archive
 from weightbeam.formats.staging import ITEMS, Staging
@@ -42,7 +42,6 @@ from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
@@ -50,11 +49,10 @@ from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.units import Unit, expand_unit
 from weightbeam.transforms.planning.adapting import Adapted, MaxTextAdapter
-from weightbeam.transforms.planning.options import COMPUTED, FULL, KEEP, Delivery, ReshardOptions, hashed
+from weightbeam.transforms.planning.options import FULL, KEEP, Delivery, ReshardOptions, hashed
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.planning.tree_model import Model, NewTree, Taken
 
-DTYPES = {name: dtype_named(name) for name in COMPUTED}
 NONE, ZSTD = "none", "zstd"
 SMALL_CHUNK = 32  # of an adapter: as many of them take the memory of a unit
 
@@ -124,17 +122,6 @@ class Reshard(ComparesSource, Transfer):
     def grids(self) -> tuple[Grid, ...]:
         return tuple(way.grid for way in self.ways)
 
-    @property
-    def specs(self) -> list[ArraySpec]:
-        """Every array as it is stored."""
-        own = [way.grid.spec for way in self.ways]
-        return own if self.options.state == FULL else [*own, STEP]
-
-    @property
-    def target_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(array.nbytes for array in self.plan.arrays)
-
     @functools.cached_property
     def source_bytes(self) -> int:
         """Bytes of the arrays that are read."""
@@ -169,20 +156,6 @@ class Reshard(ComparesSource, Transfer):
         return {self.source.arrays[key]: "" for key in sorted(keys)} | {
             array: f"adapter{roots.index(array.items)}/" for array in large
         }
-
-    @functools.cached_property
-    def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
-        """The chunks to unpack before the first unit: each array and the chunk's index."""
-        return [(array, index) for array in self.unpacked for index in chunks(array)]
-
-    def unpack(self, number: int, place: Store) -> int:
-        """Unpacks a chunk; returns the bytes that were decoded."""
-        array, index = self.chunks[number]
-        return unpack(array, index, place, self.unpacked[array], array in self.summed)
-
-    @property
-    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
-        return [(array, index) for array, index in self.chunks if array.items == self.source.root]
 
     def keys_of(self, array: int) -> Sequence[str]:
         return [key for part in self.plan.arrays[array].parts for key in part.tensors]
@@ -251,11 +224,6 @@ class Reshard(ComparesSource, Transfer):
     def settled(self) -> list[Any]:
         ways = [way.name for way in self.ways]
         return [self.around.stage(), self.model.stage(), [adapter.identity for adapter in self.adapters], ways]
-
-    @property
-    def sources(self) -> tuple[OrbaxCheckpoint, ...]:
-        """All whose arrays are read."""
-        return self.source, *(adapter.files for adapter in self.adapters)
 
     @functools.cached_property
     def target(self) -> Target:

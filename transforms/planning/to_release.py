@@ -12,7 +12,8 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.transforms.comparing import baselines, odd_values
 from weightbeam.transforms.cutting.files import FileLayout
-from weightbeam.transforms.planning.transfer import Transfer
+from weightbeam.transforms.cutting.quantizing import Given
+from weightbeam.transforms.planning.transfer import Source, Transfer
 
 
 class ToRelease(Transfer):
@@ -24,6 +25,7 @@ class ToRelease(Transfer):
       staged_small: the hash of each, where the plan was made of what is staged.
       lossy: by tensor, why its values aren't the source's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
+      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
     """
 
     files: FileLayout | None
@@ -31,6 +33,14 @@ class ToRelease(Transfer):
     staged_small: Mapping[str, str]
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
+    given: Given | None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return *super().sources, *([self.given.files] if self.given else [])
+
+    def staged(self) -> dict[str, Any]:
+        return {**super().staged(), "given": self.given.files.to_json() if self.given else None}
 
     @property
     def layout(self) -> FileLayout:

@@ -78,6 +78,7 @@ class Transfer(abc.ABC):
       title: what the result is of its source, in one word: `Export`.
       options: the user's; a dataclass.
       source: what is read before all.
+      adapters: what is merged on the way.
       plan: the arrays, what is left out, and the problems.
       units: the blocks of each unit; none if there are problems.
       warnings: what the user should know.
@@ -89,6 +90,7 @@ class Transfer(abc.ABC):
     title: str
     options: Any
     source: Any
+    adapters: tuple[Any, ...]
     plan: ArrayPlan
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...]
@@ -102,11 +104,6 @@ class Transfer(abc.ABC):
         """What is written; nothing where there are problems."""
 
     @property
-    @abc.abstractmethod
-    def sources(self) -> Sequence[Source]:
-        """All whose values are read, `source` first."""
-
-    @property
     def pattern(self) -> tuple[str, str]:
         """The release whose form the result has: its URL, and what tells its content; empty where there is none."""
         return "", ""
@@ -116,28 +113,34 @@ class Transfer(abc.ABC):
     def source_bytes(self) -> int:
         """Bytes of what is read."""
 
-    @property
-    @abc.abstractmethod
-    def target_bytes(self) -> int:
-        """Bytes of the arrays, or tensors, of the result."""
-
     @abc.abstractmethod
     def expand(self, unit: int, place: Store) -> Unit:
         """A unit, spelled out; `place` is where the plan is at work."""
 
     @abc.abstractmethod
-    def settled(self) -> list[Any]:
-        """What settles the result beside options, sources, arrays and units, as JSON that is the same everywhere."""
-
-    @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
         """What the record says beside what every record does."""
 
-    @abc.abstractmethod
     def staged(self) -> dict[str, Any]:
         """The inputs, as JSON, of which a worker makes the same plan."""
+        adapters = [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters]
+        return {"source": self.source.to_json(), "adapters": adapters}
 
     # --- what it may say
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All whose values are read, `source` first."""
+        return self.source, *(adapter.files for adapter in self.adapters)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the arrays, or tensors, of the result."""
+        return sum(array.nbytes for array in self.plan.arrays)
+
+    def settled(self) -> list[Any]:
+        """What settles the result beside options, sources, arrays and units, as JSON that is the same everywhere."""
+        return [self.source.config, [adapter.identity for adapter in self.adapters]]
 
     @property
     def small_hashes(self) -> Mapping[str, str]:
