@@ -99,10 +99,8 @@ def is_none(value: Any) -> bool:
 
 def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys with the sizes that `global_parameter_scale` makes of them: 2 doubles heads and `mlp`, 4 `embed`, too, 8
-    layers, too, and so on (src/maxtext/configs/types.py, `get_individual_scales`, e591f30).
-
-    Raises:
-      MaxTextConfigError: it isn't a power of two.
+    layers, too, and so on (src/maxtext/configs/types.py, `get_individual_scales`, e591f30). Raises MaxTextConfigError
+    where it isn't a power of two.
     """
     scale = keys.pop("global_parameter_scale", None)
     if scale is None:
@@ -201,10 +199,8 @@ def _names(family: Family, kind: str, name: str, keys: Mapping[str, Any]) -> Ite
 
 
 def _made(family: Family, kind: str, model: str | None, keys: Mapping[str, Any], given: Mapping[str, Any]) -> HfConfig:
-    """The `config.json` of one kind, for a model that MaxText runs under a name.
-
-    Raises:
-      MaxTextConfigError: it doesn't say what the configuration does.
+    """The `config.json` of one kind, for a model that MaxText runs under a name. Raises MaxTextConfigError where it
+    doesn't say what the configuration does.
     """
     lines = family.configuration[kind]
     config = _without_none(write(lines, keys) | {"dtype": DTYPE})
@@ -225,10 +221,8 @@ def _made(family: Family, kind: str, model: str | None, keys: Mapping[str, Any],
 def _check(
     family: Family, kind: str, keys: Mapping[str, Any], given: Mapping[str, Any], said: Mapping[str, Any]
 ) -> set[str]:
-    """Compares all keys with those that a `config.json` says; returns the keys of towers that it doesn't.
-
-    Raises:
-      MaxTextConfigError: it says another value, or the file gives a key that it doesn't say.
+    """Compares all keys with those that a `config.json` says; returns the keys of towers that it doesn't. Raises
+    MaxTextConfigError where it says another value, or the file gives a key that it doesn't say.
     """
     wrong = {key: (keys[key], said[key]) for key in said if key in keys and keys[key] != said[key]}
     if wrong := {key: both for key, both in wrong.items() if not _is_idle(key, keys)}:

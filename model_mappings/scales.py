@@ -113,10 +113,8 @@ def _named(axis: Sequence[str], sizes: Mapping[str, int]) -> str:
 
 
 def _check_axis(axis: Sequence[str], sizes: Mapping[str, int], shares: Mapping[str, int], block: Sequence[int]) -> None:
-    """A block of a tensor's axis must be a range of one axis of the array.
-
-    Raises:
-      BlockError: it is several ranges, or lies on several axes, such as heads that are smaller than a block.
+    """A block of a tensor's axis must be a range of one axis of the array. Raises BlockError where it is several
+    ranges, or lies on several axes, such as heads that are smaller than a block.
     """
     if math.prod(shares[word] for word in axis) not in (1, *block):
         raise BlockError(f"a block of {_times(block)} isn't one of {_named(axis, sizes)}, an axis of MaxText's array")
@@ -128,11 +126,7 @@ def _check_axis(axis: Sequence[str], sizes: Mapping[str, int], shares: Mapping[s
 
 
 def _window(window: Window, block: Sequence[int]) -> Window:
-    """A window, in blocks.
-
-    Raises:
-      BlockError: it cuts one.
-    """
+    """A window, in blocks. Raises BlockError where it cuts one."""
     divided = []
     for cut, size in zip(window, block, strict=False):
         bounds = [bound for bound in (cut.start, cut.stop) if bound is not None]
@@ -146,10 +140,8 @@ def _window(window: Window, block: Sequence[int]) -> Window:
 
 
 def _divided(segment: Segment, word: str, share: int) -> Segment:
-    """A segment, in blocks.
-
-    Raises:
-      BlockError: it cuts one, or there is padding beside it, of which nobody knows the scale.
+    """A segment, in blocks. Raises BlockError where it cuts one, or there is padding beside it, of which nobody knows
+    the scale.
     """
     bounds = (segment.start, segment.size, segment.total)
     if segment.fill is not None or any(bound % share for bound in bounds):

@@ -268,11 +268,7 @@ def _gather(
 
 
 def _shape_of(paths: Sequence[Path], arrays: Mapping[Path, Held]) -> Shape:
-    """The one shape of arrays that become one.
-
-    Raises:
-      StackingError: one is missing, or has another shape.
-    """
+    """The one shape of arrays that become one. Raises StackingError where one is missing, or has another shape."""
     if missing := [path for path in paths if path not in arrays]:
         raise StackingError(
             paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
@@ -402,10 +398,8 @@ def _keys_apart(
     apart: Sequence[int],
     arrays: Mapping[Path, Held],
 ) -> np.ndarray:
-    """The old arrays' keys, on the axes of `shape` on which each index has one of its own.
-
-    Raises:
-      StackingError: one is missing, or has another shape.
+    """The old arrays' keys, on the axes of `shape` on which each index has one of its own. Raises StackingError where
+    one is missing, or has another shape.
     """
     chosen = [layers[0][0]]
     if apart:  # then every place has a layer

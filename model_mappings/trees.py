@@ -130,10 +130,8 @@ def _bare(path: Path) -> Path:
 
 
 def _scales(weights: Mapping[str, str]) -> dict[str, str]:
-    """Of each weight that is codes, MaxText's key of its scales (`model_mappings/scales.py`).
-
-    Raises:
-      TreeError: scales without the weight that they belong to.
+    """Of each weight that is codes, MaxText's key of its scales (`model_mappings/scales.py`). Raises TreeError: scales
+    without the weight that they belong to.
     """
     scaled = {key.removesuffix(ARRAY_SUFFIX): key for key in weights if SCALES.search(key)}
     if alone := next((key for codes, key in scaled.items() if codes not in weights), None):

@@ -371,10 +371,8 @@ def _names(targets: Iterable[str], parameter: str) -> bool:
 
 def _parameter(targets: Sequence[str], module: str, files: ModuleFiles) -> tuple[str, str]:
     """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
-    one.
-
-    Raises:
-      _RefusedError: the configuration names no parameter of the module, or not as many as there are wrappers.
+    one. Raises _RefusedError where the configuration names no parameter of the module, or not as many as there are
+    wrappers.
     """
     inner = module
     while inner.endswith(".base_layer"):
@@ -472,11 +470,7 @@ def _is_first(adapter: Adapter, target: AdaptedModule, name: str, sizes: tuple[i
 
 
 def _merge_tensor(base: Encoding, change: Change) -> Encoding:
-    """A tensor with all its changes.
-
-    Raises:
-      _RefusedError: they can't be made together.
-    """
+    """A tensor with all its changes. Raises _RefusedError where they can't be made together."""
     if change.whole:
         if len(change.whole) > 1 or change.deltas or change.added or change.copies:
             raise _RefusedError(

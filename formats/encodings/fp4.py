@@ -35,10 +35,8 @@ MX, NV = 32, 16  # values of a row with one scale
 def _scaled(
     codes: Tensor, scale: Tensor, group: int, label: str, second: Tensor | None = None, divides: bool = False
 ) -> Scaled:
-    """Codes (…, rows, bytes) with a scale for each `group` values of a row, which must be there exactly.
-
-    Raises:
-      MismatchError: the scales have another shape.
+    """Codes (…, rows, bytes) with a scale for each `group` values of a row, which must be there exactly. Raises
+    MismatchError where the scales have another shape.
     """
     if len(codes.shape) < 2:
         raise MismatchError(f"{codes.shape} has scales, but no rows and columns")

@@ -68,10 +68,8 @@ def _strips(shape: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], tuple[Any, 
 
 
 def _magnitudes(band: np.ndarray, name: str, start: int) -> np.ndarray:
-    """The largest magnitude of each block of a row of them, in float32; (rows, columns) -> (blocks,).
-
-    Raises:
-      ContentError: a value is NaN or infinite.
+    """The largest magnitude of each block of a row of them, in float32; (rows, columns) -> (blocks,). Raises
+    ContentError where a value is NaN or infinite.
     """
     largest = np.maximum(band.max(axis=0), -band.min(axis=0))
     starts = np.arange(0, band.shape[-1], BLOCK[1])

@@ -117,10 +117,8 @@ def known() -> Known:
 
 
 def _checked(loaded: object, names: set[str]) -> list[QuantizedFormat]:
-    """The formats that an entry point names, none of which may have one of these names.
-
-    Raises:
-      DoorError: it names something else, or one of them does.
+    """The formats that an entry point names, none of which may have one of these names. Raises DoorError where it names
+    something else, or one of them does.
     """
     given = list(loaded) if isinstance(loaded, Iterable) else [loaded]
     formats = [each for each in given if isinstance(each, QuantizedFormat)]

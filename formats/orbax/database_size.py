@@ -120,11 +120,7 @@ def _bodies(items: Store, base: ts.KvStore, locations: Collection[str]) -> Itera
 
 
 def _decompress(items: Store, name: str, stored: bytes, magic: int, most: int) -> bytes | memoryview:
-    """What a manifest or a node holds.
-
-    Raises:
-      StorageError: it is neither, or has more bytes than `most`.
-    """
+    """What a manifest or a node holds. Raises StorageError where it is neither, or has more bytes than `most`."""
     if len(stored) < _HEAD + _FOOT or int.from_bytes(stored[:4], "big") != magic or stored[12] or stored[13] > 1:
         raise StorageError(f"{items}: {name} isn't OCDBT's, or is damaged")
     body = memoryview(stored)[_HEAD:-_FOOT]

@@ -95,10 +95,8 @@ def step_of(where: str | Path | Store, step: int) -> Store:
 
 
 def _inside(store: Store, item: Store) -> Store:
-    """The item, which is no link to elsewhere, and which both clients of a bucket get to.
-
-    Raises:
-      StorageError: it is, or one doesn't.
+    """The item, which is no link to elsewhere, and which both clients of a bucket get to. Raises StorageError where it
+    is, or one doesn't.
     """
     try:
         store.check_file(item.url.removeprefix(store.url).lstrip("/"))
@@ -289,10 +287,8 @@ def check_files(items: Store) -> None:
 
 
 def _check_sizes(items: Store, key: str, store: ts.TensorStore) -> None:
-    """Makes sure that neither an array nor a part of it that is read at once is larger than can be meant.
-
-    Raises:
-      StorageError: one is.
+    """Makes sure that neither an array nor a part of it that is read at once is larger than can be meant. Raises
+    StorageError where one is.
     """
     shape, (chunk, shard) = tuple(store.shape), grains(store)
     what = ""
@@ -317,11 +313,8 @@ def _most_bytes(store: ts.TensorStore) -> int:
 
 
 def _check_lengths(items: Store, prefix: str, most: int) -> None:
-    """Makes sure that no file, which TensorStore reads whole, is larger than can be meant. In a folder alone: in a bucket
-    nothing is sparse.
-
-    Raises:
-      StorageError: one is.
+    """Makes sure that no file, which TensorStore reads whole, is larger than can be meant. In a folder alone: in a
+    bucket nothing is sparse. Raises StorageError where one is.
     """
     if isinstance(items, LocalFolder):
         for file in items.list(prefix, recursive="/" in prefix):

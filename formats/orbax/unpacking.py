@@ -342,11 +342,7 @@ def _about(base: ts.KvStore, array: OrbaxArray) -> dict[str, Any]:
 
 
 def _form(array: OrbaxArray, about: dict[str, Any]) -> _Form:
-    """How the chunks of an array are stored, where they can be decoded in parts.
-
-    Raises:
-      _WholeError: they can't.
-    """
+    """How the chunks of an array are stored, where they can be decoded in parts. Raises _WholeError where they can't."""
     form, chunk = _form3(about, array.dtype) if array.driver == "zarr3" else _form2(about, array.dtype)
     if form.codecs not in ([], ["zstd"]):
         raise _WholeError(f"they are stored with {', '.join(form.codecs)}")

@@ -50,10 +50,8 @@ def merge_release(
 
 
 def _family(checkpoint: HfCheckpoint, named: str | None) -> Family | None:
-    """The family, where the model is one that there is a table for.
-
-    Raises:
-      UnknownFamilyError: the family was named, and there is none.
+    """The family, where the model is one that there is a table for. Raises UnknownFamilyError where the family was
+    named, and there is none.
     """
     try:
         return family_of(Config(checkpoint.config), None, named)

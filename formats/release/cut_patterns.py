@@ -95,11 +95,7 @@ def _is_pattern(text: str, keys: Iterable[str]) -> bool:
 
 
 def _named(text: str, keys: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules that a text names.
-
-    Raises:
-      PatternError: it can't be followed.
-    """
+    """The modules that a text names. Raises PatternError where it can't be followed."""
     expression = _EXPRESSION.match(text)
     if expression or "dynamic" in keys:
         patterns = Patterns({f"^(?:{text[expression.end() if expression else 0 :]}).*": True})

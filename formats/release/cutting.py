@@ -116,10 +116,8 @@ class _Cutting:
         return made
 
     def _check_spelling(self) -> None:
-        """Numbers are written anew: a layer 00, or one in other digits, would become layer 0, beside it or in its place.
-
-        Raises:
-          CutError: a tensor of a layer is spelled so.
+        """Numbers are written anew: a layer 00, or one in other digits, would become layer 0, beside it or in its
+        place. Raises CutError where a tensor of a layer is spelled so.
         """
         for name, layer in self.layer_of.items():
             if layer is not None and (odd := [found for found in NUMBER.findall(name) if found != str(int(found))]):
@@ -128,11 +126,7 @@ class _Cutting:
                 )
 
     def _find_layers(self) -> tuple[int, Anatomy]:
-        """How many layers the model has, and where everything is.
-
-        Raises:
-          CutError: that can't be told.
-        """
+        """How many layers the model has, and where everything is. Raises CutError where that can't be told."""
         try:
             count, found = layer_count(self.config), None
             with contextlib.suppress(UnknownFamilyError):
@@ -148,11 +142,7 @@ class _Cutting:
         return LAYERS if self.cut.layers else EXPERTS if self.cut.experts else ROWS
 
     def _number(self) -> Renumbered:
-        """What is kept, by its numbers.
-
-        Raises:
-          CutError: what was named isn't there, or not so; all of it.
-        """
+        """What is kept, by its numbers. Raises CutError where what was named isn't there, or not so; all of it."""
         problems: list[tuple[str, str]] = []
         count = self.count
         there = sorted({layer for layer in self.layer_of.values() if layer is not None} | {*range(count)})
@@ -218,10 +208,8 @@ class _Cutting:
             yield f"{asked}: {name} {why}"
 
     def _new_name(self, name: str) -> str | None:
-        """A stored tensor's name in the cut; None where it isn't kept.
-
-        Raises:
-          CutError: its number stands where nobody looks for it.
+        """A stored tensor's name in the cut; None where it isn't kept. Raises CutError where its number stands where
+        nobody looks for it.
         """
         experts = self.kept.experts
         layer, expert = self.layer_of[name], self.anatomy.expert_of(name) if experts else None
@@ -242,10 +230,8 @@ class _Cutting:
         return new
 
     def _windows(self) -> dict[str, Tensor]:
-        """The stored tensors of which a part is kept, by their names.
-
-        Raises:
-          CutError: that part doesn't lie side by side.
+        """The stored tensors of which a part is kept, by their names. Raises CutError where that part doesn't lie side
+        by side.
         """
         experts, rows, layers = self.kept.experts, self.kept.vocab_rows, self.kept.kept
         wanted: dict[str, Range] = {}
@@ -365,10 +351,8 @@ def _shapes(source: ReleaseTensors, aliases: Mapping[str, str]) -> Shapes:
 
 
 def _part_of(name: str, encoding: Encoding, box: Box, tensors: Mapping[str, Tensor], option: str) -> dict[str, Tensor]:
-    """The stored tensors that hold a box of a weight, codes and scales alike, by their names.
-
-    Raises:
-      CutError: what is stored can't be cut there.
+    """The stored tensors that hold a box of a weight, codes and scales alike, by their names. Raises CutError where
+    what is stored can't be cut there.
     """
     if isinstance(encoding, PackedRows) and encoding.shape_tensor and box != whole(encoding.shape):
         says = (

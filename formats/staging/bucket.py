@@ -236,10 +236,8 @@ class BucketStaging(Staging):
         self._id = ""
 
     def _take_plans(self, old: Sequence[str]) -> None:
-        """Deletes the plans that were staged: nobody goes on with them.
-
-        Raises:
-          TakenOverError: the place isn't this one's any more, or somebody goes on with one.
+        """Deletes the plans that were staged: nobody goes on with them. Raises TakenOverError where the place isn't
+        this one's any more, or somebody goes on with one.
         """
         plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
         self.check_claim()
@@ -249,10 +247,8 @@ class BucketStaging(Staging):
             raise self.taken_over()
 
     def _delete(self, old: Sequence[str]) -> None:
-        """Deletes what is in the place, and what would be copied there.
-
-        Raises:
-          TakenOverError: it isn't this one's any more.
+        """Deletes what is in the place, and what would be copied there. Raises TakenOverError where it isn't this one's
+        any more.
         """
         for name in old:
             self.desk.delete_folder(f"{name}/{ASIDE}")
@@ -294,9 +290,7 @@ class BucketStaging(Staging):
 
     def _note(self, contents: Iterable[Content]) -> None:
         """Notes what will be copied to where it is read: so it is known to be of this plan, whatever others put there.
-
-        Raises:
-          TakenOverError: the place isn't this one's any more.
+        Raises TakenOverError where the place isn't this one's any more.
         """
         if new := {*contents} - self._noted:
             self.plan_folder.write(f"{NOTED}/{uuid.uuid4().hex}", json.dumps(sorted(new, key=str)).encode())

@@ -285,10 +285,8 @@ class FolderStaging(Staging):
         self.final.delete_folder()
 
     def _replace(self, sealed: Path, final: Path) -> None:
-        """Puts a folder in the place of what is there, if that is what was there as the command began.
-
-        Raises:
-          OSError: it isn't; it is there again.
+        """Puts a folder in the place of what is there, if that is what was there as the command began. Raises OSError
+        where it isn't; it is there again.
         """
         if self.has_looked and _note(final) not in ((), self._replaces):
             raise StorageError(f"{final}: {CAME}")
@@ -298,10 +296,8 @@ class FolderStaging(Staging):
             raise StorageError(f"{final}: {CAME}")
 
     def _swap(self, sealed: Path, final: Path) -> None:
-        """Puts a folder in the place of what is there, if anything is; `sealed` is that then.
-
-        Raises:
-          FileNotFoundError: `sealed` isn't there any more; nothing happens.
+        """Puts a folder in the place of what is there, if anything is; `sealed` is that then. Raises FileNotFoundError
+        where `sealed` isn't there any more; nothing happens.
         """
         while True:
             try:

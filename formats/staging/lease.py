@@ -252,11 +252,9 @@ class _FileLease(Lease):
 
 
 def _open_lock(path: Path) -> tuple[int, bool] | None:
-    """The file that is locked, and whether it is ours to remove: made here, or told by its content; None if it went away
-    meanwhile. An empty one may be of who was killed while he made it, or anybody's: it is locked, and stays.
-
-    Raises:
-      ForeignError: it is no such file.
+    """The file that is locked, and whether it is ours to remove: made here, or told by its content; None if it went
+    away meanwhile. An empty one may be of who was killed while he made it, or anybody's: it is locked, and stays.
+    Raises ForeignError where it is no such file.
     """
     try:
         fd = os.open(path, os.O_RDWR | HOW | os.O_CREAT | os.O_EXCL, 0o666)
@@ -303,10 +301,8 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that a lease names; see `_owner`. None if there is no lease.
-
-    Raises:
-      ForeignError: what is there isn't a lease.
+    """The owner that a lease names; see `_owner`. None if there is no lease. Raises ForeignError where what is there
+    isn't a lease.
     """
     try:
         text = os.fsencode(os.readlink(path))
@@ -327,9 +323,7 @@ def _read(path: Path) -> Owner | None:
 
 def _owner(path: object, text: bytes) -> Owner:
     """The owner that the content of a lease names; an empty one where a power cut, or a kill, took some of its bytes.
-
-    Raises:
-      ForeignError: it isn't a lease's.
+    Raises ForeignError where it isn't a lease's.
     """
     if len(text) > MOST_BYTES:
         raise ForeignError(path)

@@ -140,9 +140,7 @@ def _holds(folder: Store, shard: Shard) -> bool:
 
 def _put(file: Path, folder: LocalFolder, shard: Shard, how: str) -> None:
     """Puts a file there, unless an earlier attempt did: making a link anew would be a change of the source's file.
-
-    Raises:
-      ChangedError: another file lies at its path by now.
+    Raises ChangedError where another file lies at its path by now.
     """
     target = folder.folder / shard.name
     try:

@@ -98,10 +98,8 @@ def open_store(where: str | Path | Store) -> Store:
 
 
 def _store_of_a_package(scheme: str, url: str) -> Store | None:
-    """The store of an installed package that has a scheme; None where none has it.
-
-    Raises:
-      StorageError: it can't be loaded, or is no store.
+    """The store of an installed package that has a scheme; None where none has it. Raises StorageError where it can't
+    be loaded, or is no store.
     """
     entry = next((entry for entry in doors.entries(doors.STORES) if entry.name == scheme), None)
     if entry is None:

@@ -160,10 +160,8 @@ def _context() -> ts.Context:
 
 
 def _result(future: ts.Future, seconds: float) -> Any:
-    """What TensorStore answers within some seconds, which its own waiting counts by a clock that may be set.
-
-    Raises:
-      TimeoutError: there is no answer.
+    """What TensorStore answers within some seconds, which its own waiting counts by a clock that may be set. Raises
+    TimeoutError where there is no answer.
     """
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
@@ -298,10 +296,8 @@ class Bucket(Store):
             self.delete(name)
 
     def _open_tensorstore(self) -> ts.KvStore:
-        """What TensorStore takes for this folder; asks nobody.
-
-        Raises:
-          StorageError: no folder of a bucket can have such a name.
+        """What TensorStore takes for this folder; asks nobody. Raises StorageError where no folder of a bucket can have
+        such a name.
         """
         try:
             return ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()

@@ -96,11 +96,7 @@ def open_repository(url: str) -> Repository:
 
 
 def _cached_commit(url: str, repo: str, revision: str) -> str:
-    """The commit of a branch or tag, by the cache.
-
-    Raises:
-      StorageError: it doesn't know.
-    """
+    """The commit of a branch or tag, by the cache. Raises StorageError where it doesn't know."""
     if commit := hub_cache.commit_of(repo, revision):
         return commit
     raise StorageError(
@@ -418,10 +414,8 @@ def _look_at(answer: httpx2.Response) -> None:
 
 
 def _bound(request: httpx2.Request) -> None:
-    """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end.
-
-    Raises:
-      ValueError: a list has too many pages.
+    """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end. Raises ValueError
+    where a list has too many pages.
     """
     if (left := getattr(_PAGES, "left", None)) is not None:
         request.headers["Accept-Encoding"] = "identity"

@@ -38,10 +38,8 @@ def parse_yaml(text: str | bytes, loader: type[yaml.BaseLoader | yaml.SafeLoader
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
     """The values that a node holds, with those of the nodes that it repeats; `known` are those that were counted, and
-    those around it, with more than any may have.
-
-    Raises:
-      YAMLError: there are too many, it holds itself, or a number is too long.
+    those around it, with more than any may have. Raises YAMLError where there are too many, it holds itself, or a
+    number is too long.
     """
     if node.tag == INTEGER and len(node.value) > MAX_DIGITS:
         raise yaml.YAMLError(f"has a number of {len(node.value):,} characters; that can't be meant")

@@ -95,11 +95,7 @@ def _with_whole(problems: Sequence[Problem], options: Options) -> Sequence[Probl
 
 
 def _refuse_options_of_exports(given: Mapping[str, Any]) -> None:
-    """Refuses the options that only an export has a use for.
-
-    Raises:
-      Refused: there are any.
-    """
+    """Refuses the options that only an export has a use for. Raises Refused where there are any."""
     if given.get("like"):
         raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
     if given.get("accept"):
@@ -156,10 +152,8 @@ def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: M
 
 
 def _named_source(items: Store, checkpoint: str) -> str:
-    """The release that a checkpoint says it was made of.
-
-    Raises:
-      Refused: it doesn't say it, or has a name for it alone.
+    """The release that a checkpoint says it was made of. Raises Refused where it doesn't say it, or has a name for it
+    alone.
     """
     source = source_of(items)
     if is_name(source):
@@ -169,10 +163,8 @@ def _named_source(items: Store, checkpoint: str) -> str:
 
 
 def _refuse_merged(items: Store) -> None:
-    """Refuses a checkpoint that an adapter of MaxText's was merged into, which can't be merged here again.
-
-    Raises:
-      Refused: there was one.
+    """Refuses a checkpoint that an adapter of MaxText's was merged into, which can't be merged here again. Raises
+    Refused where there was one.
     """
     for adapter in record_of(items).get("adapters", ()):
         if "lora_rank" in adapter:
@@ -183,11 +175,8 @@ def _refuse_merged(items: Store) -> None:
 
 
 def _refuse_widened(items: Store) -> None:
-    """Refuses a checkpoint whose values were rounded, and then resharded to a wider dtype: by the release alone they can't
-    be told.
-
-    Raises:
-      Refused: it is one.
+    """Refuses a checkpoint whose values were rounded, and then resharded to a wider dtype: by the release alone they
+    can't be told. Raises Refused where it is one.
     """
     record = record_of(items)
     made, before, lossy = (record.get(name) for name in ("options", "resharded_from", "lossy"))
@@ -202,10 +191,8 @@ def _refuse_widened(items: Store) -> None:
 
 
 def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
-    """The options of the conversion into such a checkpoint.
-
-    Raises:
-      Refused: adapters were merged into it, and nothing says where they are; or they are in the release already.
+    """The options of the conversion into such a checkpoint. Raises Refused where adapters were merged into it, and
+    nothing says where they are; or they are in the release already.
     """
     options = options_of(found.items, found.arrays, given, found.source.config)
     merged = read_record(found.source.root) if options.lora and not given.get("lora") else {}
@@ -279,10 +266,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> Sequence[t
 
 def _check_record(release: Store) -> None:
     """Makes sure that the record of a release is whole: one that is damaged may be that of an export, of which more is
-    judged than its tensors.
-
-    Raises:
-      Refused: it isn't.
+    judged than its tensors. Raises Refused where it isn't.
     """
     record = published.record_of(release) or {}
     if published.plan_hash_of(release) is None or not (record.get("command") == "export" or "kind" in record):

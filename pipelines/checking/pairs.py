@@ -95,10 +95,8 @@ def open_pair(
 
 
 def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
-    """A release by its headers, or an Orbax checkpoint by its metadata.
-
-    Raises:
-      Refused: neither can be found there.
+    """A release by its headers, or an Orbax checkpoint by its metadata. Raises Refused where neither can be found
+    there.
     """
     try:
         store = open_store(where)
@@ -129,10 +127,8 @@ def _in_one_spelling(
 
 
 def _family(release: HfCheckpoint, model: str | None, named: str | None) -> Family | None:
-    """The family of a release, whose table names its tensors; None where there is no table.
-
-    Raises:
-      Refused: the family was named, and there is none.
+    """The family of a release, whose table names its tensors; None where there is no table. Raises Refused where the
+    family was named, and there is none.
     """
     try:
         return family_of(Config(release.config), model, named)
@@ -187,11 +183,8 @@ def _compared_states(
 
 
 def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
-    """What of two training states holds no numbers to compare, and isn't the same: texts, and the kinds of random keys and
-    of what is empty. Of what only one side has the texts count.
-
-    Raises:
-      Refused: a file that says it can't be read.
+    """What of two training states holds no numbers to compare, and isn't the same: texts, and the kinds of random keys
+    and of what is empty. Of what only one side has the texts count. Raises Refused: a file that says it can't be read.
     """
     try:
         told = {place: described(state) for place, state in states.items()}
@@ -372,10 +365,8 @@ def _stored_dtype(array: Array, conversion: Conversion) -> np.dtype | None:
 def _converted(
     release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
 ) -> tuple[Side, dict[str, str]]:
-    """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
-
-    Raises:
-      Refused: it can't be converted so.
+    """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them. Raises Refused
+    where it can't be converted so.
     """
     try:
         given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}

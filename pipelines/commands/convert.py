@@ -216,10 +216,8 @@ def check_linking(asked: Options, how: Linking) -> None:
 
 
 def _check_planned(conversion: Conversion) -> None:
-    """Makes sure that a source is what a plan was made of, which may be long ago.
-
-    Raises:
-      Refused: it isn't, and only another plan helps.
+    """Makes sure that a source is what a plan was made of, which may be long ago. Raises Refused where it isn't, and
+    only another plan helps.
     """
     try:
         conversion.check()

@@ -38,11 +38,7 @@ def cut(
 
 
 def _as_merge(asked: CutOptions) -> MergeOptions:
-    """A merge of nothing into what is kept.
-
-    Raises:
-      Refused: nothing was said of that.
-    """
+    """A merge of nothing into what is kept. Raises Refused where nothing was said of that."""
     if not asked.cut:
         raise Refused("--layers, --experts and --vocab_rows: none of them says what is kept, such as --layers 0:4")
     return taken(MergeOptions, asked)

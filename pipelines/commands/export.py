@@ -126,11 +126,7 @@ def export(
 
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
-    """The checkpoint that `--source` names.
-
-    Raises:
-      Refused: there is none, or its weights can't be taken.
-    """
+    """The checkpoint that `--source` names. Raises Refused where there is none, or its weights can't be taken."""
     if not source:
         raise Refused(no_source("export"))
     try:
@@ -200,10 +196,7 @@ def _find_form(
     checkpoint: OrbaxCheckpoint, asked: ExportOptions
 ) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None, str | None]:
     """The release that the new one is to be like, its small files, it with its weights where parts may be taken of it,
-    and MaxText's name of the model where a configuration says it.
-
-    Raises:
-      Refused: it can't be found, or read.
+    and MaxText's name of the model where a configuration says it. Raises Refused where it can't be found, or read.
     """
     try:
         files_beside(open_store(checkpoint.root).parent)  # refuses what is no file

@@ -156,10 +156,8 @@ def _under_that_name(needed: MaxTextConfig, family: Family, config: Config, layo
 
 
 def _read(maxtext_model: str) -> dict[str, Any]:
-    """All keys that a model or a file of MaxText's says.
-
-    Raises:
-      Refused: there is no such model, or the file can't be read.
+    """All keys that a model or a file of MaxText's says. Raises Refused where there is no such model, or the file can't
+    be read.
     """
     option = f"--maxtext_model={maxtext_model}"
     named = maxtext_model.endswith((".yml", ".yaml"))

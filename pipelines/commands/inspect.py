@@ -343,10 +343,7 @@ def _axes(
     items: Store, given: Any, source: str | None, model: str | None
 ) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
     """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells
-    them.
-
-    Raises:
-      Refused: neither is to be had.
+    them. Raises Refused where neither is to be had.
     """
     record = record_of(items)
     made = record.get("options", {})

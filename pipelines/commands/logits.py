@@ -114,11 +114,7 @@ class _Ready:
 
 
 def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
-    """Everything that can be known before a model runs.
-
-    Raises:
-      Refused: all that stands against it.
-    """
+    """Everything that can be known before a model runs. Raises Refused: all that stands against it."""
     check_installed()
     ready, refusals = _Ready(), Refusals()
     for wrong in _wrong(source, other, asked):
@@ -159,10 +155,8 @@ def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str
 
 
 def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
-    """A release, or what is taken of it; or beside the release `base` an Orbax checkpoint, or an adapter for it.
-
-    Raises:
-      Refused: it can't be looked at, or problems stand against it.
+    """A release, or what is taken of it; or beside the release `base` an Orbax checkpoint, or an adapter for it. Raises
+    Refused where it can't be looked at, or problems stand against it.
     """
     with reading(where):
         store = open_store(where)
@@ -188,11 +182,7 @@ def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
 
 
 def _plan(source: str, asked: LogitsOptions) -> Plan:
-    """How a release, or what is taken of it, is converted for MaxText.
-
-    Raises:
-      Refused: it can't be.
-    """
+    """How a release, or what is taken of it, is converted for MaxText. Raises Refused where it can't be."""
     kept = dict(layers=asked.layers, experts=asked.experts, vocab_rows=asked.vocab_rows)
     how = dict(save_dtype="float32", scan_layers=False, maxtext=NEWEST, maxtext_model=asked.maxtext_model)
     planned = plan(source, **how, **kept)
@@ -201,11 +191,7 @@ def _plan(source: str, asked: LogitsOptions) -> Plan:
 
 
 def _tokens(model: StreamedModel, asked: LogitsOptions) -> tuple[int, ...]:
-    """The tokens that the model is run on.
-
-    Raises:
-      Refused: some aren't the model's, or it has no tokenizer.
-    """
+    """The tokens that the model is run on. Raises Refused where some aren't the model's, or it has no tokenizer."""
     side = model.side
     tokens = asked.token_ids or tuple(tokenize(asked.prompt or "", side.small, side.where))
     if beyond := sorted({token for token in tokens if token >= model.vocab}):
@@ -250,11 +236,7 @@ def _memory(models: Sequence[StreamedModel], tokens: int) -> str:
 
 
 def _run(model: StreamedModel, tokens: Sequence[int], trace: bool, progress: bool | Report) -> tuple[np.ndarray, Trace]:
-    """Runs a model and tells how far it is, by layers.
-
-    Raises:
-      Failed: it failed on the way.
-    """
+    """Runs a model and tells how far it is, by layers. Raises Failed where it failed on the way."""
 
     def state() -> str:
         return f"layer {model.layer} of {len(model.layers)}"
@@ -278,10 +260,8 @@ def _compare(
 
 
 def _beside_maxtext(ready: _Ready, planned: Plan, asked: LogitsOptions, progress: bool | Report) -> Logits:
-    """A release beside MaxText, which is given the release as it is converted, and its `maxtext.yml`.
-
-    Raises:
-      Failed: MaxText failed, or came no further.
+    """A release beside MaxText, which is given the release as it is converted, and its `maxtext.yml`. Raises Failed
+    where MaxText failed, or came no further.
     """
     (model,), tokens, version = ready.models, ready.tokens, ready.version
     python, config = asked.maxtext or "", planned.maxtext_config()
@@ -302,11 +282,7 @@ def _beside_maxtext(ready: _Ready, planned: Plan, asked: LogitsOptions, progress
 
 
 def _saved(found: Logits, file: str | None) -> Logits:
-    """Writes the logits where they are asked for.
-
-    Raises:
-      Failed: the file can't be written.
-    """
+    """Writes the logits where they are asked for. Raises Failed where the file can't be written."""
     if file:
         np.save(made := io.BytesIO(), found.logits)
         write_bytes("--save_logits", file, made.getvalue())

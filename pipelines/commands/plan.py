@@ -297,11 +297,7 @@ def _check_simulation(asked: Simulation, load: bool = False) -> None:
 
 
 def _plan_loads(made: Plan, args: argparse.Namespace) -> list[load_report.LoadPlan]:
-    """A load onto each mesh; none of a plan with problems.
-
-    Raises:
-      Refused: no mesh is named.
-    """
+    """A load onto each mesh; none of a plan with problems. Raises Refused where no mesh is named."""
     if not made.conversion.meshes:
         raise Refused("--load needs --mesh: onto which devices, as in --mesh fsdp=16")
     if made.problems:

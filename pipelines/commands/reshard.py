@@ -226,10 +226,8 @@ def _step_of(checkpoint: OrbaxCheckpoint) -> int:
 
 
 def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
-    """The checkpoint that `--source` names, and `--step` where it has several.
-
-    Raises:
-      Refused: there is none, it isn't whole, or it can't be read.
+    """The checkpoint that `--source` names, and `--step` where it has several. Raises Refused where there is none, it
+    isn't whole, or it can't be read.
     """
     if not source:
         raise Refused("--source is missing: the Orbax checkpoint")
@@ -254,11 +252,7 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
 
 
 def _open_adapter(url: str) -> OrbaxCheckpoint:
-    """An adapter of MaxText's that `--lora` names.
-
-    Raises:
-      Refused: there is none, or it is one of PEFT's.
-    """
+    """An adapter of MaxText's that `--lora` names. Raises Refused where there is none, or it is one of PEFT's."""
     try:
         place = open_store(url)
         if place.exists(CONFIG):
@@ -313,9 +307,7 @@ def _name_of(checkpoint: OrbaxCheckpoint, maxtext_model: str | None) -> str | No
 
 def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None, maxtext_model: str | None) -> Model:
     """What the `maxtext.yml` among the files beside a checkpoint says of its model, else MaxText's model of a name.
-
-    Raises:
-      Refused: no family has such a model.
+    Raises Refused where no family has such a model.
     """
     keys, of = {"model_name": maxtext_model}, f"--maxtext_model={maxtext_model}"
     if FILE in files:

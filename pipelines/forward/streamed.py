@@ -274,10 +274,8 @@ class StreamedModel:
         return isinstance(self.model.get_submodule(group.name), torch.nn.Embedding)
 
     def _check(self) -> None:
-        """Has transformers make all parameters of tensors without values.
-
-        Raises:
-          Refused: one that text runs through isn't made, or has another shape.
+        """Has transformers make all parameters of tensors without values. Raises Refused where one that text runs
+        through isn't made, or has another shape.
         """
         import torch
 
@@ -371,10 +369,8 @@ def _layers_said(config: Mapping[str, Any]) -> int:
 
 
 def _on_meta(side: Side, dtype: str) -> Any:
-    """A release's model without weights; what isn't stored, such as the frequencies of its RoPE, is computed.
-
-    Raises:
-      Refused: transformers hasn't it.
+    """A release's model without weights; what isn't stored, such as the frequencies of its RoPE, is computed. Raises
+    Refused where transformers hasn't it.
     """
     import torch
     import transformers

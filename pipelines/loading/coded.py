@@ -210,11 +210,7 @@ def _arrange_scales(
     stored: Sequence[list[np.ndarray]],
     scales: np.ndarray,
 ) -> None:
-    """Fills `scales`, one for each run of a box.
-
-    Raises:
-      ContentError: one is NaN or infinite.
-    """
+    """Fills `scales`, one for each run of a box. Raises ContentError where one is NaN or infinite."""
     matrices: dict[Box, np.ndarray] = {}  # a tensor's scales, by its place along the axes that select it
     for number, piece in recipe.pieces:
         encoding, box = fetches[number].encoding, fetches[number].box

@@ -158,9 +158,7 @@ def _asked(
     timeout: float,
 ) -> tuple[Abstract | None, Options, int]:
     """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
-
-    Raises:
-      Refused: they can't be meant, or this process can't count.
+    Raises Refused where they can't be meant, or this process can't count.
     """
     check_arithmetic()
     check_known(options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout"])
@@ -249,10 +247,8 @@ def _prepare(
     unit_bytes: int,
     dequantize: str,
 ) -> tuple[Loading, Callable[[Sequence[jax.Array]], Any]]:
-    """The load of what is asked for, and what makes the tree of its arrays.
-
-    Raises:
-      Refused: the source hasn't what is asked for, or nobody says where it should lie.
+    """The load of what is asked for, and what makes the tree of its arrays. Raises Refused where the source hasn't what
+    is asked for, or nobody says where it should lie.
     """
     abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
     if mesh is not None:
@@ -358,11 +354,7 @@ class Loading:
         return [settled[key] for key in self.targets]
 
     def _lost(self, error: Exception, meeting: Meeting) -> Exception:
-        """What is raised for an error of JAX.
-
-        Raises:
-          Failed: it comes of a process that has stopped, or left.
-        """
+        """What is raised for an error of JAX. Raises Failed where it comes of a process that has stopped, or left."""
         import jax
 
         if jax.process_count() == 1:
@@ -441,10 +433,8 @@ class Loading:
             agreement.settle()
 
     def _compare(self, meeting: Meeting) -> None:
-        """Compares a checkpoint that was read with its record's digests: what all processes read of it together.
-
-        Raises:
-          StorageError: it isn't what was written.
+        """Compares a checkpoint that was read with its record's digests: what all processes read of it together. Raises
+        StorageError where it isn't what was written.
         """
         import jax
         from jax.experimental import multihost_utils

@@ -193,10 +193,8 @@ class Meeting:
             time.sleep(LOOK / 1000)
 
     def _check(self) -> None:
-        """Looks whether all processes are there, or have left without an error.
-
-        Raises:
-          Failed: one hasn't; with its number.
+        """Looks whether all processes are there, or have left without an error. Raises Failed where one hasn't; with
+        its number.
         """
         self._look()
         silent = []
@@ -211,10 +209,8 @@ class Meeting:
             raise Failed("; ".join(silent))
 
     def _check_progress(self) -> None:
-        """Looks whether the exchanges come further, now that all processes are there.
-
-        Raises:
-          Failed: they stand still, and not because one reads.
+        """Looks whether the exchanges come further, now that all processes are there. Raises Failed where they stand
+        still, and not because one reads.
         """
         if time.monotonic() - self._moved > self.timeout + BEAT:  # a silent one is found before
             there = [(process, sign) for process, (sign, _) in self._heard.items() if _left(sign) is None]
@@ -227,10 +223,8 @@ class Meeting:
             )
 
     def _made(self, what: str, make: Callable[[], Made]) -> Made:
-        """What this process makes; its error is told to the others first.
-
-        Raises:
-          Refused: it can't exchange any more.
+        """What this process makes; its error is told to the others first. Raises Refused where it can't exchange any
+        more.
         """
         try:
             if not self.alone and _BROKEN_OFF:
@@ -350,9 +344,7 @@ class Meeting:
     @contextlib.contextmanager
     def _coordinator(self, waits: bool = False) -> Any:
         """Context manager: JAX's coordinator is asked; for one who waits, that a key isn't there yet is JAX's error.
-
-        Raises:
-          Failed: it can't be reached.
+        Raises Failed where it can't be reached.
         """
         from jax.errors import JaxRuntimeError
 

@@ -150,11 +150,7 @@ def find_source(
 
 
 def _refuse_what_a_release_takes(where: str, options: Options, given: Collection[str]) -> None:
-    """Refuses, for an Orbax checkpoint, what only a release can be asked for.
-
-    Raises:
-      Refused: the first such option.
-    """
+    """Refuses, for an Orbax checkpoint, what only a release can be asked for. Raises Refused: the first such option."""
     if options.lora:
         raise Refused(
             f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
@@ -174,9 +170,7 @@ def _refuse_what_nothing_follows(
     where: str, found: Orbax, options: Options, given: Collection[str], as_is: bool
 ) -> None:
     """Refuses, for an Orbax checkpoint that is opened without a release of its model, what nothing of it can follow.
-
-    Raises:
-      Refused: the first such option.
+    Raises Refused: the first such option.
     """
     if named := sorted(OF_A_TABLE & set(given)):
         said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
@@ -194,10 +188,8 @@ def _refuse_what_nothing_follows(
 
 
 def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of a checkpoint's weights, as the table of a release's model has them.
-
-    Raises:
-      Refused: it can't be read, has no table, or is of another model than the checkpoint.
+    """The logical axes of a checkpoint's weights, as the table of a release's model has them. Raises Refused where it
+    can't be read, has no table, or is of another model than the checkpoint.
     """
     with reading(release):
         form = Like.of(open_hf(release))

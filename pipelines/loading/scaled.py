@@ -100,11 +100,7 @@ class DecodedOrbax(Orbax):
         return decode_blocks(codes, CODES, self._scales_of(want.key)[blocks], None, block, want.box, values)
 
     def _scales_of(self, key: str) -> np.ndarray:
-        """The scales of an array of codes, in float32.
-
-        Raises:
-          ScaleError: one is NaN or infinite.
-        """
+        """The scales of an array of codes, in float32. Raises ScaleError where one is NaN or infinite."""
         name = key + ARRAY_SUFFIX
         with self._reading:
             if key not in self._scales:

@@ -169,9 +169,7 @@ def open_given(like: str) -> Given | None:
 
 def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
     """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files.
-
-    Raises:
-      StorageError: the record can't be read.
+    Raises StorageError where the record can't be read.
     """
     root = str(record.get("source", ""))
     files: dict[str, list[Tensor]] = {}

@@ -70,10 +70,8 @@ def takes(**kinds: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
 
 def _read_own(parameter: inspect.Parameter, value: Any) -> Any:
-    """The value of a parameter that is no option.
-
-    Raises:
-      Refused: a place that is empty, or no path; Beam's options that are no texts.
+    """The value of a parameter that is no option. Raises Refused: a place that is empty, or no path; Beam's options
+    that are no texts.
     """
     value, kinds = _as_text(value), str(parameter.annotation).split(" | ")
     if kinds == ["Sequence[str]"]:
@@ -105,10 +103,8 @@ def _is_texts(values: Iterable[Any]) -> bool:
 
 
 def _as_text(value: Any) -> Any:
-    """A path as the command line would have it; anything else as it is.
-
-    Raises:
-      Refused: a NUL, which no path and no argument of a command line can have; or what no file system can write.
+    """A path as the command line would have it; anything else as it is. Raises Refused: a NUL, which no path and no
+    argument of a command line can have; or what no file system can write.
     """
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else value
     if isinstance(text, str):

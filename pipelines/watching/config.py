@@ -141,11 +141,7 @@ def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
 
 
 def _read_target(given: Any) -> TargetConfig:
-    """A target, its options read as the command line's are.
-
-    Raises:
-      ValueError: every problem of it.
-    """
+    """A target, its options read as the command line's are. Raises ValueError: every problem of it."""
     if not isinstance(given, dict):
         raise ValueError("should be a mapping: name, and options of weightbeam convert")
     name, asked = given.get("name"), {option: value for option, value in given.items() if option != "name"}
@@ -215,10 +211,8 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _read_run_target(given: Any) -> RunTarget:
-    """A target of a run, its options read as those of the command that makes it.
-
-    Raises:
-      ValueError: every problem of it.
+    """A target of a run, its options read as those of the command that makes it. Raises ValueError: every problem of
+    it.
     """
     if not isinstance(given, dict):
         raise ValueError(

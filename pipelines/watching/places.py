@@ -137,10 +137,8 @@ class Place(abc.ABC):
         """
 
     def _holds(self, url: str, key: str, title: str) -> bool:
-        """Whether the step of this key is at a URL, and nothing else.
-
-        Raises:
-          OSError: others have put something there, or it can't be told.
+        """Whether the step of this key is at a URL, and nothing else. Raises OSError where others have put something
+        there, or it can't be told.
         """
         found = self.report(url).get("key")
         if found not in (None, key):  # another step was published there since

@@ -133,11 +133,7 @@ def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> 
 
 
 def _names_of(author: str, since: datetime.date | None) -> list[str]:
-    """An author's models, the last changed first.
-
-    Raises:
-      StorageError: the hub doesn't say.
-    """
+    """An author's models, the last changed first. Raises StorageError where the hub doesn't say."""
 
     @retried
     def names() -> list[str]:

@@ -454,10 +454,8 @@ class RunFeed(Feed):
         return removed
 
     def _remove(self, history: History) -> str:
-        """Removes a published step; returns why it isn't there any more.
-
-        Raises:
-          OSError: it can't be removed, or would take with it what others have put there.
+        """Removes a published step; returns why it isn't there any more. Raises OSError where it can't be removed, or
+        would take with it what others have put there.
         """
         place, url, keep = self.places.of(history), self.places.checkpoint(history), self.run.keep
         assert keep is not None

@@ -94,10 +94,8 @@ class StepPlaces(Mapping[str, Place]):
         return self._targets
 
     def _known_output(self, target: RunTarget) -> str | None:
-        """The output by which a target's place is known.
-
-        Raises:
-          DamagedRecordError: what the place says of itself is damaged: nothing of this run is published then.
+        """The output by which a target's place is known. Raises DamagedRecordError where what the place says of itself
+        is damaged: nothing of this run is published then.
         """
         place = self._places[target.name]
         known = place.known_as()
@@ -177,11 +175,7 @@ class StepPlaces(Mapping[str, Place]):
             )
 
     def _claim_records(self) -> None:
-        """Makes the records this run's, unless they are another's.
-
-        Raises:
-          StorageError: they are.
-        """
+        """Makes the records this run's, unless they are another's. Raises StorageError where they are."""
         self.check_records()
         self._records.make()
         name = self._naming(self.output.url).name(self._run.checkpoints)

@@ -184,11 +184,7 @@ class StepWorks:
         }
 
     def _before(self, history: History) -> dict[str, Any] | None:
-        """The step before, of those that are published: its number and URL.
-
-        Raises:
-          Failed: it can't be told.
-        """
+        """The step before, of those that are published: its number and URL. Raises Failed where it can't be told."""
         found = [mark for mark in self._places.marks.of(history.first["target"]) if mark.step < history.first["step"]]
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
             other = self._places.find(mark.key)

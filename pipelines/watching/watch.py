@@ -86,10 +86,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _config(args: argparse.Namespace) -> WatchConfig:
-    """What is watched: a file says it, or the options do for one run.
-
-    Raises:
-      Refused: neither, both, or everything that is wrong with it.
+    """What is watched: a file says it, or the options do for one run. Raises Refused: neither, both, or everything that
+    is wrong with it.
     """
     target = {name: value for name in TARGET if (value := getattr(args, name)) is not None}
     given = [f"--{name}" for name in ("run", "like", "output", "every", *TARGET) if getattr(args, name) is not None]

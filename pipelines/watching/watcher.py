@@ -247,11 +247,7 @@ class Watcher:
                 self._notices.tell(history.add(DISCOVERED, why, commit=version.commit, attempt=0))
 
     def _advance(self, feed: Feed, history: History, target: VersionTarget) -> Finding:
-        """Does what the state asks for.
-
-        Raises:
-          DamagedError: a record of another watcher isn't one.
-        """
+        """Does what the state asks for. Raises DamagedError where a record of another watcher isn't one."""
         if self._dry_run:
             return _finding(history)
         if history.state in SETTLED:
@@ -356,10 +352,8 @@ class Watcher:
         return True
 
     def _make(self, feed: Feed, history: History, target: VersionTarget, apart: Workers, attempt: int) -> bool:
-        """Makes and verifies a version; returns whether that is done. If not, why is recorded.
-
-        Raises:
-          Failed: it can't be told how.
+        """Makes and verifies a version; returns whether that is done. If not, why is recorded. Raises Failed where it
+        can't be told how.
         """
         if not history.last.get(BUSY):
             self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))

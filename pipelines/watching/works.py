@@ -125,9 +125,7 @@ def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
 
 def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
-
-    Raises:
-      Refused: it has problems.
+    Raises Refused where it has problems.
     """
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands.export import plan_adapter_with
@@ -152,11 +150,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
 
 
 def _planned(planned: Any) -> dict[str, Any]:
-    """What is worth knowing of a planned export.
-
-    Raises:
-      Refused: it has problems.
-    """
+    """What is worth knowing of a planned export. Raises Refused where it has problems."""
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.running.prepare import refuse
 

@@ -227,6 +227,7 @@ def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     command goes on.
     """
     from weightbeam.formats.targets.release_place import ReleaseFolder
+    from weightbeam.transforms.comparing import array_sums
 
     tensors = random_tensors(LLAMA, F32)
     source = save(tmp_path / "hf", LLAMA, tensors)

@@ -214,10 +214,8 @@ def _without_table(
 
 
 def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTensors) -> tuple[ModelNaming, Layout]:
-    """MaxText's model, and what besides `config.json` the table depends on.
-
-    Raises:
-      ConfigError: the model that was named isn't this one, or `config.json` lacks what tells.
+    """MaxText's model, and what besides `config.json` the table depends on. Raises ConfigError where the model that was
+    named isn't this one, or `config.json` lacks what tells.
     """
     naming = name_model(family, config, options.maxtext_model)
     layout = Layout(
@@ -234,11 +232,7 @@ def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTe
 
 
 def _expand(family: Family, config: Config, layout: Layout, naming: ModelNaming) -> _Table:
-    """The family's table at this model's sizes.
-
-    Raises:
-      ConfigError: `config.json` lacks what the table needs.
-    """
+    """The family's table at this model's sizes. Raises ConfigError where `config.json` lacks what the table needs."""
     parts = expand(family, config, layout)
     drops, note = family.drops(config, layout), family.note(config, layout)
     maxtext, warnings = maxtext_of(family, config, layout, naming)

@@ -78,11 +78,7 @@ def _copy(value: Any) -> Any:
 
 
 def _expected(family: Family, config: Config, layout: Layout) -> dict[str, Shape]:
-    """The shapes of the table's arrays.
-
-    Raises:
-      ConfigError: the config can't be of a model.
-    """
+    """The shapes of the table's arrays. Raises ConfigError where the config can't be of a model."""
     expanded = expand(family, config, layout)
     return {
         key_of(path): parts[0].shape

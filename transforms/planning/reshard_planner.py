@@ -274,10 +274,8 @@ class _Planner:
     ) -> Iterator[tuple[Way, int]]:
         """The ways of an array of which a unit reads whole pieces of the source, best first, and the bytes that the
         smallest unit of each needs: by what is read whole; where that is a shard, by the chunks in it too, and where
-        arrays share a piece, with new shards so small that a unit has room for one of each.
-
-        Raises:
-          UnitBytesError: no shard fits a unit.
+        arrays share a piece, with new shards so small that a unit has room for one of each. Raises UnitBytesError where
+        no shard fits a unit.
         """
         for read in stored.grains:
             grain, layers = _grain(array.parts[0], stored, read)

@@ -91,11 +91,9 @@ def _stay(old: OldTree) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
 def _move(
     old: OldTree, layouts: TreeLayouts, wanted: tuple[bool | None, int | None]
 ) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
-    """The arrays in the layout that is wanted, the new paths of the leaves without one, each with its old path, and
-    the arrays of which no rule says what becomes of them.
-
-    Raises:
-      RestackError: arrays aren't stacked as the layout says.
+    """The arrays in the layout that is wanted, the new paths of the leaves without one, each with its old path, and the
+    arrays of which no rule says what becomes of them. Raises RestackError where arrays aren't stacked as the layout
+    says.
     """
     arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.new_stacks(*wanted)
     random = {path: held for path, held in arrays.items() if RANDOM in path}

@@ -367,10 +367,8 @@ def _cancel(site: Site, before: Sequence[str], result: Any) -> None:
 
 def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:
     """Ends a job and waits for that. First it is made sure that its workers publish nothing: a job service may say that
-    a job is cancelled which the cluster behind it goes on with.
-
-    Raises:
-      KeyboardInterrupt: it can't be ended, or one doesn't want to wait; the note stays, and the message says how.
+    a job is cancelled which the cluster behind it goes on with. Raises KeyboardInterrupt where it can't be ended, or
+    one doesn't want to wait; the note stays, and the message says how.
     """
     told = f"the job goes on; {site.how_to_end}; until then --resume and --overwrite are refused"
     try:
