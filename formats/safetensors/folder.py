@@ -57,6 +57,7 @@ MAX_NAMES, MAX_FILES = 1_000_000, 10_000  # of an index
 CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)  # what is read beside the weights
 
 _FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
+_PART = re.compile(r"-of-0*([1-9][0-9]{0,4})\.safetensors$")  # of how many files one says that it is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,6 +345,9 @@ def _only_file(store: Store, on_disk: Sequence[str], problems: list[Problem]) ->
     if SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
         return [SINGLE]
     if len(on_disk) == 1:
+        if (of := int(found[1]) if (found := _PART.search(on_disk[0])) else 1) > 1:
+            message = f"missing, and there is one file of {of}, {on_disk[0]}; get the others, and the index"
+            problems.append(Problem("index", INDEX, message))
         return [*on_disk]
     if on_disk:
         message = f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"

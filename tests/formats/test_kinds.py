@@ -121,6 +121,22 @@ def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     assert [problem.kind for problem in open_hf(folder).problems] == ["index"]
 
 
+def test_one_file_of_several_is_not_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A download in part, whose index isn't there yet, has fewer tensors than the model, and nothing else tells; the one
+    file of a model that says it is the only one is the model.
+    """
+    folder = make_release(tmp_path / "hf", files=2)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    for command in (["cut", folder, tmp_path / "out", "--layers", "0:1"], ["quantize", folder, tmp_path / "out"]):
+        assert call(*command) == 2
+        assert "one file of 2, model-00001-of-00002.safetensors; get the others" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    only = make_release(tmp_path / "only")
+    (only / "model.safetensors").rename(only / "model-00001-of-00001.safetensors")
+    assert open_hf(only).problems == ()
+
+
 def test_a_single_file_beside_an_index_of_others(tmp_path: Path) -> None:
     """transformers reads `model.safetensors` where there is one; only an index that names it says the same model."""
     folder = make_release(tmp_path / "hf", files=2)

@@ -8,9 +8,10 @@ import pytest
 from facts.tiny import CONFIGS, shapes
 
 from weightbeam.model_mappings.audit import is_disjoint
-from weightbeam.model_mappings.config import Layout
+from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import TensorSpec
+from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.rules import rule, segments, stack
 
 LLAMA = CONFIGS["llama"]
@@ -100,6 +101,13 @@ def test_dtypes_that_are_no_weights(check, make_specs, dtype):
     """Integers are never taken for weights, whatever their size."""
     specs = make_specs(shapes(LLAMA)) | make_specs({DOWN: (10, 14)}, np.dtype(dtype))
     assert [(problem.kind, problem.subject) for problem in check(LLAMA, specs).problems] == [("dtype", DOWN)]
+
+
+def test_tensors_without_elements(check, make_specs):
+    """Orbax refuses to save such an array, whatever table makes it; the identity table makes one of any tensor."""
+    identity = family_of(Config({"model_type": "x"}), None, "identity")
+    found = check({"model_type": "x"}, make_specs({"a": (0,), "b": (3, 0, 4), "c": (2,)}), family=identity).problems
+    assert [(problem.kind, problem.subject) for problem in found] == [("shape", "a"), ("shape", "b")]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
