@@ -366,7 +366,7 @@ def _follow(
     if not (is_together and is_inside and followed and (is_whole or not apart)):
         raise StackingError(
             path,
-            "its layers that are kept don't follow each other in it; keep one range of them, or take them apart first",
+            "its layers that are kept don't follow each other in it; keep one range of them, or have each apart (--scan_layers false)",
         )
     return came, starts
 

@@ -165,7 +165,7 @@ def collect(
             if found and cut:
                 message = f"doesn't fit {cut} of its base; one of the whole release is merged first (weightbeam merge)"
                 found.insert(0, Problem("adapter", adapter.root, f"{message}, and these are taken of what is made"))
-            elif found and adapter.config.base:
+            elif found and adapter.config.base and not _is_of(encodings, adapter.config.base):
                 message = (
                     f"was trained on {adapter.config.base}, by its base_model_name_or_path; is that the base here?"
                 )
@@ -178,6 +178,12 @@ def collect(
         for name in sorted(ties.unsure & changes.keys())
     ]
     return Changes(changes, tuple(problems), tuple(uses))
+
+
+def _is_of(encodings: Mapping[str, Encoding], base: str) -> bool:
+    """Whether a checkpoint is the one that an adapter's configuration names, by where its files lie."""
+    places = (f"{base.rstrip('/')}/", f"hf://{base}@")
+    return any(encoding.weight.path.startswith(places) for encoding in encodings.values())
 
 
 def _problem(adapter: Adapter, name: str, why: str, files: ModuleFiles, lost: frozenset[str]) -> Problem | None:

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import zipfile
 import zlib
@@ -87,6 +88,7 @@ class SmallFiles(Mapping[str, bytes]):
     Attributes:
       sizes: in bytes.
       left: those left out, with the reason: too large, too many, or links that lead elsewhere or nowhere.
+      linked: those that are links out of the folder, and allowed.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class SmallFiles(Mapping[str, bytes]):
         self._versions = dict(versions or {})
         self.sizes: dict[str, int] = {}
         self.left = dict(refused or {})
+        self.linked: Sequence[str] = ()
         self._read = read
         held = 0
         for name in sorted(
@@ -141,6 +144,7 @@ class SmallFiles(Mapping[str, bytes]):
         versions = {name: version for name, version in self._versions.items() if name not in others}
         made = SmallFiles(sizes, functools.partial(_read_first, [others, self]), None, versions)
         made.left |= self.left
+        made.linked = self.linked
         return made
 
     @functools.cached_property
@@ -175,15 +179,18 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
     """
     files: dict[str, File] = {}
     refused: dict[str, str] = {}
+    linked: list[str] = []
     check_together(store, known, listed := _listed(store))
     for file in listed:
         if role_of(file.name):
             files[file.name] = file
             try:
-                if not allow_links:
-                    store.check_file(file.name)
+                store.check_file(file.name)
             except StorageError as e:
-                refused[file.name] = reason(e)
+                if allow_links:
+                    linked.append(file.name)
+                else:
+                    refused[file.name] = reason(e)
 
     if isinstance(store, LocalFolder) and listed:
         broken = (name for name in store.entries() if role_of(name) and name not in files)
@@ -192,6 +199,7 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
     versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
     read = functools.partial(_read_small, store, files)
     made = SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
+    made.linked = linked
     if made.hashes:  # by which each is known from here on
         check_together(store, (files[name] for name in made), _listed(store))
     return made
@@ -405,6 +413,13 @@ def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) ->
       StorageError: one can't be read.
     """
     _say_left(files, source, "kept with the checkpoint")
+    for name in files.linked:
+        path = source.path(name)
+        LOGGER.warning(
+            "%s is a link out of the folder: what it leads to, %s, is kept with the checkpoint",
+            path,
+            os.path.realpath(path),
+        )
     with StoppablePool(source.at_a_time) as pool:
         held = zip(files, pool.map(files.__getitem__, files), strict=True)
         step.write(ARCHIVE, pack({name: name_sources(name, data, naming) for name, data in held}))

@@ -43,6 +43,7 @@ from weightbeam.formats.storage.store import (
     make_requests,
     stretches,
 )
+from weightbeam.formats.text.printable import without_user
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
@@ -114,7 +115,9 @@ def _unreached(error: Exception | None) -> tuple[str, str] | None:
     if not isinstance(error, RequestException) or not isinstance(why, NewConnectionError | ConnectTimeoutError):
         return None
     asked = urlsplit(str(error.request.url)) if error.request is not None else None
-    return f"{asked.scheme}://{asked.netloc}" if asked else "Google's storage", str(why).rpartition(": ")[2]
+    return without_user(f"{asked.scheme}://{asked.netloc}") if asked else "Google's storage", str(why).rpartition(": ")[
+        2
+    ]
 
 
 def _is_repeated(error: Exception) -> bool:
@@ -189,10 +192,21 @@ def _settle() -> str:
 
 def _remedy() -> str:
     """What sends TensorStore where Google's client goes."""
+    return (
+        _parted()
+        or "TensorStore takes a proxy from https_proxy, and the certificates of a company from TENSORSTORE_CA_BUNDLE"
+    )
+
+
+def _parted() -> str:
+    """That the two clients are told different addresses; empty where they aren't."""
     emulator, theirs = os.environ.get(ADDRESS, ""), os.environ.get(ITS_ADDRESS, "")
-    if emulator.rstrip("/") != theirs.rstrip("/"):
-        return f"{ADDRESS} is {emulator or 'not set'}, {ITS_ADDRESS} is {theirs or 'not set'}: set both to one address"
-    return "TensorStore takes a proxy from https_proxy, and the certificates of a company from TENSORSTORE_CA_BUNDLE"
+    if emulator.rstrip("/") == theirs.rstrip("/"):
+        return ""
+    told = [
+        f"{name} is {without_user(said) or 'not set'}" for name, said in ((ADDRESS, emulator), (ITS_ADDRESS, theirs))
+    ]
+    return f"{', '.join(told)}: set both to one address"
 
 
 def _fail(url: str, error: Exception) -> NoReturn:
@@ -201,7 +215,7 @@ def _fail(url: str, error: Exception) -> NoReturn:
     hint = ""
     if unreached := _unreached(error):
         host, why = unreached
-        message, hint = f"{host} can't be reached: {why}", "; is this machine online?"
+        message, hint = f"{host} can't be reached: {why}", f"; {_parted() or 'is this machine online?'}"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     if HELD.search(message):  # whatever the account may do

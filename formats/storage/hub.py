@@ -44,6 +44,7 @@ from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, Trouble, make_requests
 from weightbeam.formats.storage.token import token
+from weightbeam.formats.text.printable import without_user
 
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -344,6 +345,11 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
 
 
+def _told_endpoint() -> str:
+    """The hub's address as people are told it."""
+    return without_user(_endpoint())
+
+
 def api() -> HfApi:
     """The hub's interface, as us."""
     _silence()
@@ -484,7 +490,7 @@ def _host_of(error: BaseException | None) -> str:
         asked = urlsplit(str(error.request.url)) if isinstance(error, httpx2.HTTPError) else None
     except RuntimeError:  # the error knows no request
         asked = None
-    return asked.hostname if asked and asked.hostname and asked[:2] != urlsplit(_endpoint())[:2] else _endpoint()
+    return asked.hostname if asked and asked.hostname and asked[:2] != urlsplit(_endpoint())[:2] else _told_endpoint()
 
 
 _PAGES = threading.local()  # `left`: how many pages a question of this thread to the hub may still ask for
@@ -513,7 +519,7 @@ NO_ANSWER = (
 def no_answer(error: Exception) -> str:
     """What to say of such an answer."""
     about = f"{type(error).__name__}: {str(error)[:200]}"
-    return f"what came of {_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
+    return f"what came of {_told_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
 
 
 def answered(answer: httpx2.Response) -> str:
@@ -583,7 +589,7 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
             if known
             else f"then set HF_TOKEN to a token of that account, or {LOG_IN}"
         )
-        message = f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
+        message = f"is gated: request access and accept its terms on {_told_endpoint()}/{repo}; {todo}"
     elif isinstance(error, RevisionNotFoundError):
         message = NO_REVISION
     elif isinstance(error, RepositoryNotFoundError):
@@ -603,7 +609,9 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
     elif isinstance(error, (ValueError, *NO_ANSWER)):
         message = no_answer(error)
     else:
-        message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
+        message = (
+            f"{_told_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
+        )
         if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
             message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
     is_none = isinstance(error, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(

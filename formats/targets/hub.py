@@ -32,6 +32,7 @@ from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.targets.published import WEIGHTS
+from weightbeam.formats.text.printable import without_user
 
 # what Weightbeam says of another model
 OURS = re.compile(r"(weightbeam|run|changes)\.json|changes\.png|maxtext\.yml")
@@ -339,7 +340,7 @@ def _pulls(hub: HfApi, target: HubAddress, title: str) -> list[Discussion]:
 
 def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
     """A pull request's address, and its page."""
-    return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", pull.url
+    return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", without_user(pull.url)
 
 
 def _page(hub: HfApi, target: HubAddress, commit: str) -> str:
@@ -402,7 +403,7 @@ def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, 
         made = hub.create_commit(
             target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent
         )
-        return f"hf://{target.repo}@{made.oid}", made.commit_url
+        return f"hf://{target.repo}@{made.oid}", without_user(made.commit_url)
 
     try:
         return retried(_waited_for)(hub, target, commit)
@@ -435,7 +436,7 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
         if first and made.pr_num and first.num < made.pr_num:
             hub.change_discussion_status(target.repo, made.pr_num, "closed")
             return _address(target, first)
-        return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
+        return f"hf://{target.repo}@{made.oid}", without_user(made.pr_url or made.commit_url)
 
     def propose() -> tuple[str, str]:
         first = _only_pull(hub, target, title)

@@ -29,6 +29,11 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     return (_BUT_LINES if lines else _UNPRINTABLE).sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
 
 
+def without_user(url: str) -> str:
+    """An address without who asks there, and with which password: `https://me:secret@host/x` -> `https://host/x`."""
+    return re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
+
+
 def listed(names: Sequence[str], most: int = 10, what: str = "") -> str:
     """The first of some names, and how many more there are, of what they are: `a, b, c and 4 more`."""
     more = f" and {len(names) - most:,} more{what and ' '}{what}" if len(names) > most else ""

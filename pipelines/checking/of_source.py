@@ -260,7 +260,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> Sequence[t
         _check_record(release)
     if made_of is None or not isinstance(config, Mapping):
         return ()
-    why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
+    why = f"isn't there, which an export would have, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
     return [*([] if is_recorded else [(RECORD, why)]), *compare_remembered(release, config)]
 
 

@@ -38,14 +38,7 @@ def placement_blocks(conversion: Conversion) -> Iterator[Block]:
         name = arrays[0].key.removeprefix(PARAMETERS) + (" …" if len(arrays) > 1 else "")
         nbytes = sum(array.nbytes for array in arrays)
         kind = "written" if reason else "the source's"
-        rows.add_row(
-            name,
-            kind,
-            shape_text(chunk),
-            str(len(arrays)),
-            percent(nbytes, total),
-            reason or "the same elements in another order",
-        )
+        rows.add_row(name, kind, shape_text(chunk), str(len(arrays)), percent(nbytes, total), reason)
     yield from ("", rows)
     references = list(conversion.references())
     virtual = sum(placement.spec is not None for placement in conversion.placements)

@@ -34,7 +34,7 @@ from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, human, shape_text
+from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, count_arrays, human, shape_text
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.planning.conversion_planner import prepare
@@ -111,9 +111,7 @@ class OrbaxInspection(Inspection):
                 human(sum(map(_nbytes, specs))),
             )
         yield rows
-        held = count(len(self.arrays), "array") + (
-            f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else ""
-        )
+        held = count_arrays([array.spec.key for array in self.arrays])
         kind = f" ({self.kind})" if self.kind else ""
         yield from ("", f"{self.path}{kind}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
         if self.custom:

@@ -37,7 +37,7 @@ from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_text, storage_flags, units_text
 from weightbeam.pipelines.terminal.shell import STDOUT, say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
+from weightbeam.pipelines.terminal.tables import Block, Table, count, count_arrays, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.adapting import MaxTextAdapter
@@ -76,7 +76,7 @@ class Resharded(Shown):
             return [f"{step} will appear when the job is done"]
         planned = self.planned
         lines = [
-            f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {pace(planned.target_bytes, self.written, self.seconds)}"
+            f"{self.path}: {count_arrays([array.key for array in planned.plan.arrays])}, {pace(planned.target_bytes, self.written, self.seconds)}"
         ]
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:
@@ -341,11 +341,14 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
     """
     plan, tree = planned.plan, planned.tree
     layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
-    read = f"{count(len(planned.source.arrays), 'array')}, {human(planned.source_bytes)}"
+    read = f"{count_arrays(planned.source.arrays)}, {human(planned.source_bytes)}"
     largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
     yield "source", f"{planned.source.root}: {tree.kind}, {read}; its largest chunk is {human(largest)}"
     meshes = " and ".join(planned.options.mesh) or "chunks for any mesh where they are cut anew"
-    yield "target", f"{count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, {meshes}"
+    yield (
+        "target",
+        f"{count_arrays([array.key for array in plan.arrays])}, {human(planned.target_bytes)}, {layout}, {meshes}",
+    )
     if tree.version:
         yield "MaxText", f"{tree.version}, its tree and its names of axes"
     ways = {

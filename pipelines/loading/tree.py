@@ -4,6 +4,7 @@ then only that box.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections import defaultdict
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightbeam.formats.storage import ChangedError
+from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
@@ -32,16 +33,25 @@ if TYPE_CHECKING:
 CHECKED = 1 << 20  # bytes of a box; a look at the files takes longer than to read a smaller one
 
 
+@contextlib.contextmanager
+def _opened_once() -> Iterator[None]:
+    """Context manager: what is read of a source fails in words for who has opened it."""
+    try:
+        yield
+    except ChangedError as e:
+        raise Failed(f"{e.what}; open it again") from e
+    except StorageError as e:
+        raise Failed(str(e)) from e
+
+
 def check(source: ArraySource) -> None:
     """Checks that the files of a source are those that were opened.
 
     Raises:
       Failed: one isn't, or is gone.
     """
-    try:
+    with _opened_once():
         source.check()
-    except ChangedError as e:
-        raise Failed(f"{e.what}; open it again") from e
 
 
 class LazyArray:
@@ -87,10 +97,8 @@ class LazyArray:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         box, rest = find_box(index, self.shape)
-        try:
+        with _opened_once():
             (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
-        except ChangedError as e:
-            raise Failed(f"{e.what}; open it again") from e
         if values.nbytes >= CHECKED and "://" not in self._source.url and not isinstance(self._source, Orbax):
             check(self._source)
         return values[rest]

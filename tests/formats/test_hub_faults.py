@@ -237,6 +237,9 @@ def test_an_address_that_is_none_is_asked_once(hub: FakeHub, files: dict[str, by
     with pytest.raises(StorageError, match=r"hub\.example, or the host of its files, can't be reached"):
         open_store(URL)
     assert not waited
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@hub.example")  # a mirror that asks for a password
+    with pytest.raises(StorageError, match=r": http://hub\.example, or the host of its files, can't be reached"):
+        open_store(URL)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,10 @@ def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys
         in (capsys.readouterr().err)
     )
     assert call("convert", *options, "--output", tmp_path / "out", "--allow_links", "true") == 0
-    assert "isn't kept" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "isn't kept" not in said
+    where = tmp_path / "elsewhere" / "c"
+    assert f"config.json is a link out of the folder: what it leads to, {where}, is kept with the checkpoint" in said
     assert "config.json" in zipfile.ZipFile(tmp_path / "out/0/release.zip").namelist()
     assert json.loads((tmp_path / "out/0/conversion.json").read_text())["options"]["allow_links"] is True
     assert call("verify", *options, "--checkpoint", tmp_path / "out") == 0

@@ -296,6 +296,10 @@ def test_an_open_tree_whose_file_is_replaced(tmp_path: Path) -> None:
         embedding[3]
     with pytest.raises(wb.Failed, match="open it again"):
         tree.check()
+    (source / "model.safetensors").unlink()
+    for read in (lambda: embedding[3], tree.check):
+        with pytest.raises(wb.Failed, match=r"model\.safetensors: No such file"):
+            read()
 
 
 def test_the_identity_of_a_source_is_that_of_its_content(tmp_path: Path) -> None:

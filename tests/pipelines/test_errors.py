@@ -571,6 +571,8 @@ def test_what_is_another_model_is_said_first(source: Path, tmp_path: Path, capsy
         first
         == f"  adapter: {adapter}: was trained on me/other, by its base_model_name_or_path; is that the base here?"
     )
+    assert call("merge", source, tmp_path / "out", "--lora", adapter_for(tmp_path / "its own", 7, str(source))) == 2
+    assert "is that the base here?" not in capsys.readouterr().err  # it is
     assert call("merge", source, tmp_path / "out", "--lora", f"{adapter},abc") == 2
     assert f"abc isn't a weight, which is a number, as in {adapter},0.5" in capsys.readouterr().err
     assert call("inspect", adapter) == 2

@@ -215,7 +215,10 @@ def test_experts_of_what_is_cut_already(tmp_path: Path) -> None:
     [
         (["--layers", "0:9"], "the model has layers 0 to 3"),
         (["--layers", "5:9"], "1 problem:\n  cut: --layers: 5:9: the model has layers 0 to 3\n"),
-        (["--layers", "0,3"], "don't follow each other in it; keep one range of them, or take them apart first"),
+        (
+            ["--layers", "0,3"],
+            "don't follow each other in it; keep one range of them, or have each apart (--scan_layers false)",
+        ),
         (["--layers", "1,1"], "1 is named twice"),
         (["--experts", "0:2"], "1 problem:\n  cut: --experts: 0:2: the model has no experts\n"),
     ],

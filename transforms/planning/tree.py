@@ -69,7 +69,9 @@ def make_tree(
     try:
         moved, bare, problems = _move(old, layouts, wanted) if is_moving else _stay(old)
     except RestackError as e:
-        return NewTree(kind=old.kind), [unused_array(fault.path, str(fault)) for fault in e.faults]
+        return NewTree(kind=old.kind), [
+            Problem("cut" if taken else "unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults
+        ]
     repeated: dict[str, str] = {}
     if is_moving and repeats:
         moved, repeated = _repeat(moved, repeats, layouts.has(*wanted), layouts.at(*wanted).scan_axis)

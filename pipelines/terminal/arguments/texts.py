@@ -169,7 +169,7 @@ are cut alike. From the hub only what is kept is read.
   weightbeam cut ~/models/Qwen3-8B tiny --layers 0:4 --vocab_rows 1000
 
 plan, inspect, convert, quantize, dequantize, merge and logits take --layers, --experts and --vocab_rows themselves, and
-reshard --layers.
+reshard --layers and --experts.
 `weightbeam help cutting` says what is kept, and what is refused.
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
