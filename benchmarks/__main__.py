@@ -10,7 +10,6 @@ Run them on a machine that has nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -34,22 +33,13 @@ SECTIONS = {
 }  # and their modules
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints the table and draws the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk"
-    )
+    parser = figures.make_parser(__doc__, layers=None, rounds=None)
+    parser.set_defaults(json=Path(__file__).with_name("results.json"))
     parser.add_argument("--rounds", type=int, help="of each measurement; each benchmark has a default")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some of the benchmarks")
     parser.add_argument("--show", action="store_true", help="measure nothing")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        default=Path(__file__).with_name("results.json"),
-        help="where the results are kept",
-    )
     parser.add_argument("--picture", type=Path, metavar="FILE", default=Path("docs/reference/bench.png"))
     args = parser.parse_args()
     for section in () if args.show else args.only:
@@ -63,8 +53,7 @@ def main() -> int:
     from benchmarks.picture import draw  # only now: the table doesn't need matplotlib
 
     draw(results, args.picture)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

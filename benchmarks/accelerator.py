@@ -19,8 +19,6 @@ import concurrent.futures
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from benchmarks.bench import make_source, tell, warm
-from benchmarks.figures import Figure, make_parser, report
+from benchmarks.figures import Figure, make_parser, measure_each, report
+from benchmarks.measure import ask, tell, warm
 from benchmarks.mesh_load import AXIS, BY_HAND, OURS, _load, _load_by_hand
+from benchmarks.models import make_source
 
 if TYPE_CHECKING:
     import jax
@@ -57,9 +56,8 @@ def load_once(way: str, source: str) -> dict[str, Any]:
     if way == RAW:
         arrays: Any = _put_files(Path(source), device)
     else:
-        arrays = (_load_by_hand if way == BY_HAND else _load)(
-            source, mesh, {"dequantize": "device"} if way == BY_DEVICE else {}
-        )
+        options = {"dequantize": "device"} if way == BY_DEVICE else {}
+        arrays = (_load_by_hand if way == BY_HAND else _load)(source, mesh, options)
     jax.block_until_ready(arrays)
     seconds = time.monotonic() - start
     leaves = jax.tree.leaves(arrays)
@@ -94,13 +92,7 @@ def _put_files(folder: Path, device: jax.Device) -> list[jax.Array]:
 def load(way: str, source: Path) -> dict[str, Any]:
     """A load in a process of its own: what it tells."""
     warm(sorted(source.glob("*.safetensors")))
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.accelerator", "--way", way, "--source", source],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(told.stdout.splitlines()[-1])
+    return ask("benchmarks.accelerator", "--way", way, "--source", source)
 
 
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
@@ -111,11 +103,8 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     for number in range(1, rounds + 1):
         for way, told in loads.items():
             told.append(load(way, source))
-        tell(
-            kind,
-            f"round {number} of {rounds}: "
-            + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()),
-        )
+        last = ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items())
+        tell(kind, f"round {number} of {rounds}: {last}")
     alone = load(HOST, source)
     equal = all(told["digest"] == alone["digest"] for way in (OURS, BY_DEVICE) for told in loads.get(way, ()))
     seconds = {way: statistics.median(told["seconds"] for told in every) for way, every in loads.items()}
@@ -123,16 +112,11 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     figures = [Figure(f"load onto {device}, {way}", kind, seconds[way], "s") for way in loads]
     figures.append(Figure(f"load onto {device}, times raw", kind, seconds[OURS] / seconds[RAW], "×"))
     figures.append(Figure(f"load onto {device}, equal to the host's bits", kind, int(equal), limit=1, at_least=True))
-    return figures, {
-        "layers": layers,
-        "tensor_bytes": stored,
-        "array_bytes": loads[OURS][0]["array_bytes"],
-        "loads": loads,
-        "host": alone,
-    }
+    sizes = {"layers": layers, "tensor_bytes": stored, "array_bytes": loads[OURS][0]["array_bytes"]}
+    return figures, {**sizes, "loads": loads, "host": alone}
 
 
-def main() -> int:
+def main() -> None:
     """Measures the models and prints the table."""
     parser = make_parser(__doc__, layers=16, rounds=3)
     parser.add_argument("--way", help=argparse.SUPPRESS)  # one load, in this process
@@ -140,15 +124,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.way:
         print(json.dumps(load_once(args.way, args.source)))
-        return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
-    figures, details = [], {"rounds": args.rounds}
-    for kind in KINDS:
-        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
-        figures += more
-    report("accelerator", figures, details, args.json)
-    return 0
+        return
+    figures, details = measure_each(KINDS, lambda kind: measure(kind, args.folder, args.layers, args.rounds))
+    report("accelerator", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,18 +1,75 @@
-"""What the benchmarks of exports and of reshards share: a command and a raw copy of its checkpoint's files take turns."""
+"""Copies to compare with: what the benchmarks of conversions, exports and reshards share."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MAX_PEAK_BYTES, raw_copy, tell, warm
-from benchmarks.figures import Figure
-from benchmarks.measure import WEIGHTBEAM, Run, run
+from benchmarks.figures import Figure, of_runs
+from benchmarks.measure import BLOCK, WEIGHTBEAM, run_fresh, tell, warm
 
 START_SECONDS, TIMES_RAW = 2.0, 1.25  # the limit: START_SECONDS + this × the raw copy
+
+
+def raw_copy(
+    files: Sequence[Path], folder: Path, target_bytes: int, threads: int = 1, piece: int | None = None
+) -> float:
+    """Reads files from the page cache and writes `target_bytes` to new ones, block by block, with an fsync for each;
+    returns the seconds it took. What it wrote is deleted, not on the clock.
+
+    Each block that was read is followed by its share of `target_bytes`: itself if there are as many bytes to write as
+    to read.
+
+    Args:
+      files, folder: what is read, and where it is written.
+      target_bytes: to write.
+      threads: how many do so.
+      piece: bytes that are read for one new file; None for a whole file.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    warm(files)
+    folder.mkdir(parents=True)
+    sizes = {path: path.stat().st_size for path in files}
+    share = target_bytes / sum(sizes.values())
+    pieces = iter(
+        [
+            (path, at, min(piece or size, size - at))
+            for path, size in sizes.items()
+            for at in range(0, size, piece or size)
+        ]
+    )
+
+    def copy(thread: int) -> None:
+        buffer = memoryview(bytearray(BLOCK))
+        for number, (path, at, nbytes) in enumerate(pieces):  # all threads take from the same
+            with (
+                open(path, "rb", buffering=0) as source,
+                open(folder / f"{thread}-{number}", "wb", buffering=0) as target,
+            ):
+                source.seek(at)
+                read = written = 0
+                while read < nbytes and (n := source.readinto(buffer[: nbytes - read])):
+                    read += n
+                    while (due := round(read * share) - written) > 0:
+                        written += target.write(buffer[: min(n, due)])
+                os.fsync(target.fileno())
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(copy, range(threads)))
+    seconds = time.monotonic() - start
+    shutil.rmtree(folder)
+    return seconds
+
+
+parallel_copy = partial(raw_copy, threads=4, piece=64 << 20)
 
 
 def take_turns(
@@ -37,30 +94,19 @@ def take_turns(
       rounds: how often each is run.
       limit: whether the seconds have a limit.
     """
-    copy = output.with_name("copied")
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
     nbytes = sum(path.stat().st_size for path in files)
 
-    def once(watch: bool = False) -> Run:
-        warm(files)
-        shutil.rmtree(output, ignore_errors=True)
-        return run(WEIGHTBEAM, command, *arguments, watch=watch)
-
+    run_once = partial(run_fresh, output, WEIGHTBEAM, command, *arguments, files=files, keep=True)
     raw, taken = [], []
     for number in range(1, rounds + 1):
-        warm(files)
-        shutil.rmtree(copy, ignore_errors=True)
-        raw.append(raw_copy(files, copy, nbytes))
-        shutil.rmtree(copy)
-        taken.append(once())
+        raw.append(raw_copy(files, output.with_name("copied"), nbytes))
+        taken.append(run_once())
         tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, {command} {taken[-1].seconds:.2f} s")
-    watched = once(watch=True)
     copied = statistics.median(raw)
     most = (START_SECONDS + TIMES_RAW * copied, f"{START_SECONDS:.0f} s + {TIMES_RAW} × raw copy") if limit else ()
     figures = [
         Figure(f"{command}, raw copy", kind, copied, "s"),
-        Figure(command, kind, statistics.median(one.seconds for one in taken), "s", *most),
-        Figure(f"{command}, CPU", kind, statistics.median(one.cpu_seconds for one in taken), "s"),
-        Figure(f"{command}, peak memory", kind, watched.peak_bytes, "bytes", MAX_PEAK_BYTES),
+        *of_runs(command, kind, taken, run_once(watch=True), *most),
     ]
     return figures, {"bytes": nbytes, "raw_copy_seconds": raw, f"{command}_seconds": [one.seconds for one in taken]}

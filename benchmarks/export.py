@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MESH, make_source
 from benchmarks.copies import take_turns
-from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM
+from benchmarks.figures import Figure, make_parser, measure_each, report
+from benchmarks.measure import WEIGHTBEAM, run_fresh
+from benchmarks.models import MESH, make_source
 
 MODELS = {"llama": "llama2-7b", "moe": "qwen3-30b-a3b"}  # and the MaxText model that the checkpoint is for
 
@@ -27,36 +26,23 @@ MODELS = {"llama": "llama2-7b", "moe": "qwen3-30b-a3b"}  # and the MaxText model
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single round."""
     source, checkpoint, output = make_source(kind, folder, layers), folder / "checkpoint", folder / "exported"
-    for old in (checkpoint, output):
-        shutil.rmtree(old, ignore_errors=True)
     model = ("--maxtext_model", MODELS[kind])
-    subprocess.run(
-        [WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", checkpoint, *model],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    items = checkpoint / "0" / "items"
-    figures, details = take_turns(
-        kind, items, "export", ("--source", checkpoint, "--output", output, *model), output, rounds
-    )
+    options = ("--source", source, "--mesh", MESH, "--output", checkpoint, *model)
+    run_fresh(checkpoint, WEIGHTBEAM, "convert", *options, keep=True)
+    options = ("--source", checkpoint, "--output", output, *model)
+    figures, details = take_turns(kind, checkpoint / "0" / "items", "export", options, output, rounds)
     compared = subprocess.run([WEIGHTBEAM, "diff", source, output], capture_output=True, text=True, check=False)
     for old in (checkpoint, output):
         shutil.rmtree(old)
     return figures, details | {"diff": [line.strip() for line in compared.stdout.splitlines()[-4:]]}
 
 
-def main() -> int:
+def main() -> None:
     """Measures both models and prints the table."""
-    parser = make_parser(__doc__)
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    figures, details = [], {}
-    for kind in MODELS:
-        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
-        figures += more
-    report("export", figures, details, args.json)
-    return 0
+    args = make_parser(__doc__).parse_args()
+    figures, details = measure_each(MODELS, lambda kind: measure(kind, args.folder, args.layers, args.rounds))
+    report("export", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

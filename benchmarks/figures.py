@@ -10,15 +10,17 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import Run, machine
 
+MAX_PEAK_BYTES = 3 << 29  # 1.5 GiB, of a command that moves a checkpoint
 UNITS = {
     "s": (1, "{:,.2f} s"),
     "bytes": (1 << 30, "{:.2f} GiB"),
@@ -26,6 +28,8 @@ UNITS = {
     "GB/s": (1, "{:.2f} GB/s"),
     "×": (1, "{:.2f} ×"),
 }
+
+Kind = TypeVar("Kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +92,48 @@ def text(value: float, unit: str) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
 
 
-def make_parser(doc: str | None, layers: int = 8, rounds: int = 5) -> argparse.ArgumentParser:
-    """The options that benchmarks share, with their defaults; `--layers` of each model."""
+def of_runs(
+    what: str, model: str, runs: Sequence[Run], watched: Run, *limit: Any, most_bytes: int | None = MAX_PEAK_BYTES
+) -> list[Figure]:
+    """Seconds, processor and memory of a command: the medians of its runs, and the peak of one that was watched.
+
+    Args:
+      what, model: which command, and on what.
+      runs, watched: of it.
+      limit: of the seconds, and how it comes about.
+      most_bytes: the limit of the memory.
+    """
+    return [
+        Figure(what, model, statistics.median(one.seconds for one in runs), "s", *limit),
+        Figure(f"{what}, CPU", model, statistics.median(one.cpu_seconds for one in runs), "s"),
+        Figure(f"{what}, peak memory", model, watched.peak_bytes, "bytes", most_bytes),
+    ]
+
+
+def make_parser(
+    doc: str | None, folder: str | None = "out/bench", layers: int | None = 8, rounds: int | None = 5
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share, with their defaults; without those whose default is None."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk"
-    )
-    parser.add_argument("--layers", type=int, default=layers, help="of each model; 8 make about 2 GB")
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    if folder:
+        parser.add_argument("--folder", type=Path, default=folder, help="where checkpoints and copies go; on one disk")
+    if layers:
+        parser.add_argument("--layers", type=int, default=layers, help="of each model; 8 make about 2 GB")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help="of each measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures, and every round, into this file")
     return parser
+
+
+def measure_each(
+    kinds: Iterable[Kind], measure: Callable[[Kind], tuple[Sequence[Figure], Any]]
+) -> tuple[list[Figure], dict[Kind, Any]]:
+    """All that `measure` finds: the figures, and the details by kind."""
+    figures, details = list[Figure](), dict[Kind, Any]()
+    for kind in kinds:
+        more, details[kind] = measure(kind)
+        figures += more
+    return figures, details
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -111,13 +147,20 @@ def figures_of(section: Mapping[str, Any]) -> list[Figure]:
     return [Figure(**{name: value for name, value in figure.items() if name in names}) for figure in section["figures"]]
 
 
-def report(section: str, figures: Sequence[Figure], details: Mapping[str, Any], file: Path | None) -> None:
-    """Prints the figures of a section, and puts them and the `details` into a file of results if there is one."""
-    held = {section: {"machine": machine(), "figures": [figure.as_json() for figure in figures], "details": details}}
-    show(held)
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(read(file) | held, indent=1))
+def report(section: str, figures: Sequence[Figure], details: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Prints the figures of a section, and puts them into a file of results if there is one.
+
+    Args:
+      section, figures: to show and to keep.
+      details: every single round, to keep beside them.
+      args: options of `make_parser`: the file, and what else is kept.
+    """
+    how = {name: value for name, value in vars(args).items() if name in ("layers", "rounds")}
+    held = {"machine": machine(), "figures": [figure.as_json() for figure in figures], "details": {**how, **details}}
+    show({section: held})
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(read(args.json) | {section: held}, indent=1))
 
 
 def show(results: Mapping[str, Any]) -> None:

@@ -4,24 +4,22 @@ of `logits` on a 2 GB model.
     nice python -m benchmarks.first_layers MAXTEXT_PYTHON --folder out/first_layers
 
 DeepSeek-V3's 163 files are sparse (`benchmarks/full_size.py`), but for what the cut keeps: the first four layers, 16 of
-256 experts, 8,192 rows of the vocabulary are random values. Takes some 25 GB of disk. Memory is the greatest of the
+256 experts, 8,192 rows of the vocabulary are random values. Takes some 25 GB of disk, in a folder that mustn't exist. Memory is the greatest of the
 process tree, MaxText's process among them; bounds are 8 GB, and two layers and 1 GiB.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from benchmarks import models
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from benchmarks.full_size import DEEPSEEK_V3, MODELS, write
 from benchmarks.measure import WEIGHTBEAM, run
 from weightbeam.formats.safetensors import Tensor, open_hf
@@ -82,14 +80,10 @@ def measure_first_layers(folder: Path, python: str) -> tuple[list[Figure], dict[
     shutil.rmtree(folder / "ckpt")
     maxtext = run(WEIGHTBEAM, "logits", cut, *TOKENS, "--maxtext", python, "--json", found, watch=True)
     runs = {"cut": cutting, "convert": converting, "logits, its checkpoint": beside, "logits --maxtext": maxtext}
-    figures = [
-        figure
-        for what, one in runs.items()
-        for figure in (
-            Figure(what, MODEL, one.seconds, "s"),
-            Figure(f"{what}, peak memory", MODEL, one.peak_bytes, "bytes", MAX_BYTES),
-        )
-    ]
+    figures: list[Figure] = []
+    for what, one in runs.items():
+        figures.append(Figure(what, MODEL, one.seconds, "s"))
+        figures.append(Figure(f"{what}, peak memory", MODEL, one.peak_bytes, "bytes", MAX_BYTES))
     apart = json.loads(found.read_text())["beside"]
     return [*figures, Figure("logits from MaxText's, relative", MODEL, apart["logits"]["relative"])], {"maxtext": apart}
 
@@ -97,31 +91,27 @@ def measure_first_layers(folder: Path, python: str) -> tuple[list[Figure], dict[
 def measure_memory(folder: Path) -> list[Figure]:
     """The memory of `logits` on a Llama of 2 GB."""
     models.write("llama", folder / "llama", layers=8)
-    sizes, shapes = models.MODELS["llama"][1:]
+    config, shapes = models.MODELS["llama"]
+    sizes = models.sizes_of(config)
     layer = sum(math.prod(sizes[axis] for axis in axes) for name, axes in shapes.items() if "{layer}" in name)
     figures = []
     for dtype, width in (("float32", 4), ("bfloat16", 2)):
         one = run(WEIGHTBEAM, "logits", folder / "llama", *TOKENS, "--dtype", dtype, watch=True)
-        limit = 2 * layer * width + MORE_BYTES
-        figures.append(
-            Figure(f"logits in {dtype}, peak memory", "2 GB Llama", one.peak_bytes, "bytes", limit, "2 layers + 1 GiB")
-        )
+        limit = 2 * layer * width + MORE_BYTES, "2 layers + 1 GiB"
+        figures.append(Figure(f"logits in {dtype}, peak memory", "2 GB Llama", one.peak_bytes, "bytes", *limit))
     return figures
 
 
-def main() -> int:
+def main() -> None:
     """Measures both and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "out/first_layers", layers=None, rounds=None)
     parser.add_argument("maxtext", metavar="MAXTEXT_PYTHON", help="the interpreter of an environment with MaxText")
-    parser.add_argument("--folder", type=Path, default=Path("out/first_layers"), help="25 GB of disk; must not exist")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     figures = measure_memory(args.folder)
     more, details = measure_first_layers(args.folder, args.maxtext)
-    report("first_layers", figures + more, details, args.json)
-    return 0
+    report("first_layers", figures + more, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

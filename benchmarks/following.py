@@ -14,6 +14,7 @@ default.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import statistics
@@ -27,9 +28,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks.bench import MESH, make_source, tell
 from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, run
+from benchmarks.measure import WEIGHTBEAM, run, run_fresh, tell
+from benchmarks.models import MESH, make_source
 
 MODEL = "llama2-7b"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -46,16 +47,6 @@ from weightbeam.transforms.comparing.baselines import compared_with
 source, like, output, model, *others = sys.argv[1:]
 with compared_with(others):
     weightbeam.export(source, output, like=like, maxtext_model=model, progress=False)
-"""
-
-CONFIG = """\
-output: {folder}/records
-verify: {verify}
-runs:
-  - checkpoints: {checkpoints}
-    name: run
-    like: {like}
-    targets: [{{name: hf, maxtext_model: {model}, output: {output}}}]
 """
 
 
@@ -133,17 +124,9 @@ def measure(source: Path, folder: Path, rounds: int) -> tuple[list[Figure], dict
         place = folder / f"verify-{verify}"
         checkpoints, output, config, log = (place / name for name in ("run", "output", "watch.yaml", "watch.log"))
         checkpoints.mkdir(parents=True)
-        config.write_text(
-            CONFIG.format(
-                folder=place,
-                interval=INTERVAL,
-                verify=verify,
-                checkpoints=checkpoints,
-                like=like,
-                model=MODEL,
-                output=output,
-            )
-        )
+        target = dict(name="hf", maxtext_model=MODEL, output=str(output))
+        followed = dict(name="run", checkpoints=str(checkpoints), like=str(like), targets=[target])
+        config.write_text(json.dumps(dict(output=str(place / "records"), verify=verify, runs=[followed])))
         with watching(config, log) as process:
             for number in range(rounds + 1):  # the first has a look at the run, and starts what does the work
                 commit(made[number % 2] / "0", checkpoints, number)
@@ -155,46 +138,36 @@ def measure(source: Path, folder: Path, rounds: int) -> tuple[list[Figure], dict
                     seconds[f"verify: {verify}"].append(taken)
                     step, before = made[number % 2], output / f"step-{number - 1}"
                     command = (WEIGHTBEAM, "export", "--source", step, "--like", like, "--output", exported)
-                    seconds["export"].append(run(*command, "--maxtext_model", MODEL).seconds)
-                    shutil.rmtree(exported)
+                    seconds["export"].append(run_fresh(exported, *command, "--maxtext_model", MODEL).seconds)
                     script = (sys.executable, "-c", COMPARING, step, like, exported, MODEL, before, like)
-                    seconds["comparing"].append(run(*script).seconds)
-                    shutil.rmtree(exported)
+                    seconds["comparing"].append(run_fresh(exported, *script).seconds)
                     told = ", ".join(f"{name} {each[-1]:.1f} s" for name, each in seconds.items() if each)
                     tell("following", f"round {number} of {rounds}: {told}")
         shutil.rmtree(place)
     for step in (like, *made):
         shutil.rmtree(step)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    limit = medians["export"] + INTERVAL
     figures = [
         Figure("an export", "llama", medians["export"], "s"),
         Figure("an export that compares with both others", "llama", medians["comparing"], "s"),
-        Figure(
-            "from commit to publication",
-            "llama",
-            medians["verify: 0"],
-            "s",
-            medians["export"] + INTERVAL,
-            because="an export + a look",
-        ),
+        Figure("from commit to publication", "llama", medians["verify: 0"], "s", limit, "an export + a look"),
         Figure("the same, every element compared", "llama", medians["verify: 1"], "s"),
     ]
     return figures, {"seconds": seconds}
 
 
-def main() -> int:
+def main() -> None:
     """Measures, and prints the table."""
-    parser = make_parser(__doc__, rounds=3)
-    args = parser.parse_args()
+    args = make_parser(__doc__, rounds=3).parse_args()
     source = make_source("llama", args.folder, args.layers)
     folder = args.folder / "following"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     figures, details = measure(source, folder, args.rounds)
     shutil.rmtree(folder)
-    report("following", figures, details, args.json)
-    return 0
+    report("following", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

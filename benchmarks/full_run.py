@@ -34,10 +34,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks.bench import MAX_PEAK_BYTES, tell
-from benchmarks.figures import Figure, report
+from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, report
 from benchmarks.full_size import DEEPSEEK_V3, MESH, MODELS, write
-from benchmarks.measure import run
+from benchmarks.measure import WEIGHTBEAM, memory_bytes, run, tell
 from benchmarks.stock import BLOCK, tensors_in
 from weightbeam.formats.orbax import find_items, open_arrays, zarr
 from weightbeam.formats.safetensors import open_hf
@@ -89,7 +88,7 @@ class Notes:
         """`ocdbt.merge`, with notes."""
 
         def noted(*arguments: Any) -> None:
-            before = peak_bytes()
+            before = memory_bytes("VmHWM")
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             start, cpu = time.perf_counter(), time.process_time()
             merge(*arguments)
@@ -98,21 +97,12 @@ class Notes:
                 {
                     "seconds": seconds,
                     "cpu_seconds": cpu_seconds,
-                    "peak_bytes": peak_bytes(),
+                    "peak_bytes": memory_bytes("VmHWM"),
                     "peak_bytes_before": before,
                 }
             )
 
         return noted
-
-
-def peak_bytes() -> int:
-    """This process's greatest memory so far (VmHWM)."""
-    return next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
 
 
 def convert(command: list[str], notes_file: Path) -> int:
@@ -194,11 +184,8 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     config, files = DEEPSEEK_V3 | {"num_hidden_layers": layers}, MODELS[MODEL][1]
     full = layers == DEEPSEEK_V3["num_hidden_layers"]
     model = MODEL if full else f"{MODEL}, {layers} layers"
-    source, output, notes_file = (
-        folder / f"{MODEL}-noisy-{layers}",
-        folder / f"{MODEL}-converted",
-        folder / "notes.json",
-    )
+    source, output = folder / f"{MODEL}-noisy-{layers}", folder / f"{MODEL}-converted"
+    notes_file = folder / "notes.json"
     for old in (source, output):
         shutil.rmtree(old, ignore_errors=True)
     tell(model, "writing the checkpoint")
@@ -217,18 +204,9 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     tell(model, "comparing")
     items = find_items(output)
     compared = check(items, source, config)
-    run(
-        sys.executable,
-        "-m",
-        "weightbeam.pipelines.cli",
-        "verify",
-        "--source",
-        source,
-        "--checkpoint",
-        output,
-        "--sample",
-        SAMPLE,
-    )
+    run(WEIGHTBEAM, "verify", "--source", source, "--checkpoint", output, "--sample", SAMPLE)
+    keys = sum(1 for grid in conversion.grids for _ in zarr.keys(grid.spec, conversion.format))
+    others = "CPU of everything else (TensorStore's threads: zstd; Beam; merge)"
     figures = [
         Figure("convert, wall", model, took.seconds, "s"),
         Figure("convert, CPU", model, took.cpu_seconds, "s"),
@@ -238,22 +216,13 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
         Figure("one unit, median", model, statistics.median(units), "s"),
         Figure("one unit, 90 % take at most", model, statistics.quantiles(units, n=10)[-1], "s"),
         Figure("one unit, longest", model, max(units), "s"),
-        Figure(
-            "merge, keys", model, sum(1 for grid in conversion.grids for _ in zarr.keys(grid.spec, conversion.format))
-        ),
+        Figure("merge, keys", model, keys),
         Figure("merge, wall", model, merge["seconds"], "s"),
         Figure("merge, peak memory", model, merge["peak_bytes"], "bytes"),
         Figure("elements compared", model, compared),
     ]
     figures += [Figure(f"CPU of {stage}", model, seconds, "s") for stage, seconds in cpu.items()]
-    figures.append(
-        Figure(
-            "CPU of everything else (TensorStore's threads: zstd; Beam; merge)",
-            model,
-            took.cpu_seconds - sum(cpu.values()),
-            "s",
-        )
-    )
+    figures.append(Figure(others, model, took.cpu_seconds - sum(cpu.values()), "s"))
     details = {
         "source_bytes": conversion.source_bytes,
         "target_bytes": conversion.target_bytes,
@@ -276,26 +245,19 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def main() -> int:
+def main() -> None:
     """Measures the conversion and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where source and output go; 20 GB")
-    parser.add_argument(
-        "--layers", type=int, default=DEEPSEEK_V3["num_hidden_layers"], help="fewer for a trial; at least 4"
-    )
+    parser = make_parser(__doc__, "out/full_size", DEEPSEEK_V3["num_hidden_layers"], rounds=None)
     parser.add_argument("--keep", action="store_true", help="leave source and output there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file, under `full run`")
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # the process of the conversion
     args, rest = parser.parse_known_args()
     if args.notes:
-        return convert(rest, args.notes)
+        sys.exit(convert(rest, args.notes))
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
-    args.folder.mkdir(parents=True, exist_ok=True)
     figures, details = measure(args.folder, args.layers, args.keep)
-    report("full run", figures, details, args.json)
-    return 0
+    report("full run", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

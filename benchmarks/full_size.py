@@ -3,7 +3,7 @@
     python -m benchmarks.full_size --folder out/full_size --rounds 3
 
 The shards are sparse: headers with the true names, dtypes and shapes, files of the true sizes, no data, so that they
-take a few MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.)
+take a few MB of disk. (DeepSeek-V3's come to 688,586,727,865 bytes; the hub's to 688,586,727,753.)
 `benchmarks/full_run.py` converts them.
 
 Measured is `weightbeam plan` as a subprocess, start-up and imports inside: the median of the rounds' seconds, and in
@@ -13,20 +13,18 @@ for tensors and cells.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from facts.tiny import shapes  # pyright: ignore[reportMissingImports] — of the tests
 
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, measure_each, of_runs, report
 from benchmarks.measure import WEIGHTBEAM, run
 from benchmarks.stock import BLOCK
 from weightbeam.model_mappings.config import Config, Layout
@@ -52,81 +50,30 @@ KIMI_K2 = DEEPSEEK_V3 | dict(
 )  # fmt: skip
 MODELS = {"DeepSeek-V3": (DEEPSEEK_V3, 163), "Kimi-K2-like": (KIMI_K2, 61)}  # config.json, and how many files
 
-TensorEntry = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
+def tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Every tensor of a checkpoint: its name, dtype and shape.
 
-def tensors(c: dict) -> Iterator[TensorEntry]:
-    """Every tensor of a checkpoint, layer by layer; the layer behind the last is the multi-token-prediction module.
-
-    Linear layers are FP8 with a scale for each block; embeddings, norms, gates and the module's projection aren't
-    quantised (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md).
+    Linear layers of a quantised one are FP8 with a scale for each block, of which the last along an axis may be partial;
+    embeddings, norms, gates and the projection of the multi-token-prediction module aren't quantised
+    (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md).
     """
-    embed, vocab, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
-    yield "model.embed_tokens.weight", "BF16", (vocab, embed)
-    for layer in range(layers + c["num_nextn_predict_layers"]):
-        prefix = f"model.layers.{layer}."
-        if layer >= layers:
-            yield f"{prefix}embed_tokens.weight", "BF16", (vocab, embed)
-            yield f"{prefix}enorm.weight", "BF16", (embed,)
-            yield f"{prefix}hnorm.weight", "BF16", (embed,)
-            yield f"{prefix}eh_proj.weight", "BF16", (embed, 2 * embed)
-            yield f"{prefix}shared_head.norm.weight", "BF16", (embed,)
-            yield f"{prefix}shared_head.head.weight", "BF16", (vocab, embed)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{norm}.weight", "BF16", (embed,)
-        yield from attention(c, f"{prefix}self_attn.")
-        if layer < c["first_k_dense_replace"]:
-            yield from mlp(f"{prefix}mlp.", embed, c["intermediate_size"])
-            continue
-        yield f"{prefix}mlp.gate.weight", "BF16", (c["n_routed_experts"], embed)
-        yield f"{prefix}mlp.gate.e_score_correction_bias", "F32", (c["n_routed_experts"],)
-        for expert in range(c["n_routed_experts"]):
-            yield from mlp(f"{prefix}mlp.experts.{expert}.", embed, c["moe_intermediate_size"])
-        yield from mlp(f"{prefix}mlp.shared_experts.", embed, c["moe_intermediate_size"] * c["n_shared_experts"])
-    yield "model.norm.weight", "BF16", (embed,)
-    yield "lm_head.weight", "BF16", (vocab, embed)
+    for name, shape in shapes(config).items():
+        is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(".eh_proj.weight")
+        if is_linear and "quantization_config" in config:
+            yield name, "F8_E4M3", shape
+            yield f"{name}_scale_inv", "F32", tuple(-(-size // BLOCK) for size in shape)
+        else:
+            yield name, "F32" if name.endswith(".e_score_correction_bias") else "BF16", shape
 
 
-def attention(c: dict, prefix: str) -> Iterator[TensorEntry]:
-    """Latent attention of one layer."""
-    embed, heads, q_lora, kv_lora = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
-    nope, rope, v_dim = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    yield from linear(f"{prefix}q_a_proj", q_lora, embed)
-    yield f"{prefix}q_a_layernorm.weight", "BF16", (q_lora,)
-    yield from linear(f"{prefix}q_b_proj", heads * (nope + rope), q_lora)
-    yield from linear(f"{prefix}kv_a_proj_with_mqa", kv_lora + rope, embed)
-    yield f"{prefix}kv_a_layernorm.weight", "BF16", (kv_lora,)
-    yield from linear(f"{prefix}kv_b_proj", heads * (nope + v_dim), kv_lora)
-    yield from linear(f"{prefix}o_proj", embed, heads * v_dim)
-
-
-def mlp(prefix: str, embed: int, width: int) -> Iterator[TensorEntry]:
-    """Gate, up and down projections."""
-    yield from linear(f"{prefix}gate_proj", width, embed)
-    yield from linear(f"{prefix}up_proj", width, embed)
-    yield from linear(f"{prefix}down_proj", embed, width)
-
-
-def linear(name: str, rows: int, columns: int) -> Iterator[TensorEntry]:
-    """A quantised weight and its scales; the last block of an axis may be partial."""
-    yield f"{name}.weight", "F8_E4M3", (rows, columns)
-    yield f"{name}.weight_scale_inv", "F32", (-(-rows // BLOCK), -(-columns // BLOCK))
-
-
-def write(
-    config: dict,
-    files: int,
-    folder: Path,
-    tensors: Callable[[dict], Iterator[TensorEntry]] = tensors,
-    noisy: bool = False,
-) -> int:
+def write(config: dict, files: int, folder: Path, noisy: bool = False) -> int:
     """Writes a checkpoint of sparse shards of about equal size, whatever tensors that parts.
 
     Args:
       config: of the model.
       files: how many shards.
       folder: doesn't exist yet.
-      tensors: of a config.
       noisy: the head of each tensor, a `NOISE_SHARE`th, isn't zero but noise, another for each; float32 ones are noise
         throughout.
 
@@ -191,8 +138,7 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
     """The figures of one model, and every single round."""
     config, files = MODELS[model]
     source, plan_file = folder / model, folder / f"{model}.plan.json"
-    if source.exists():
-        shutil.rmtree(source)  # written anew each time: that takes a second
+    shutil.rmtree(source, ignore_errors=True)  # written anew each time: that takes a second
     total = write(config, files, source)
     command = (WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--json", plan_file)
     timed = [run(*command) for _ in range(rounds)]
@@ -200,9 +146,7 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
     load = run(*command, "--load", "--hosts", LOAD_HOSTS, watch=True)
     plan = json.loads(plan_file.read_bytes())
     figures = [
-        Figure("plan", model, statistics.median(one.seconds for one in timed), "s", MAX_SECONDS),
-        Figure("plan, CPU", model, statistics.median(one.cpu_seconds for one in timed), "s"),
-        Figure("plan, peak memory", model, watched.peak_bytes, "bytes", MAX_BYTES),
+        *of_runs("plan", model, timed, watched, MAX_SECONDS, most_bytes=MAX_BYTES),
         Figure("plan --load", model, load.seconds, "s", MAX_SECONDS),
         Figure("plan --load, peak memory", model, load.peak_bytes, "bytes", MAX_BYTES),
         Figure("tensors", model, sum(1 for _ in tensors(config))),
@@ -224,22 +168,12 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
     return figures, details
 
 
-def main() -> int:
+def main() -> None:
     """Measures all models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("out/full_size"), help="where the sparse checkpoints go; a few MB of disk"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
-    args = parser.parse_args()
-    figures, details = [], {"rounds": args.rounds}
-    for model in MODELS:
-        more, details[model] = measure(model, args.folder, args.rounds)
-        figures += more
-    report("plan", figures, details, args.json)
-    return 0
+    args = make_parser(__doc__, "out/full_size", layers=None, rounds=3).parse_args()
+    figures, details = measure_each(MODELS, lambda model: measure(model, args.folder, args.rounds))
+    report("plan", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,10 +35,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench import MESH, make_source, tell
 from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM
-from benchmarks.shaped_link import IN, OUT, PORT, missing, serving
+from benchmarks.measure import WEIGHTBEAM, tell
+from benchmarks.models import MESH, make_source
+from benchmarks.shaped_link import IN, OUT, PORT, clients_of, missing, serving
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.makespan import CLUSTER_START, Worker, efforts_of, estimate
@@ -141,13 +139,7 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
     seconds: dict[int, list[float]] = {hosts: [] for hosts in HOSTS}
     with ExitStack() as stack:
         gateway, (manager, *others) = stack.enter_context(network(1 + max(HOSTS)))
-        url = f"http://{gateway}:{PORT}"
-        os.environ.update(
-            STORAGE_EMULATOR_HOST=url,
-            TENSORSTORE_GCS_HTTP_URL=url,
-            GOOGLE_AUTH_TOKEN_FOR_TESTING="x",
-            GOOGLE_CLOUD_PROJECT="test",
-        )
+        os.environ.update(clients_of(f"http://{gateway}:{PORT}"))
         engine = stack.enter_context(
             flink_on([manager, *others], Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1)
         )
@@ -165,37 +157,25 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
     for count in HOSTS:
         figures.append(Figure(f"Flink, {count} host{'s' * (count > 1)} of {rate:g} Mbit/s", "small", took[count], "s"))
         if count > 1:
-            figures.append(
-                Figure(
-                    f"Flink, efficiency of {count} hosts",
-                    "small",
-                    took[1] / took[count] / count,
-                    limit=EFFICIENCY,
-                    at_least=True,
-                )
-            )
+            what, efficiency = f"Flink, efficiency of {count} hosts", took[1] / took[count] / count
+            figures.append(Figure(what, "small", efficiency, limit=EFFICIENCY, at_least=True))
         figures.append(Figure(f"Flink, simulation's error of {count}", "small", errors[count]))
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     return figures, {"bytes": nbytes, "rate": rate, "seconds": seconds, "simulated": simulated, "errors": errors}
 
 
-def main() -> int:
+def main() -> None:
     """Measures, and prints the table."""
     parser = make_parser(__doc__, layers=26, rounds=1)
     parser.add_argument("--rate", type=float, default=RATE, help="of each host's link, in Mbit/s each way")
     args = parser.parse_args()
-    if lacks := ", ".join(
-        filter(None, [missing(), *(program for program in ("java", "mvn") if shutil.which(program) is None)])
-    ):
-        print(f"the hosts aren't measured: {lacks} missing here", file=sys.stderr)
-        return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
+    if lacks := missing("java", "mvn"):
+        return tell("hosts", f"not measured: {lacks} missing here")
     source = make_source("small", args.folder, args.layers)
     with serving(source, args.folder) as served:
         figures, details = measure(source, served, args.rounds, args.rate)
-    report("hosts", figures, details, args.json)
-    return 0
+    report("hosts", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

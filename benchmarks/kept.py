@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MAX_PEAK_BYTES, MESH, make_source, parallel_copy, tell, warm
-from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, Run, run
+from benchmarks.copies import parallel_copy
+from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, report
+from benchmarks.measure import WEIGHTBEAM, Run, run_fresh, tell
+from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import CODED, Options
@@ -33,43 +33,24 @@ NAME = "fp8, kept"
 def there_and_back(source: Path, folder: Path, watch: bool = False) -> dict[str, Run]:
     """Both commands on one release; what they wrote is deleted."""
     output, back = folder / "kept", folder / "kept-back"
-    for old in (output, back):  # of a run that was stopped
-        shutil.rmtree(old, ignore_errors=True)
-    warm(list(source.glob("*.safetensors")))
-    there = run(
-        WEIGHTBEAM,
-        "convert",
-        "--source",
-        source,
-        "--mesh",
-        MESH,
-        "--save_dtype",
-        CODED,
-        "--output",
-        output,
-        watch=watch,
-    )
-    warm([path for path in output.rglob("*") if path.is_file()])
-    again = run(WEIGHTBEAM, "export", output, back, watch=watch)
+    files = list(source.glob("*.safetensors"))
+    options = ("--source", source, "--mesh", MESH, "--save_dtype", CODED, "--output", output)
+    there = run_fresh(output, WEIGHTBEAM, "convert", *options, files=files, watch=watch, keep=True)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    again = run_fresh(back, WEIGHTBEAM, "export", output, back, files=files, watch=watch)
     shutil.rmtree(output)
-    shutil.rmtree(back)
     return {"convert": there, "export": again}
 
 
 def measure(folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures, and every single round."""
-    source, empty, copy = make_source("fp8", folder, layers), make_source("fp8-start", folder, 1), folder / "copied"
+    source, empty = make_source("fp8", folder, layers), make_source("fp8-start", folder, 1)
     conversion = prepare(Options(mesh=(MESH,), save_dtype=CODED), open_hf(source))
     files = [Path(shard.path) for shard in conversion.source.shards]
     file_bytes = sum(path.stat().st_size for path in files)
-    shutil.rmtree(copy, ignore_errors=True)
-    taken: dict[str, list[float]] = {
-        name: [] for name in ("copy", "convert", "export", "convert, start-up", "export, start-up")
-    }
+    taken = {name: list[float]() for name in ("copy", "convert", "export", "convert, start-up", "export, start-up")}
     for number in range(1, rounds + 1):
-        warm(files)
-        taken["copy"].append(parallel_copy(files, copy, file_bytes))
-        shutil.rmtree(copy)
+        taken["copy"].append(parallel_copy(files, folder / "copied", file_bytes))
         for name, one in there_and_back(source, folder).items():
             taken[name].append(one.seconds)
         for name, one in there_and_back(empty, folder).items():
@@ -93,13 +74,12 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[
     return figures, sizes | {"seconds": taken}
 
 
-def main() -> int:
+def main() -> None:
     """Measures and prints the table."""
     args = make_parser(__doc__).parse_args()
     figures, details = measure(args.folder, args.layers, args.rounds)
-    report("kept", figures, {"layers": args.layers, "rounds": args.rounds, NAME: details}, args.json)
-    return 0
+    report("kept", figures, {NAME: details}, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,20 +13,18 @@ GB/s where memcpy has 25.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from weightbeam.formats.encodings import Encoding, Scaled
 from weightbeam.formats.encodings.bitsandbytes import BlockCodes, Nested, ScaledRows8
 from weightbeam.formats.encodings.gptq import Awq, Gptq
@@ -165,7 +163,7 @@ def copies() -> Iterator[Kernel]:
             yield Kernel(f"{name}, {dtype.name}", source.nbytes, run, share=COPY_SHARE)
 
 
-def measure(kernel: Kernel, rounds: int) -> tuple[Figure, dict[str, Any]]:
+def measure(kernel: Kernel, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figure of a kernel, and the rate of a memcpy of the bytes that it reads."""
     source, target = np.ones(kernel.nbytes, np.uint8), np.zeros(kernel.nbytes, np.uint8)
     seconds: dict[str, list[float]] = {"kernel": [], "memcpy": []}
@@ -178,26 +176,21 @@ def measure(kernel: Kernel, rounds: int) -> tuple[Figure, dict[str, Any]]:
     wanted = kernel.rate if kernel.rate else kernel.share * memcpy if kernel.share else None
     because = f"{kernel.share:.2f} × memcpy" if kernel.share else ""
     figure = Figure(kernel.name, "", ours / 1e6, "MB/s", wanted and wanted / 1e6, because, at_least=True)
-    return figure, {"bytes": kernel.nbytes, "memcpy_bytes_per_second": memcpy}
+    return [figure], {"bytes": kernel.nbytes, "memcpy_bytes_per_second": memcpy}
 
 
-def main() -> int:
+def main() -> None:
     """Measures all kernels and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
-    args = parser.parse_args()
+    args = make_parser(__doc__, None, layers=None, rounds=15).parse_args()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
-    figures, details = [], {"rounds": args.rounds}
-    for kernels in (decoders, copies):
-        for kernel in kernels():
-            figure, details[kernel.name] = measure(kernel, args.rounds)
-            figures.append(figure)
+    figures, details = list[Figure](), dict[str, Any]()
+    for kernel in itertools.chain(decoders(), copies()):
+        more, details[kernel.name] = measure(kernel, args.rounds)
+        figures += more
     os.sched_setaffinity(0, cores)  # the report counts them
-    report("kernels", figures, details, args.json)
-    return 0
+    report("kernels", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench import make_source, tell
-from benchmarks.figures import Figure, report
-from benchmarks.measure import WEIGHTBEAM, run
+from benchmarks.figures import Figure, make_parser, measure_each, report
+from benchmarks.measure import WEIGHTBEAM, ask, io_counts, run, tell
+from benchmarks.models import MESH, make_source
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.cutting.grid import EXPERTS
@@ -45,7 +45,7 @@ from weightbeam.transforms.cutting.read_cost import load_of, shard_box, total
 from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Options
 
-MESH, HOSTS = "fsdp=16", 16
+HOSTS = 16  # of the mesh
 KINDS = ("llama", "moe")
 OURS, ANY, AXIS_0 = "fsdp=16", "no mesh", "axis 0"
 MAX_AMPLIFICATION = 1.1
@@ -98,23 +98,15 @@ def _save(items: Path, folder: Path) -> None:
 
 def restore_host(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
     """Reads boxes of the arrays; returns the seconds, and the growth of this process's counters."""
-    before, start = _counters(), time.monotonic()
+    before, start = io_counts(), time.monotonic()
     stores = open_arrays(find_items(items))
     reads = [stores[key][tuple(slice(*span) for span in box)].read() for key, box in boxes.items()]
     values = [np.asarray(read.result()) for read in reads]
-    seconds, after = time.monotonic() - start, _counters()
+    seconds, after = time.monotonic() - start, io_counts()
     return {
         "seconds": seconds,
         "nbytes": sum(value.nbytes for value in values),
         **{name: after[name] - before[name] for name in before},
-    }
-
-
-def _counters() -> dict[str, int]:
-    """/proc/self/io, all threads together."""
-    return {
-        name: int(value)
-        for name, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     }
 
 
@@ -125,10 +117,7 @@ def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    command = [sys.executable, "-m", "benchmarks.load", "--restore", str(items)]
-    return json.loads(
-        subprocess.run(command, input=json.dumps(boxes), capture_output=True, text=True, check=True).stdout
-    )
+    return ask("benchmarks.load", "--restore", items, said=boxes)
 
 
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
@@ -157,30 +146,19 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
             if experts and name not in of_experts:
                 one = cold_restore(items, {key: boxes[key] for key in experts})
                 of_experts[name] = one["rchar"] / one["nbytes"]
-        tell(
-            kind,
-            f"round {number} of {rounds}: "
-            + ", ".join(f"{name} {runs[-1]['seconds']:.2f} s" for name, runs in restored.items()),
-        )
+        told = ", ".join(f"{name} {runs[-1]['seconds']:.2f} s" for name, runs in restored.items())
+        tell(kind, f"round {number} of {rounds}: {told}")
 
     def median(name: str, what: str) -> float:
         return statistics.median(one[what] for one in restored[name])
 
     needed = median(OURS, "nbytes")
+    most = {OURS: MAX_AMPLIFICATION, ANY: MAX_AMPLIFICATION, AXIS_0: None}
     figures = [
-        Figure(
-            f"load amplification, {name}",
-            kind,
-            median(name, "rchar") / needed,
-            "×",
-            MAX_AMPLIFICATION if name != AXIS_0 else None,
-        )
-        for name in checkpoints
+        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "×", limit)
+        for name, limit in most.items()
     ]
-    figures += [
-        Figure(f"of its experts, {name}", kind, ratio, "×", MAX_AMPLIFICATION if name != AXIS_0 else None)
-        for name, ratio in of_experts.items()
-    ]
+    figures += [Figure(f"of its experts, {name}", kind, of_experts[name], "×", most[name]) for name in of_experts]
     slowest = median(AXIS_0, "seconds")
     figures += [
         Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", slowest, AXIS_0) for name in (OURS, ANY)
@@ -194,30 +172,20 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     return figures, {"needed_bytes": needed, "computed_amplification": computed, "restores": restored}
 
 
-def main() -> int:
+def main() -> None:
     """Measures all models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/load"), help="where the checkpoints go")
-    parser.add_argument("--layers", type=int, default=2, help="of each model; 2 make about 0.9 GB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every restore into this file")
+    parser = make_parser(__doc__, "out/load", layers=2)
     parser.add_argument("--restore", type=Path, help=argparse.SUPPRESS)  # the process of one host
     parser.add_argument("--save", type=Path, nargs=2, help=argparse.SUPPRESS)  # the process with simulated devices
     args = parser.parse_args()
     if args.restore:
         print(json.dumps(restore_host(args.restore, json.load(sys.stdin))))
-        return 0
-    if args.save:
+    elif args.save:
         _save(*args.save)
-        return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
-    figures, details = [], {"layers": args.layers, "rounds": args.rounds}
-    for kind in KINDS:
-        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
-        figures += more
-    report("load", figures, details, args.json)
-    return 0
+    else:
+        figures, details = measure_each(KINDS, lambda kind: measure(kind, args.folder, args.layers, args.rounds))
+        report("load", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

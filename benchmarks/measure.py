@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 POLL_SECONDS = 0.02
+BLOCK = 16 << 20  # bytes that are read or written at once
 WEIGHTBEAM = Path(sys.executable).with_name("weightbeam")  # the command as a user starts it
 
 
@@ -62,7 +65,7 @@ def run(*command: str | Path, watch: bool = False, every: float = POLL_SECONDS) 
         # it has ended, but /proc keeps its counts until wait4
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         seconds = time.monotonic() - start
-        read_bytes = _counts(process.pid)["rchar"]
+        read_bytes = io_counts(process.pid)["rchar"]
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
@@ -71,6 +74,54 @@ def run(*command: str | Path, watch: bool = False, every: float = POLL_SECONDS) 
                 f"{process.args} ended with {process.returncode}:\n{output.read().decode(errors='replace')[-4000:]}"
             )
     return Run(seconds, usage.ru_utime + usage.ru_stime, read_bytes, peak)
+
+
+def run_fresh(
+    output: Path, *command: str | Path, files: Sequence[Path] = (), watch: bool = False, keep: bool = False
+) -> Run:
+    """`run` of a command that writes `output`.
+
+    Args:
+      output: what is there is deleted before, and afterwards unless `keep`.
+      command: the program and its arguments.
+      files: what it reads, brought into the page cache before.
+      watch: as of `run`.
+      keep: leave what it wrote.
+    """
+    shutil.rmtree(output, ignore_errors=True)
+    if files:
+        warm(files)
+    taken = run(*command, watch=watch)
+    if not keep:
+        shutil.rmtree(output)
+    return taken
+
+
+def ask(module: str, *arguments: object, said: object = None) -> Any:
+    """What a process of a benchmark's module tells: the JSON in the last line that it prints.
+
+    Args:
+      module, arguments: of the process.
+      said: what it gets on stdin, as JSON.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, input=json.dumps(said), stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def warm(files: Sequence[Path]) -> None:
+    """Brings files into the page cache, and everything that is to be written to the disk."""
+    buffer = bytearray(BLOCK)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    os.sync()
+
+
+def tell(kind: str, text: str) -> None:
+    """What happens now, on stderr."""
+    print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
 def _watch(pid: int, every: float) -> int:
@@ -105,28 +156,27 @@ def _pss(process: psutil.Process) -> int:
         return process.memory_info().rss
 
 
-def _counts(pid: int) -> dict[str, int]:
+def io_counts(pid: int | str = "self") -> dict[str, int]:
     """/proc/<pid>/io: the process with all its threads, and its descendants that were waited for."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def count_flushes(*command: str | Path) -> int | None:
-    """How often a command and its descendants flush a file or a folder to the disk (fsync, fdatasync); None where there
-    is no strace.
+def memory_bytes(field: str) -> int:
+    """The memory of this process: now (`VmRSS`), or the greatest so far (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def count_flushes(output: Path, *command: str | Path) -> int | None:
+    """How often a command that writes `output` and its descendants flush a file or a folder to the disk (fsync,
+    fdatasync and their kin); None where there is no strace.
     """
     if not shutil.which("strace"):
         return None
     with tempfile.NamedTemporaryFile("r") as calls:
-        run(
-            "strace",
-            "--follow-forks",
-            "--quiet=all",
-            "--trace=fsync,fdatasync,sync,syncfs,msync",
-            "--output",
-            calls.name,
-            *command,
-        )
+        tracing = ("--follow-forks", "--quiet=all", "--trace=fsync,fdatasync,sync,syncfs,msync", "--output", calls.name)
+        run_fresh(output, "strace", *tracing, *command)
         return sum("sync(" in line or "syncfs(" in line for line in calls if "resumed" not in line)
 
 

@@ -13,25 +13,23 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.bench import MESH, make_source, tell, warm
 from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, run
+from benchmarks.measure import WEIGHTBEAM, run_fresh, tell
+from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 
 RANK, ALPHA = 16, 32
 MOST = 1.10  # times a conversion without
-ALL = ("",)
-ADAPTERS = {"q_proj, v_proj": ("q", "v"), "all linear layers": ALL}  # by name: how the names of their modules begin
+ADAPTERS = {"q_proj, v_proj": ("q", "v"), "all linear layers": ("",)}  # by name: how the names of their modules begin
 
 
-def make_adapter(source: Path, folder: Path, modules: Sequence[str] = ALL) -> Path:
+def make_adapter(source: Path, folder: Path, modules: Sequence[str]) -> Path:
     """An adapter on the linear layers of a checkpoint whose names begin so, as PEFT saves it."""
     generator, tensors = np.random.default_rng(0), {}
     linear = {
@@ -52,10 +50,9 @@ def make_adapter(source: Path, folder: Path, modules: Sequence[str] = ALL) -> Pa
     return folder
 
 
-def main() -> int:
+def main() -> None:
     """Measures both and prints the table."""
-    parser = make_parser(__doc__)
-    args = parser.parse_args()
+    args = make_parser(__doc__).parse_args()
     source, output = make_source("llama", args.folder, args.layers), args.folder / "converted"
     adapters = {
         name: make_adapter(source, args.folder / f"adapter-{number}", modules)
@@ -69,21 +66,18 @@ def main() -> int:
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(1, args.rounds + 1):
         for name, arguments in commands.items():
-            warm(files)
-            shutil.rmtree(output, ignore_errors=True)
-            seconds[name].append(run(*arguments).seconds)
+            seconds[name].append(run_fresh(output, *arguments, files=files).seconds)
         told = ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items())
         tell("llama", f"round {number} of {args.rounds}: {told}")
-    for folder in (output, *adapters.values()):
-        shutil.rmtree(folder)
+    for adapter in adapters.values():
+        shutil.rmtree(adapter)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     figures = [Figure(name, "llama", taken, "s") for name, taken in medians.items()]
     for name in ADAPTERS:
         ratio = medians[f"convert --lora, {name}"] / medians["convert"]
         figures.append(Figure(f"{name} merged ÷ convert", "llama", ratio, "×", MOST))
-    report("merging", figures, seconds, args.json)
-    return 0
+    report("merging", figures, seconds, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,18 +25,18 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks import full_size, models
-from benchmarks.bench import make_source, tell, warm
-from benchmarks.figures import Figure, make_parser, report
+from benchmarks.figures import Figure, make_parser, measure_each, report
+from benchmarks.measure import ask, io_counts, memory_bytes, tell, warm
+from benchmarks.models import make_source
 from weightbeam.formats.safetensors import Tensor, open_hf
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ DEEP_UNIT_BYTES = 16 << 20
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def load_once(request: Mapping[str, Any], process: int, port: str) -> dict[str, Any]:
+def load_once(request: Mapping[str, Any]) -> dict[str, Any]:
     """One load in this process: its seconds, memory, bytes and programs."""
     processes = request["processes"]
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // processes}"
@@ -69,7 +69,7 @@ def load_once(request: Mapping[str, Any], process: int, port: str) -> dict[str, 
 
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+        jax.distributed.initialize(f"127.0.0.1:{request['port']}", processes, request["process"])
     programs: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: programs.append(event))
     mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
@@ -80,26 +80,17 @@ def load_once(request: Mapping[str, Any], process: int, port: str) -> dict[str, 
         assert weightbeam.load  # imported off the clock, as JAX and Orbax are
     elif way is _load_by_orbax:
         import orbax.checkpoint.experimental.v1  # noqa: F401
-    before, read, start = _memory("VmRSS"), _read_bytes(), time.monotonic()
-    arrays = jax.block_until_ready(way(request["source"], mesh, request.get("options", {})))
+    before, read, start = memory_bytes("VmRSS"), io_counts()["rchar"], time.monotonic()
+    arrays = jax.block_until_ready(way(request["source"], mesh, request["options"]))
     seconds = time.monotonic() - start
     held = sum(shard.data.nbytes for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
     return {
         "seconds": seconds,
-        "read_bytes": _read_bytes() - read,
+        "read_bytes": io_counts()["rchar"] - read,
         "array_bytes": held,
-        "beyond_bytes": max(0, _memory("VmHWM") - before - held),
+        "beyond_bytes": max(0, memory_bytes("VmHWM") - before - held),
         "programs": sum(event.endswith("backend_compile_duration") for event in programs),
     }
-
-
-def _memory(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-
-def _read_bytes() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def _load(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
@@ -202,17 +193,11 @@ def load(way: str, source: Path, processes: int = 1, **options: Any) -> list[dic
     warm(sorted(source.glob("*.safetensors")))
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    request = json.dumps({"way": way, "source": str(source.resolve()), "processes": processes, "options": options})
-    command = [sys.executable, "-m", "benchmarks.mesh_load", "--request", request, "--port", port]
-    members = [
-        subprocess.Popen([*command, "--process", str(number)], stdout=subprocess.PIPE, text=True)
-        for number in range(processes)
-    ]
-    told = [member.communicate()[0] for member in members]
-    if any(member.returncode for member in members):
-        raise RuntimeError(f"{way} of {source} failed")
-    return [json.loads(text.splitlines()[-1]) for text in told]
+        port = found.getsockname()[1]
+    request = {"way": way, "source": str(source.resolve()), "options": options, "processes": processes, "port": port}
+    requests = [json.dumps(request | {"process": number}) for number in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(lambda one: ask("benchmarks.mesh_load", "--request", one), requests))
 
 
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
@@ -224,75 +209,48 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
         for way, told in loads.items():
             if way != ORBAX or number == 1:  # it takes longer than all the others
                 told += load(way, source)
-        tell(
-            kind,
-            f"round {number} of {rounds}: "
-            + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()),
-        )
+        last = ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items())
+        tell(kind, f"round {number} of {rounds}: {last}")
     shared = {processes: load(OURS, source, processes) for processes in PROCESSES}
-    tell(
-        kind, ", ".join(f"{n}: {max(one['read_bytes'] for one in told) * n / stored:.3f}" for n, told in shared.items())
-    )
+    shares = {count: max(one["read_bytes"] for one in told) * count / stored for count, told in shared.items()}
+    tell(kind, ", ".join(f"{count}: {share:.3f}" for count, share in shares.items()))
     seconds = {way: statistics.median(one["seconds"] for one in told) for way, told in loads.items()}
+    times_orbax = seconds[ORBAX] / seconds[OURS]
+    beyond = max(one["beyond_bytes"] for one in loads[OURS])
     figures = [Figure(f"load, {way}", kind, seconds[way], "s") for way in (BY_HAND, ORBAX)]
     figures += [
         Figure("load", kind, seconds[OURS], "s", TIMES_BY_HAND * seconds[BY_HAND], f"{TIMES_BY_HAND} × by hand"),
-        Figure(
-            "load, times as fast as stock Orbax",
-            kind,
-            seconds[ORBAX] / seconds[OURS],
-            "×",
-            MIN_TIMES_ORBAX,
-            at_least=True,
-        ),
-        Figure(
-            "load, memory beyond the arrays",
-            kind,
-            max(one["beyond_bytes"] for one in loads[OURS]),
-            "bytes",
-            MAX_BEYOND_BYTES,
-        ),
+        Figure("load, times as fast as stock Orbax", kind, times_orbax, "×", MIN_TIMES_ORBAX, at_least=True),
+        Figure("load, memory beyond the arrays", kind, beyond, "bytes", MAX_BEYOND_BYTES),
     ]
-    for processes, told in shared.items():
-        share = max(one["read_bytes"] for one in told) * processes / stored
-        figures.append(
-            Figure(
-                f"load, bytes read by each of {processes}", kind, share, "×", MAX_SHARE, f"{MAX_SHARE} × 1/{processes}"
-            )
-        )
+    for count, share in shares.items():
+        limit = MAX_SHARE, f"{MAX_SHARE} × 1/{count}"
+        figures.append(Figure(f"load, bytes read by each of {count}", kind, share, "×", *limit))
     return figures, {"layers": layers, "tensor_bytes": stored, "loads": loads, "processes": shared}
 
 
-def measure_programs(folder: Path) -> tuple[Figure, dict[str, Any]]:
+def measure_programs(folder: Path) -> tuple[list[Figure], dict[str, Any]]:
     """How many programs a deep model takes."""
     source = folder / "deep"
     if not source.exists():
         full_size.write(DEEP, 2, source)
     told = load(OURS, source, 2, unit_bytes=DEEP_UNIT_BYTES)
-    return Figure("load, compiled programs", "61 layers", max(one["programs"] for one in told), limit=MAX_PROGRAMS), {
-        "processes": told
-    }
+    programs = max(one["programs"] for one in told)
+    return [Figure("load, compiled programs", "61 layers", programs, limit=MAX_PROGRAMS)], {"processes": told}
 
 
-def main() -> int:
+def main() -> None:
     """Measures both models and prints the table."""
     parser = make_parser(__doc__, layers=2, rounds=3)
     parser.add_argument("--request", help=argparse.SUPPRESS)  # one process of a load
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.request:
-        print(json.dumps(load_once(json.loads(args.request), args.process, args.port)))
-        return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
-    figures, details = [], {"rounds": args.rounds}
-    for kind in KINDS:
-        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
-        figures += more
+        print(json.dumps(load_once(json.loads(args.request))))
+        return
+    figures, details = measure_each(KINDS, lambda kind: measure(kind, args.folder, args.layers, args.rounds))
     programs, details["programs"] = measure_programs(args.folder)
-    report("mesh_load", [*figures, programs], details, args.json)
-    return 0
+    report("mesh_load", figures + programs, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

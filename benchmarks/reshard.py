@@ -13,60 +13,58 @@ and imports are inside) take turns; see `benchmarks/copies.py`.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.bench import MESH, make_source
 from benchmarks.copies import take_turns
-from benchmarks.figures import make_parser, report
-from benchmarks.measure import WEIGHTBEAM
+from benchmarks.figures import Figure, make_parser, measure_each, report
+from benchmarks.measure import WEIGHTBEAM, run_fresh
+from benchmarks.models import MESH, make_source
 
 SHAPE = (4096, 32, 4096)  # embed, layers, mlp of the trained array: 2 GiB in float32
 
 
 def make_own(folder: Path, layers: int) -> Path:
     """A checkpoint of ours, for 16 hosts."""
-    source = make_source("llama", folder, layers)
-    options = ("--mesh", MESH, "--output", folder / "own", "--maxtext_model", "llama2-7b")
-    subprocess.run([WEIGHTBEAM, "convert", "--source", source, *options], check=True, stdout=subprocess.DEVNULL)
-    return folder / "own"
+    source, own = make_source("llama", folder, layers), folder / "own"
+    options = ("--source", source, "--mesh", MESH, "--output", own, "--maxtext_model", "llama2-7b")
+    run_fresh(own, WEIGHTBEAM, "convert", *options, keep=True)
+    return own
 
 
 def make_trained(folder: Path) -> Path:
     """A checkpoint of stock Orbax's with one chunk, written by another process: this one stays small."""
+    trained = folder / "trained"
     script = f"""
 import jax, jax.numpy as jnp, orbax.checkpoint as ocp
 values = jax.random.normal(jax.random.key(0), {SHAPE}, dtype=jnp.float32)
 tree = {{"params": {{"params": {{"decoder": {{"layers": {{"mlp": {{"wi_0": {{"kernel": values}}}}}}}}}}}}}}
-ocp.PyTreeCheckpointer().save({str(folder.resolve() / "trained" / "0" / "items")!r}, tree)
+ocp.PyTreeCheckpointer().save({str(trained.resolve() / "0" / "items")!r}, tree)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return folder / "trained"
+    run_fresh(trained, sys.executable, "-c", script, keep=True)
+    return trained
 
 
-def main() -> int:
+def main() -> None:
     """Measures the three and prints the table."""
-    parser = make_parser(__doc__)
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for old in ("own", "trained", "resharded", "copied"):
-        shutil.rmtree(args.folder / old, ignore_errors=True)
-    figures, details = [], {}
-    own = make_own(args.folder, args.layers)
-    cases = [("own", own, ("--mesh", "fsdp=64"), True), ("params", own, ("--state", "params"), True)]
-    cases.append(("trained", make_trained(args.folder), ("--mesh", MESH), False))
-    for kind, checkpoint, options, limit in cases:
-        output = args.folder / "resharded"
-        more, details[kind] = take_turns(
-            kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit
-        )
-        figures += more
-    for old in (own, args.folder / "trained", args.folder / "resharded"):
+    args = make_parser(__doc__).parse_args()
+    own, trained, output = make_own(args.folder, args.layers), make_trained(args.folder), args.folder / "resharded"
+    cases = {
+        "own": (own, ("--mesh", "fsdp=64"), True),
+        "params": (own, ("--state", "params"), True),
+        "trained": (trained, ("--mesh", MESH), False),
+    }  # a checkpoint, how it is resharded, and whether the seconds have a limit
+
+    def measure(kind: str) -> tuple[list[Figure], dict[str, Any]]:
+        checkpoint, options, limit = cases[kind]
+        return take_turns(kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit)
+
+    figures, details = measure_each(cases, measure)
+    for old in (own, trained, output):
         shutil.rmtree(old)
-    report("reshard", figures, details, args.json)
-    return 0
+    report("reshard", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

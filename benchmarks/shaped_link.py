@@ -10,7 +10,6 @@ other run, in turns, so that what else the machine does changes them alike:
 - *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
   at a time. Only the transfer is on the clock.
 - *convert*: `weightbeam convert` as a subprocess, with four threads and with one; start-up, imports and assembly are inside.
-- *convert --lora*: the same with four threads, an adapter on every linear layer (`benchmarks/merging.py`) merged on the way.
 
 The medians count, and the ratio is that to the raw transfer of the same round. It needs root's rights, for the
 namespaces, and Google's client (`pip install '.[gcp]'`); without them it says so, and measures nothing.
@@ -34,10 +33,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MESH, make_source, tell
-from benchmarks.figures import Figure, report
-from benchmarks.measure import WEIGHTBEAM, Run, run
-from benchmarks.merging import MOST, make_adapter
+from benchmarks import TESTS
+from benchmarks.figures import Figure, make_parser, report
+from benchmarks.measure import WEIGHTBEAM, Run, run, tell
+from benchmarks.models import MESH, make_source
 
 RATE = 240  # Mbit/s, each way
 SHAPE = ("tbf", "rate", f"{RATE}mbit", "burst", "128k", "latency", "20ms")
@@ -45,14 +44,12 @@ SERVER, CLIENT = "wbl-server", "wbl-client"  # the namespaces
 ADDRESS, PORT = "10.232.0.1", 9000  # of the bucket
 IN, OUT, RAW = "in-bucket", "out-bucket", "raw-bucket"
 THREADS = {4: 1.15, 1: 1.25}  # how many, and the limit: times the raw transfer
-MERGING = 4  # threads of the conversion that merges
 READ, WRITE, AT_A_TIME = 8 << 20, 16 << 20, 16  # bytes of the raw transfer's requests and objects, and how many of each
-TESTS = Path(__file__).parents[1] / "tests"
 
 
-def missing() -> str:
-    """What this machine lacks; empty if nothing."""
-    lacks = [program for program in ("ip", "tc") if shutil.which(program) is None]
+def missing(*programs: str) -> str:
+    """What this machine lacks, of these programs, too; empty if nothing."""
+    lacks = [program for program in ("ip", "tc", *programs) if shutil.which(program) is None]
     lacks += ["root's rights"] if os.geteuid() else []
     lacks += (
         []
@@ -100,14 +97,19 @@ def bucket(folder: Path) -> Iterator[dict[str, str]]:
             listing = f"import urllib.request; urllib.request.urlopen('{url}/storage/v1/b/{IN}/o').read()"
             # the server sums the objects when they are first listed; a bucket has the sums
             subprocess.run(at(SERVER, sys.executable, "-c", listing), check=True)
-            yield {
-                "STORAGE_EMULATOR_HOST": url,
-                "TENSORSTORE_GCS_HTTP_URL": url,
-                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-                "GOOGLE_CLOUD_PROJECT": "test",
-            }
+            yield clients_of(url)
         finally:
             server.terminate()
+
+
+def clients_of(url: str) -> dict[str, str]:
+    """The environment of a bucket's clients."""
+    return {
+        "STORAGE_EMULATOR_HOST": url,
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+        "GOOGLE_CLOUD_PROJECT": "test",
+    }
 
 
 @contextmanager
@@ -153,15 +155,12 @@ def convert(source: Path, threads: int, output: str, *options: str | Path) -> Ru
     return run(*at(CLIENT, WEIGHTBEAM, "convert", *places, "--mesh", MESH, f"--direct_num_workers={threads}", *options))
 
 
-def measure(
-    source: Path, adapter: Path, served: Path, rounds: int, options: Sequence[str]
-) -> tuple[list[Figure], dict[str, Any]]:
+def measure(source: Path, served: Path, rounds: int, options: Sequence[str]) -> tuple[list[Figure], dict[str, Any]]:
     """The figures for a model, and every single round."""
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     size = f"{nbytes / 1e9:.2f} GB"
     raw: list[float] = []
     made: dict[int, list[Run]] = {threads: [] for threads in THREADS}
-    merged: list[Run] = []
     for number in range(1, rounds + 1):
         command = at(CLIENT, sys.executable, "-m", "benchmarks.shaped_link", "--transfer", source)
         with bucket(served) as environment:  # a new one each time: it holds everything in memory
@@ -169,15 +168,8 @@ def measure(
             raw.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
             for threads, runs in made.items():
                 runs.append(convert(source, threads, f"converted-{threads}", *options))
-            merged.append(convert(source, MERGING, "merged", "--lora", adapter, *options))
-        told = ", ".join(
-            f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)"
-            for threads, runs in made.items()
-        )
-        tell(
-            "link",
-            f"{size}, round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}, merging {merged[-1].seconds:.1f} s",
-        )
+        told = (f"{threads} threads {runs[-1].seconds:.1f} s" for threads, runs in made.items())
+        tell("link", f"{size}, round {number} of {rounds}: raw {raw[-1]:.1f} s, {', '.join(told)}")
     figures = [Figure("link, raw transfer", size, statistics.median(raw), "s")]
     for threads, runs in made.items():
         ratio = statistics.median(one.seconds / alone for one, alone in zip(runs, raw, strict=True))
@@ -185,41 +177,31 @@ def measure(
         figures.append(Figure(what, size, statistics.median(one.seconds for one in runs), "s"))
         figures.append(Figure(f"{what}, of raw", size, ratio, "×", THREADS[threads]))
         figures.append(Figure(f"{what}, CPU", size, statistics.median(one.cpu_seconds for one in runs), "s"))
-    ratio = statistics.median(one.seconds / plain.seconds for one, plain in zip(merged, made[MERGING], strict=True))
-    figures.append(Figure(f"link, convert --lora ÷ convert with {MERGING} threads", size, ratio, "×", MOST))
-    details = {"bytes": nbytes, "raw_seconds": raw, "merged_seconds": [one.seconds for one in merged]}
-    details |= {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
-    return figures, details
+    seconds = {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
+    return figures, {"bytes": nbytes, "raw_seconds": raw, **seconds}
 
 
-def main() -> int:
+def main() -> None:
     """Measures, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
+    parser = make_parser(__doc__, layers=None, rounds=3)
     parser.add_argument("--layers", type=int, nargs="+", default=(26, 53), help="of each model; 26 make about 1 GB")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", default="", help="more options of the conversion, such as '--unit_bytes 24MiB'")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
     # the raw transfer, in a namespace
     parser.add_argument("--transfer", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.transfer:
         print(json.dumps(transfer(args.transfer)))
-        return 0
+        return
     if lacks := missing():
-        print(f"the shaped link isn't measured: {lacks} missing here", file=sys.stderr)
-        return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
+        return tell("link", f"not measured: {lacks} missing here")
     figures, details = list[Figure](), dict[str, Any]()
     for layers in args.layers:
         source = make_source("small", args.folder, layers)
-        adapter = make_adapter(source, args.folder / f"adapter-{layers}")
         with serving(source, args.folder) as served, link():
-            found, details[source.name] = measure(source, adapter, served, args.rounds, shlex.split(args.options))
+            found, details[source.name] = measure(source, served, args.rounds, shlex.split(args.options))
         figures += found
-    report("link", figures, details, args.json)
-    return 0
+    report("link", figures, details, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

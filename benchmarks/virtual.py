@@ -12,19 +12,17 @@ And an index for Qwen3-235B-A22B at its full size: its headers are true, its fil
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.bench import MESH, make_source, tell, warm
-from benchmarks.figures import Figure, report
-from benchmarks.full_size import TensorEntry, write
-from benchmarks.measure import Run, run
+from benchmarks.figures import Figure, make_parser, of_runs, report
+from benchmarks.full_size import write
+from benchmarks.measure import run, run_fresh, tell, warm
+from benchmarks.models import MESH, make_source
 
 COMMAND = (sys.executable, "-m", "weightbeam.pipelines.cli")
 MAX_SECONDS, MAX_WRITTEN, MAX_FULL_SIZE_SECONDS = 2.0, 1_000_000, 10.0
@@ -45,27 +43,6 @@ QWEN3_235B = dict(
 FILES = 118
 
 
-def tensors(c: dict[str, Any]) -> Iterator[TensorEntry]:
-    """Every tensor of a Qwen 3 MoE release, layer by layer, in bfloat16."""
-    embed, dim, width = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
-    heads, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
-    shapes = {
-        "input_layernorm": (embed,), "post_attention_layernorm": (embed,), "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
-        "self_attn.q_proj": (heads, embed), "self_attn.k_proj": (kv, embed), "self_attn.v_proj": (kv, embed), "self_attn.o_proj": (embed, heads),
-        "mlp.gate": (c["num_experts"], embed),
-    }  # fmt: skip
-    for expert in range(c["num_experts"]):
-        shapes |= {f"mlp.experts.{expert}.{name}": (width, embed) for name in ("gate_proj", "up_proj")} | {
-            f"mlp.experts.{expert}.down_proj": (embed, width)
-        }
-    yield "model.embed_tokens.weight", "BF16", (c["vocab_size"], embed)
-    for layer in range(c["num_hidden_layers"]):
-        for name, shape in shapes.items():
-            yield f"model.layers.{layer}.{name}.weight", "BF16", shape
-    yield "model.norm.weight", "BF16", (embed,)
-    yield "lm_head.weight", "BF16", (c["vocab_size"], embed)
-
-
 def written_bytes(checkpoint: Path) -> int:
     """Bytes of a checkpoint that aren't the source's own files."""
     return sum(
@@ -73,25 +50,24 @@ def written_bytes(checkpoint: Path) -> int:
     )
 
 
-def timed(command: str, *arguments: str | Path, output: Path, rounds: int) -> tuple[list[Run], Run]:
-    """A command that writes a checkpoint, so many times, and once more with its memory watched; the last result stays."""
-    runs = []
-    for number in range(rounds + 1):
-        shutil.rmtree(output, ignore_errors=True)
-        runs.append(run(*COMMAND, command, *arguments, "--output", output, watch=number == rounds))
-    return runs[:-1], runs[-1]
-
-
-def figures_of(
-    what: str, model: str, runs: list[Run], watched: Run, output: Path, limits: tuple[float | None, float | None]
+def timed(
+    what: str,
+    model: str,
+    command: tuple[str | Path, ...],
+    output: Path,
+    rounds: int,
+    seconds: float | None = None,
+    written: int | None = None,
 ) -> list[Figure]:
-    """Seconds, processor, memory and bytes of a command."""
-    return [
-        Figure(what, model, statistics.median(one.seconds for one in runs), "s", limits[0]),
-        Figure(f"{what}, CPU", model, statistics.median(one.cpu_seconds for one in runs), "s"),
-        Figure(f"{what}, peak memory", model, watched.peak_bytes, "bytes"),
-        Figure(f"{what}, bytes written", model, written_bytes(output), limit=limits[1]),
-    ]
+    """The figures of a command that writes a checkpoint, with limits of seconds and bytes; the last result stays."""
+    run_once = partial(run_fresh, output, *COMMAND, *command, "--output", output, keep=True)
+    runs = [run_once() for _ in range(rounds)]
+    figures = of_runs(what, model, runs, run_once(watch=True), seconds, most_bytes=None)
+    figures.append(Figure(f"{what}, bytes written", model, written_bytes(output), limit=written))
+    if what.startswith("virtual"):
+        chunks = json.loads((output / "0" / "conversion.json").read_bytes())["references"]["chunks"]
+        figures.append(Figure(f"{what}, chunks", model, chunks))
+    return figures
 
 
 def measure(folder: Path, rounds: int) -> list[Figure]:
@@ -106,20 +82,14 @@ def measure(folder: Path, rounds: int) -> list[Figure]:
     }
     figures: list[Figure] = []
     restored: dict[str, dict[str, str]] = {}
-    for what, (command, *arguments) in commands.items():
+    for what, command in commands.items():
         tell("moe", what)
-        is_virtual = what.startswith("virtual")
         output = folder / what.replace(", ", "-")
-        runs, watched = timed(command, *arguments, output=output, rounds=rounds)
-        figures += figures_of(
-            what, "moe", runs, watched, output, (MAX_SECONDS, MAX_WRITTEN) if is_virtual else (None, None)
-        )
-        if is_virtual:
-            references = json.loads((output / "0" / "conversion.json").read_bytes())["references"]
-            figures.append(Figure(f"{what}, chunks", "moe", references["chunks"]))
+        limits = (MAX_SECONDS, MAX_WRITTEN) if what.startswith("virtual") else ()
+        figures += timed(what, "moe", command, output, rounds, *limits)
         seconds: list[tuple[float, float]] = []
+        told = folder / "restored.json"
         for _ in range(rounds):
-            told = folder / "restored.json"
             run(sys.executable, "-c", RESTORE, output / "0" / "items", told)
             took, restored[what] = json.loads(told.read_bytes())
             seconds.append(took)
@@ -138,25 +108,17 @@ def measure_full_size(folder: Path, rounds: int) -> list[Figure]:
     """An index for a model of 470 GB."""
     source, output = folder / "Qwen3-235B", folder / "Qwen3-235B-virtual"
     shutil.rmtree(source, ignore_errors=True)
-    write(QWEN3_235B, FILES, source, tensors)
+    write(QWEN3_235B, FILES, source)
     tell("Qwen3-235B", "virtual")
-    runs, watched = timed("convert", "--source", source, "--virtual", "--mesh", MESH, output=output, rounds=rounds)
-    chunks = json.loads((output / "0" / "conversion.json").read_bytes())["references"]["chunks"]
-    figures = figures_of("virtual", "Qwen3-235B", runs, watched, output, (MAX_FULL_SIZE_SECONDS, None))
-    return [*figures, Figure("virtual, chunks", "Qwen3-235B", chunks)]
+    command = ("convert", "--source", source, "--virtual", "--mesh", MESH)
+    return timed("virtual", "Qwen3-235B", command, output, rounds, MAX_FULL_SIZE_SECONDS)
 
 
-def main() -> int:
+def main() -> None:
     """Measures both and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints go; all on one disk")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
-    args = parser.parse_args()
-    figures = measure(args.folder, args.rounds) + measure_full_size(args.folder, args.rounds)
-    report("virtual", figures, {"rounds": args.rounds}, args.json)
-    return 0
+    args = make_parser(__doc__, layers=None).parse_args()
+    report("virtual", measure(args.folder, args.rounds) + measure_full_size(args.folder, args.rounds), {}, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ def test_a_benchmark_replaces_its_own_section(tmp_path: Path, capsys: pytest.Cap
         Figure("raw copy", "llama", 1.5, "s"),
         Figure("convert", "moe", 3 << 29, "bytes", 1 << 30, "1 GiB"),
     )
-    report("load", [first], {}, file)
-    report("convert", [first], {"rounds": 1}, file)
-    report("convert", [second], {"rounds": 2}, file)
+    report("load", [first], {}, Namespace(json=file))
+    report("convert", [first], {}, Namespace(json=file, rounds=1))
+    report("convert", [second], {}, Namespace(json=file, rounds=2))
     held = read(file)
     assert {name: figures_of(section) for name, section in held.items()} == {"load": [first], "convert": [second]}
     assert held["convert"]["details"] == {"rounds": 2}

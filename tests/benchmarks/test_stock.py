@@ -11,7 +11,6 @@ from benchmarks import models, stock
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.pipelines.cli import main
 
-SMALL = dict(embed=256, heads=256, kv=128, mlp=384, vocab=512, dim=64, expert=4)
 CONFIG = dict(
     hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384, vocab_size=512
 )
@@ -19,9 +18,9 @@ CONFIG = dict(
 
 @pytest.mark.parametrize("kind", models.MODELS)
 def test_same_arrays(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _, shapes = models.MODELS[kind]
+    config, shapes = models.MODELS[kind]
     small = config | CONFIG | (dict(num_experts=4, moe_intermediate_size=384) if kind == "moe" else {})
-    monkeypatch.setitem(models.MODELS, kind, (small, SMALL, shapes))
+    monkeypatch.setitem(models.MODELS, kind, (small, shapes))
     models.write(kind, tmp_path / "source", 3)
     assert main(["convert", "--source", str(tmp_path / "source"), "--output", str(tmp_path / "output")]) == 0
     ours = {
