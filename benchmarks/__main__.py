@@ -17,20 +17,9 @@ from pathlib import Path
 from benchmarks import figures
 
 SECTIONS = {
-    "convert": "bench",
-    "kept": "kept",
-    "export": "export",
-    "reshard": "reshard",
-    "merging": "merging",
-    "load": "load",
-    "mesh_load": "mesh_load",
-    "kernels": "kernels",
-    "plan": "full_size",
-    "virtual": "virtual",
-    "following": "following",
-    "link": "shaped_link",
-    "hosts": "hosts",
-}  # and their modules
+    "convert": "bench", "kept": "kept", "export": "export", "reshard": "reshard", "merging": "merging", "load": "load", "mesh_load": "mesh_load",
+    "kernels": "kernels", "plan": "full_size", "virtual": "virtual", "following": "following", "link": "shaped_link", "hosts": "hosts",
+}  # fmt: skip  # and their modules
 
 
 def main() -> None:

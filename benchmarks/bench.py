@@ -32,6 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import apache_beam as beam
+
 from benchmarks.copies import parallel_copy, raw_copy
 from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, measure_each, of_runs, report
 from benchmarks.measure import WEIGHTBEAM, count_flushes, run, run_fresh, tell
@@ -68,8 +70,9 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
         parallel.append(parallel_copy(files, copy, raw_bytes))
         saved.append(save())
         converted.append(convert())
-        seconds = f"raw copy {raw[-1]:.2f} s, parallel {parallel[-1]:.2f} s, stock Orbax {saved[-1].seconds:.2f} s, convert {converted[-1].seconds:.2f} s"
-        tell(kind, f"round {number} of {rounds}: {seconds}")
+        copies = f"raw copy {raw[-1]:.2f} s, parallel {parallel[-1]:.2f} s"
+        commands = f"stock Orbax {saved[-1].seconds:.2f} s, convert {converted[-1].seconds:.2f} s"
+        tell(kind, f"round {number} of {rounds}: {copies}, {commands}")
     watched, watched_stock = convert(watch=True), save(watch=True)
     flushes = count_flushes(output, *command)
     # With an option of Beam's, `plan` imports Beam too.
@@ -130,8 +133,6 @@ def measure_memory(folder: Path, layers: Sequence[int]) -> list[Figure]:
 
 def shuffled_bytes(conversion: Conversion) -> int:
     """Bytes that cross the shuffle before the work, as Beam encodes them."""
-    import apache_beam as beam  # here: the benchmarks of loading share this module, and need no Beam
-
     coder = beam.coders.registry.get_coder(beam.typehints.Tuple[int, bool])
     return sum(len(coder.encode((number, False))) for number in range(len(conversion.units)))
 
@@ -139,14 +140,8 @@ def shuffled_bytes(conversion: Conversion) -> int:
 def main() -> None:
     """Measures all models and prints the table."""
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--memory",
-        type=int,
-        nargs="*",
-        default=MEMORY_LAYERS,
-        metavar="LAYERS",
-        help="of the models whose memory is compared",
-    )
+    memory = "layers of the models whose memory is compared"
+    parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_LAYERS, metavar="LAYERS", help=memory)
     args = parser.parse_args()
     figures, details = measure_each(LIMITS, lambda kind: measure(kind, args.folder, args.layers, args.rounds))
     if args.memory:

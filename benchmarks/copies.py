@@ -38,21 +38,14 @@ def raw_copy(
     folder.mkdir(parents=True)
     sizes = {path: path.stat().st_size for path in files}
     share = target_bytes / sum(sizes.values())
-    pieces = iter(
-        [
-            (path, at, min(piece or size, size - at))
-            for path, size in sizes.items()
-            for at in range(0, size, piece or size)
-        ]
-    )
+    piece = piece or max(sizes.values())
+    pieces = iter([(path, at, min(piece, n - at)) for path, n in sizes.items() for at in range(0, n, piece)])
 
     def copy(thread: int) -> None:
         buffer = memoryview(bytearray(BLOCK))
         for number, (path, at, nbytes) in enumerate(pieces):  # all threads take from the same
-            with (
-                open(path, "rb", buffering=0) as source,
-                open(folder / f"{thread}-{number}", "wb", buffering=0) as target,
-            ):
+            copied = folder / f"{thread}-{number}"
+            with open(path, "rb", buffering=0) as source, open(copied, "wb", buffering=0) as target:
                 source.seek(at)
                 read = written = 0
                 while read < nbytes and (n := source.readinto(buffer[: nbytes - read])):
@@ -73,13 +66,7 @@ parallel_copy = partial(raw_copy, threads=4, piece=64 << 20)
 
 
 def take_turns(
-    kind: str,
-    checkpoint: Path,
-    command: str,
-    arguments: Sequence[str | Path],
-    output: Path,
-    rounds: int,
-    limit: bool = True,
+    kind: str, checkpoint: Path, command: Sequence[str | Path], output: Path, rounds: int, limit: bool = True
 ) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of a command, and every single round; the medians count. What it wrote last stays.
 
@@ -89,24 +76,22 @@ def take_turns(
     Args:
       kind: of the checkpoint.
       checkpoint: the folder whose files the raw copy reads.
-      command, arguments: of weightbeam.
+      command: of weightbeam, with its arguments.
       output: what the command writes.
       rounds: how often each is run.
       limit: whether the seconds have a limit.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
     nbytes = sum(path.stat().st_size for path in files)
-
-    run_once = partial(run_fresh, output, WEIGHTBEAM, command, *arguments, files=files, keep=True)
+    name = str(command[0])
+    run_once = partial(run_fresh, output, WEIGHTBEAM, *command, files=files, keep=True)
     raw, taken = [], []
     for number in range(1, rounds + 1):
         raw.append(raw_copy(files, output.with_name("copied"), nbytes))
         taken.append(run_once())
-        tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, {command} {taken[-1].seconds:.2f} s")
+        tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, {name} {taken[-1].seconds:.2f} s")
     copied = statistics.median(raw)
     most = (START_SECONDS + TIMES_RAW * copied, f"{START_SECONDS:.0f} s + {TIMES_RAW} × raw copy") if limit else ()
-    figures = [
-        Figure(f"{command}, raw copy", kind, copied, "s"),
-        *of_runs(command, kind, taken, run_once(watch=True), *most),
-    ]
-    return figures, {"bytes": nbytes, "raw_copy_seconds": raw, f"{command}_seconds": [one.seconds for one in taken]}
+    figures = of_runs(name, kind, taken, run_once(watch=True), *most)
+    seconds = {"raw_copy_seconds": raw, f"{name}_seconds": [one.seconds for one in taken]}
+    return [Figure(f"{name}, raw copy", kind, copied, "s"), *figures], {"bytes": nbytes, **seconds}

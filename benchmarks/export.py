@@ -29,8 +29,8 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     model = ("--maxtext_model", MODELS[kind])
     options = ("--source", source, "--mesh", MESH, "--output", checkpoint, *model)
     run_fresh(checkpoint, WEIGHTBEAM, "convert", *options, keep=True)
-    options = ("--source", checkpoint, "--output", output, *model)
-    figures, details = take_turns(kind, checkpoint / "0" / "items", "export", options, output, rounds)
+    command = ("export", "--source", checkpoint, "--output", output, *model)
+    figures, details = take_turns(kind, checkpoint / "0" / "items", command, output, rounds)
     compared = subprocess.run([WEIGHTBEAM, "diff", source, output], capture_output=True, text=True, check=False)
     for old in (checkpoint, output):
         shutil.rmtree(old)

@@ -31,13 +31,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, report
 from benchmarks.full_size import DEEPSEEK_V3, MESH, MODELS, write
 from benchmarks.measure import WEIGHTBEAM, memory_bytes, run, tell
-from benchmarks.stock import BLOCK, tensors_in
+from benchmarks.stock import dequantize, tensors_in
 from weightbeam.formats.orbax import find_items, open_arrays, zarr
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import Store
@@ -92,15 +91,8 @@ class Notes:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             start, cpu = time.perf_counter(), time.process_time()
             merge(*arguments)
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-            self.merges.append(
-                {
-                    "seconds": seconds,
-                    "cpu_seconds": cpu_seconds,
-                    "peak_bytes": memory_bytes("VmHWM"),
-                    "peak_bytes_before": before,
-                }
-            )
+            took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+            self.merges.append({**took, "peak_bytes": memory_bytes("VmHWM"), "peak_bytes_before": before})
 
         return noted
 
@@ -132,20 +124,13 @@ def places(config: dict[str, Any]) -> Iterator[tuple[str, Where, str]]:
     yield "decoder.dense_layers.mlp.wo.kernel", (every, dense - 1), f"model.layers.{dense - 1}.mlp.down_proj"
     for layer in sorted({dense, (dense + last) // 2, last}):
         moe, of_layer, at = "decoder.moe_layers.", f"model.layers.{layer}.", layer - dense
+        block, mlp = f"{moe}DeepSeekMoeBlock_0.", f"{of_layer}mlp."
         yield f"{moe}pre_self_attention_layer_norm.scale", (every, at), f"{of_layer}input_layernorm"
         yield f"{moe}self_attention.out.kernel", (every, at), f"{of_layer}self_attn.o_proj"
-        yield (
-            f"{moe}DeepSeekMoeBlock_0.shared_experts.wi_1.kernel",
-            (every, at),
-            f"{of_layer}mlp.shared_experts.up_proj",
-        )
+        yield f"{block}shared_experts.wi_1.kernel", (every, at), f"{mlp}shared_experts.up_proj"
         for expert in (0, experts // 2 - 1, experts - 1):
             for name, projection in (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj")):
-                yield (
-                    f"{moe}DeepSeekMoeBlock_0.MoeBlock_0.{name}",
-                    (expert, at),
-                    f"{of_layer}mlp.experts.{expert}.{projection}",
-                )
+                yield f"{block}MoeBlock_0.{name}", (expert, at), f"{mlp}experts.{expert}.{projection}"
 
 
 def check(items: Store, source: Path, config: dict[str, Any]) -> int:
@@ -164,16 +149,12 @@ def check(items: Store, source: Path, config: dict[str, Any]) -> int:
         found = np.asarray(arrays[f"params.params.{key}"][where].read().result())
         values = load(f"{tensor}.weight")
         if f"{tensor}.weight_scale_inv" in shards:
-            scales = np.repeat(np.repeat(load(f"{tensor}.weight_scale_inv"), BLOCK, 0), BLOCK, 1)
-            values = (values.astype(np.float32) * scales[: values.shape[0], : values.shape[1]]).astype(
-                ml_dtypes.bfloat16
-            )
+            values = dequantize(values, load(f"{tensor}.weight_scale_inv"))
         elif tensor in ("model.embed_tokens", "lm_head"):
             values = values[:ROWS]
-        values = values if tensor == "model.embed_tokens" else values.T
-        if not found.any() or not np.array_equal(
-            found.reshape(values.shape).view(np.uint16), np.ascontiguousarray(values).view(np.uint16)
-        ):
+        values = np.ascontiguousarray(values if tensor == "model.embed_tokens" else values.T)
+        found = found.reshape(values.shape)
+        if not found.any() or not np.array_equal(found.view(np.uint16), values.view(np.uint16)):
             raise RuntimeError(f"{key} at {where} isn't {tensor}")
         compared += found.size
     return compared

@@ -102,18 +102,15 @@ def write(config: dict, files: int, folder: Path, noisy: bool = False) -> int:
             file.truncate(data + size)
             for position, entry in enumerate(list(shard.values()) if noisy else [], start=len(weight_map)):
                 begin, end = entry["data_offsets"]
-                count = (
-                    end - begin
-                    if entry["dtype"] == "F32"
-                    else max((end - begin) // NOISE_SHARE // 4 * 4, min(end - begin, 4096))
-                )
+                count = end - begin
+                if entry["dtype"] != "F32":
+                    count = max(count // NOISE_SHARE // 4 * 4, min(count, 4096))
                 start = position * 977 * 4 % (NOISE_BYTES - count)
                 file.seek(data + begin)
                 file.write(noise[entry["dtype"]][start : start + count])
         weight_map |= dict.fromkeys(shard, name)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total
 

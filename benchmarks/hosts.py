@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, tell
+from benchmarks.measure import WEIGHTBEAM, run, tell
 from benchmarks.models import MESH, make_source
 from benchmarks.shaped_link import IN, OUT, PORT, clients_of, missing, serving
 from weightbeam.formats.safetensors import open_hf
@@ -64,10 +63,7 @@ class Phase:
     """
 
     def __init__(self, manager: Host, hosts: Sequence[Host]):
-        # what this machine, with the bucket, sent to any host; but the jars that it sent to the manager, which passes
-        # them on from port to port
-        self._bucket, self._jars = counter(manager.bridge, "tx"), counter(manager.port, "tx")
-        self._sent = [counter(host.port, "rx") for host in hosts]
+        self._manager, self._hosts = manager, hosts
         self.moments: list[tuple[float, int, int]] = []
         self._over = threading.Event()
 
@@ -89,7 +85,10 @@ class Phase:
             self.moments.append((time.monotonic(), to - start[0], back - start[1]))
 
     def _counters(self) -> tuple[int, int]:
-        return value(self._bucket) - value(self._jars), sum(map(value, self._sent))
+        # what this machine, with the bucket, sent to any host; but the jars that it sent to the manager, which passes
+        # them on from port to port
+        got = passed(self._manager.bridge, "tx") - passed(self._manager.port, "tx")
+        return got, sum(passed(host.port, "rx") for host in self._hosts)
 
     @property
     def seconds(self) -> float:
@@ -99,14 +98,9 @@ class Phase:
         return ended - begun
 
 
-def counter(device: str, way: str) -> Path:
+def passed(device: str, way: str) -> int:
     """How many bytes have left this machine through a device (`tx`), or have come (`rx`)."""
-    return Path(f"/sys/class/net/{device}/statistics/{way}_bytes")
-
-
-def value(counter: Path) -> int:
-    """What it says."""
-    return int(counter.read_text())
+    return int(Path(f"/sys/class/net/{device}/statistics/{way}_bytes").read_text())
 
 
 def convert(source: Path, hosts: int, number: int, options: list[str], phase: Phase) -> float:
@@ -114,11 +108,7 @@ def convert(source: Path, hosts: int, number: int, options: list[str], phase: Ph
     places = [f"gs://{IN}/{source.name}", f"gs://{OUT}/{hosts}-{number}"]
     options = [*options, f"--parallelism={hosts}", f"--job_server_timeout={PATIENCE}"]
     with phase.watched():
-        done = subprocess.run(
-            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options], capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
+        run(WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options)
     return phase.seconds
 
 
@@ -126,9 +116,8 @@ def simulate(source: Path, hosts: int, rate: float) -> float:
     """The same, simulated; `rate` in Mbit/s."""
     conversion = prepare(Options(mesh=(MESH,)), open_hf(str(source)), slots=hosts)
     worker = Worker(rate / 1000, 0.0, 1, engine="Flink", start=CLUSTER_START)
-    return estimate(
-        list(efforts_of(conversion)), hosts, worker, len(conversion.source.shards), from_hub=False
-    ).unit_seconds
+    shards = len(conversion.source.shards)
+    return estimate(list(efforts_of(conversion)), hosts, worker, shards, from_hub=False).unit_seconds
 
 
 def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[Figure], dict[str, Any]]:
@@ -140,9 +129,8 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
     with ExitStack() as stack:
         gateway, (manager, *others) = stack.enter_context(network(1 + max(HOSTS)))
         os.environ.update(clients_of(f"http://{gateway}:{PORT}"))
-        engine = stack.enter_context(
-            flink_on([manager, *others], Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1)
-        )
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engine = stack.enter_context(flink_on([manager, *others], work, slots=1))
         for host in engine.hosts:
             host.shape(rate)
         for number, (count, runs) in itertools.product(range(1, rounds + 1), seconds.items()):

@@ -115,10 +115,8 @@ def decoders() -> Iterator[Kernel]:
         yield decoding(name, PackedRows(words, scale, (ROWS, COLUMNS), 4, group, zero=zero), FOUR_BIT_RATE)
 
     scale, zero = tensor("scale", np.float16, COLUMNS // 128, ROWS), tensor("zero", np.int32, COLUMNS // 128, ROWS // 8)
-    sevens, order = (
-        np.full(zero.shape, 0x77777777, np.int32),
-        np.random.default_rng(0).permutation(COLUMNS).astype(np.int32) // 128,
-    )
+    sevens = np.full(zero.shape, 0x77777777, np.int32)
+    order = np.random.default_rng(0).permutation(COLUMNS).astype(np.int32) // 128
     down, index = tensor("codes", np.int32, COLUMNS // 8, ROWS), tensor("index", np.int32, COLUMNS)
     yield decoding("GPTQ, 4 bits, groups of 128", Gptq(down, scale, zero, 4, 128), FOUR_BIT_RATE, zero=sevens)
     yield decoding(

@@ -24,11 +24,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ import numpy as np
 
 from benchmarks.figures import Figure, make_parser, measure_each, report
 from benchmarks.measure import WEIGHTBEAM, ask, io_counts, run, tell
-from benchmarks.models import MESH, make_source
+from benchmarks.models import MESH, make_once, make_source
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.cutting.grid import EXPERTS
@@ -50,35 +49,23 @@ KINDS = ("llama", "moe")
 OURS, ANY, AXIS_0 = "fsdp=16", "no mesh", "axis 0"
 MAX_AMPLIFICATION = 1.1
 
-Box = list[list[int]]
+Box = Sequence[Sequence[int]]  # a span for each axis
 
 
 def convert(source: Path, folder: Path, *options: str) -> Path:
-    """A checkpoint of ours; it is written if it isn't there yet."""
-    if not folder.exists():
-        run(WEIGHTBEAM, "convert", "--source", source, "--output", folder, *options)
-    return folder / "0" / "items"
+    """A checkpoint of ours."""
+    command = (WEIGHTBEAM, "convert", "--source", source, *options, "--output")
+    return make_once(folder, lambda unfinished: run(*command, unfinished)) / "0" / "items"
 
 
 def save_by_axis_0(items: Path, folder: Path) -> Path:
     """The arrays of a checkpoint as MaxText's converter saves them; in a process with 16 simulated devices."""
-    if not folder.exists():
-        environment = os.environ | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={HOSTS}",
-            "JAX_PLATFORMS": "cpu",
-        }
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.load", "--save", str(items.resolve()), str(unfinished.resolve())],
-            env=environment,
-            check=True,
-        )
-        unfinished.rename(folder)
-    return folder / "0" / "items"
+    command = (sys.executable, "-m", "benchmarks.load", "--save", items.resolve())
+    return make_once(folder, lambda unfinished: run(*command, unfinished.resolve())) / "0" / "items"
 
 
 def _save(items: Path, folder: Path) -> None:
+    os.environ.update(XLA_FLAGS=f"--xla_force_host_platform_device_count={HOSTS}", JAX_PLATFORMS="cpu")
     import jax
     import orbax.checkpoint as ocp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -103,11 +90,8 @@ def restore_host(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
     reads = [stores[key][tuple(slice(*span) for span in box)].read() for key, box in boxes.items()]
     values = [np.asarray(read.result()) for read in reads]
     seconds, after = time.monotonic() - start, io_counts()
-    return {
-        "seconds": seconds,
-        "nbytes": sum(value.nbytes for value in values),
-        **{name: after[name] - before[name] for name in before},
-    }
+    nbytes = sum(value.nbytes for value in values)
+    return {"seconds": seconds, "nbytes": nbytes, **{name: after[name] - before[name] for name in before}}
 
 
 def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
@@ -123,13 +107,9 @@ def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single restore."""
     source = make_source(kind, folder, layers)
-    tell(kind, "writing the checkpoints")
-    checkpoints = {
-        OURS: convert(source, folder / f"{kind}-{layers}-fsdp", "--mesh", MESH),
-        ANY: convert(source, folder / f"{kind}-{layers}-any"),
-    }
-    checkpoints[AXIS_0] = save_by_axis_0(checkpoints[OURS], folder / f"{kind}-{layers}-axis-0")
-
+    ours = convert(source, folder / f"{source.name}-fsdp", "--mesh", MESH)
+    checkpoints = {OURS: ours, ANY: convert(source, folder / f"{source.name}-any")}
+    checkpoints[AXIS_0] = save_by_axis_0(ours, folder / f"{source.name}-axis-0")
     mesh = Mesh.parse(MESH)
     arrays = prepare(Options(mesh=(MESH,)), open_hf(source)).plan.arrays
     specs = {array.key: partition_spec(array.logical_axes, base_rules()) for array in arrays}
@@ -138,9 +118,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     of_experts: dict[str, float] = {}
     for number in range(1, rounds + 1):
         host = number * 5 % HOSTS
-        boxes = {
-            array.key: [list(span) for span in shard_box(array.shape, specs[array.key], mesh, host)] for array in arrays
-        }
+        boxes = {array.key: list(shard_box(array.shape, specs[array.key], mesh, host)) for array in arrays}
         for name, items in checkpoints.items():
             restored[name].append(cold_restore(items, boxes))
             if experts and name not in of_experts:
@@ -154,16 +132,13 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
     needed = median(OURS, "nbytes")
     most = {OURS: MAX_AMPLIFICATION, ANY: MAX_AMPLIFICATION, AXIS_0: None}
-    figures = [
-        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "×", limit)
-        for name, limit in most.items()
-    ]
+    amplified = {name: median(name, "rchar") / needed for name in most}
+    figures = [Figure(f"load amplification, {name}", kind, amplified[name], "×", most[name]) for name in most]
     figures += [Figure(f"of its experts, {name}", kind, of_experts[name], "×", most[name]) for name in of_experts]
     slowest = median(AXIS_0, "seconds")
-    figures += [
-        Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", slowest, AXIS_0) for name in (OURS, ANY)
-    ]
-    figures.append(Figure(f"load of one host, {AXIS_0}", kind, slowest, "s"))
+    for name in most:
+        limit = (slowest, AXIS_0) if name != AXIS_0 else ()
+        figures.append(Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", *limit))
     computed = {}
     for name, items in checkpoints.items():
         stored = [array.spec for array in read_arrays(find_items(items)) if array.spec.key in specs]

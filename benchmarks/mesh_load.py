@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks import full_size, models
 from benchmarks.figures import Figure, make_parser, measure_each, report
 from benchmarks.measure import ask, io_counts, memory_bytes, tell, warm
-from benchmarks.models import make_source
+from benchmarks.models import make_once, make_source
 from weightbeam.formats.safetensors import Tensor, open_hf
 
 if TYPE_CHECKING:
@@ -109,10 +109,9 @@ def _axes(source: str) -> dict[str, tuple[tuple[str, ...], int]]:
 
 def _template(name: str) -> str:
     words = name.split(".")
-    for number, word in zip(
-        (at for at, word in enumerate(words) if word.isdecimal()), ("{layer}", "{expert}"), strict=False
-    ):
-        words[number] = word
+    numbers = (at for at, word in enumerate(words) if word.isdecimal())
+    for at, word in zip(numbers, ("{layer}", "{expert}"), strict=False):
+        words[at] = word
     return ".".join(words)
 
 
@@ -231,9 +230,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
 def measure_programs(folder: Path) -> tuple[list[Figure], dict[str, Any]]:
     """How many programs a deep model takes."""
-    source = folder / "deep"
-    if not source.exists():
-        full_size.write(DEEP, 2, source)
+    source = make_once(folder / "deep", lambda unfinished: full_size.write(DEEP, 2, unfinished))
     told = load(OURS, source, 2, unit_bytes=DEEP_UNIT_BYTES)
     programs = max(one["programs"] for one in told)
     return [Figure("load, compiled programs", "61 layers", programs, limit=MAX_PROGRAMS)], {"processes": told}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +91,20 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
     )  # fmt: skip
 
 
-def make_source(kind: str, folder: Path, layers: int) -> Path:
-    """The checkpoint's folder; it is written if it isn't there yet."""
-    source = folder / f"{kind}-{layers}"
-    if not source.exists():
-        unfinished = folder / f"{source.name}.unfinished"
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """A folder, which is made, as a whole, if it isn't there yet."""
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        tell(kind, "writing the checkpoint")
-        write(kind, unfinished, layers)
-        unfinished.rename(source)
-    return source
+        tell(folder.name, "writing the checkpoint")
+        make(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def make_source(kind: str, folder: Path, layers: int) -> Path:
+    """The checkpoint's folder."""
+    return make_once(folder / f"{kind}-{layers}", lambda unfinished: write(kind, unfinished, layers))
 
 
 def write(kind: str, folder: Path, layers: int) -> None:

@@ -58,7 +58,7 @@ def main() -> None:
 
     def measure(kind: str) -> tuple[list[Figure], dict[str, Any]]:
         checkpoint, options, limit = cases[kind]
-        return take_turns(kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit)
+        return take_turns(kind, checkpoint, ("reshard", checkpoint, output, *options), output, args.rounds, limit)
 
     figures, details = measure_each(cases, measure)
     for old in (own, trained, output):

@@ -51,11 +51,8 @@ def missing(*programs: str) -> str:
     """What this machine lacks, of these programs, too; empty if nothing."""
     lacks = [program for program in ("ip", "tc", *programs) if shutil.which(program) is None]
     lacks += ["root's rights"] if os.geteuid() else []
-    lacks += (
-        []
-        if importlib.util.find_spec("google") and importlib.util.find_spec("google.cloud.storage")
-        else ["google-cloud-storage"]
-    )
+    if not (importlib.util.find_spec("google") and importlib.util.find_spec("google.cloud.storage")):
+        lacks.append("google-cloud-storage")
     return ", ".join(lacks)
 
 

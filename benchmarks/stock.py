@@ -34,10 +34,15 @@ def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        yield (
-            name,
-            np.memmap(path, DTYPES[entry["dtype"]], "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])),
-        )
+        begin = 8 + size + entry["data_offsets"][0]
+        yield name, np.memmap(path, DTYPES[entry["dtype"]], "r", begin, tuple(entry["shape"]))
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """FP8 times the scales of its blocks, in bfloat16."""
+    rows, columns = codes.shape
+    scale = np.repeat(np.repeat(scales, BLOCK, 0), BLOCK, 1)[:rows, :columns]
+    return (codes.astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
 
 
 def load(source: Path) -> dict[str, np.ndarray]:
@@ -46,10 +51,8 @@ def load(source: Path) -> dict[str, np.ndarray]:
     for path in sorted(source.glob("*.safetensors")):
         tensors |= {name: np.array(mapped) for name, mapped in tensors_in(path)}
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        scale = np.repeat(np.repeat(tensors.pop(name), BLOCK, 0), BLOCK, 1)
         weight = name.removesuffix("_scale_inv")
-        rows, columns = tensors[weight].shape
-        tensors[weight] = (tensors[weight].astype(np.float32) * scale[:rows, :columns]).astype(ml_dtypes.bfloat16)
+        tensors[weight] = dequantize(tensors[weight], tensors.pop(name))
     return tensors
 
 
