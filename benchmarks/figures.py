@@ -13,7 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +28,6 @@ UNITS = {
     "GB/s": (1, "{:.2f} GB/s"),
     "×": (1, "{:.2f} ×"),
 }
-
-Kind = TypeVar("Kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +124,10 @@ def make_parser(
 
 
 def measure_each(
-    kinds: Iterable[Kind], measure: Callable[[Kind], tuple[Sequence[Figure], Any]]
-) -> tuple[list[Figure], dict[Kind, Any]]:
+    kinds: Iterable[str], measure: Callable[[str], tuple[Sequence[Figure], Any]]
+) -> tuple[list[Figure], dict[str, Any]]:
     """All that `measure` finds: the figures, and the details by kind."""
-    figures, details = list[Figure](), dict[Kind, Any]()
+    figures, details = list[Figure](), dict[str, Any]()
     for kind in kinds:
         more, details[kind] = measure(kind)
         figures += more

@@ -43,10 +43,10 @@ HEADER = 8  # bytes of a safetensors file that say how long its header is
 COMPARING = """
 import sys
 import weightbeam
-from weightbeam.transforms.comparing.baselines import compared_with
+from weightbeam.transforms.planning.options import ToHub
 source, like, output, model, *others = sys.argv[1:]
-with compared_with(others):
-    weightbeam.export(source, output, like=like, maxtext_model=model, progress=False)
+how = ToHub(compared_with=tuple(others))
+weightbeam.export(source, output, like=like, maxtext_model=model, how=how, progress=False)
 """
 
 

@@ -67,12 +67,12 @@ class Notes:
         self.merges: list[dict[str, float]] = []
         self._lock = threading.Lock()
 
-    def stage(self, timed: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """`StageFn.timed`, with notes."""
+    def stage(self, measured: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """`StageFn.measured`, with notes."""
 
         def noted(stage: Any, work: Any) -> Any:
             start, cpu = time.perf_counter(), time.thread_time()
-            result = timed(stage, work)
+            result = measured(stage, work)
             seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu
             with self._lock:
                 self.units[work.unit.id] += seconds
@@ -106,7 +106,7 @@ def convert(command: list[str], notes_file: Path) -> int:
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 60)
     notes = Notes()
-    StageFn.timed = notes.stage(StageFn.timed)  # type: ignore[method-assign]
+    StageFn.measured = notes.stage(StageFn.measured)  # type: ignore[method-assign]
     ocdbt.merge = notes.merge(ocdbt.merge)
     status = main(["convert", *command])
     notes_file.write_text(json.dumps({"units": notes.units, "stages": notes.stages, "merges": notes.merges}))
