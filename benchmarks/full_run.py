@@ -2,12 +2,12 @@
 
     nice python -m benchmarks.full_run --folder out/full_size --json benchmarks/results.json
 
-It takes about half an hour on 2 cores, and 20 GB of disk. The shards are sparse (`benchmarks/full_size.py`): the head
-of each tensor is noise, the rest a hole that the system reads as zeros. The output is compressed (`--compression
-zstd`), which is all that makes 1.3 TB fit. Everything else is the command as it is: every byte is read, decoded,
-transposed, stacked and digested, every unit is written and flushed, and the assembly merges as many keys as a real
-one's. Four chunks in five keep some KB and lie in the units' files as real ones would; the others are nearly or all
-zero, and short enough to stand in the index itself.
+It takes about half an hour on 2 cores, and 20 GB of disk; fewer layers, four at least, are for a trial. The shards are
+sparse (`benchmarks/full_size.py`): the head of each tensor is noise, the rest a hole that the system reads as zeros.
+The output is compressed (`--compression zstd`), which is all that makes 1.3 TB fit. Everything else is the command as
+it is: every byte is read, decoded, transposed, stacked and digested, every unit is written and flushed, and the
+assembly merges as many keys as a real one's. Four chunks in five keep some KB and lie in the units' files as real ones
+would; the others are nearly or all zero, and short enough to stand in the index itself.
 
 What isn't the command as it is: it isn't asked whether the disk has room for all of the arrays, and notes are taken of
 the time that each stage of each unit takes, and of the merge. Afterwards arrays are read with TensorStore at known
