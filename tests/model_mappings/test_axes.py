@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import boxes
 
 from weightbeam.model_mappings.axes import Axes
 from weightbeam.model_mappings.boxes import factor_boxes, hull
@@ -19,13 +20,6 @@ QUICK = settings(max_examples=300, deadline=None)
 def elements(box, sizes):
     """Places in the merged axis of the elements of a box of its factors, in the box's order."""
     return np.arange(math.prod(sizes)).reshape(sizes)[tuple(slice(*span) for span in box)].ravel().tolist()
-
-
-@st.composite
-def boxes(draw, sizes):
-    """A box that isn't empty in an array of these sizes."""
-    starts = [draw(st.integers(0, size - 1)) for size in sizes]
-    return tuple((start, draw(st.integers(start + 1, size))) for start, size in zip(starts, sizes, strict=True))
 
 
 def factors(most):

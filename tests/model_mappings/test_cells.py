@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import boxes
 
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import Part, pattern
@@ -138,13 +139,6 @@ def tables(draw):
             ).reshape(lengths)
     window = tuple(cut for cut, _ in cuts[:whole_from])
     return Table(left, right, named, sizes, segments, window, layers, draw(st.integers(0, 4)), tensors)
-
-
-@st.composite
-def boxes(draw, shape):
-    """A box that isn't empty."""
-    starts = [draw(st.integers(0, size - 1)) for size in shape]
-    return tuple((start, draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True))
 
 
 @st.composite

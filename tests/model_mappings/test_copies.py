@@ -9,13 +9,9 @@ from facts.tiny import CONFIGS, shapes
 from weightbeam.model_mappings.audit import drop_reason
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import expand
-from weightbeam.model_mappings.registry import FAMILIES
+from weightbeam.model_mappings.registry import family_by_config
 
 HEADERS = load_headers()
-
-
-def family_for(config):
-    return next(family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -25,7 +21,7 @@ def test_a_copy_is_dropped_and_its_original_is_read(name, tied):
     config = Config(HEADERS[name].config | {"tie_word_embeddings": tied})
     if "thinker_config" in config:
         config["thinker_config"] = config["thinker_config"] | {"tie_word_embeddings": tied}
-    family = family_for(config)
+    family = family_by_config(config)
     for layout in layouts_of(HEADERS[name].config).values():
         copies = family.copies(config, layout)
         read = {
@@ -41,7 +37,7 @@ def test_a_copy_is_dropped_and_its_original_is_read(name, tied):
 def test_the_copies_of_multi_token_prediction():
     """DeepSeek's module has the embedding and the head once more; its last norm is its own."""
     config, layout = Config(CONFIGS["deepseek_v3"]), Layout(mtp=True)
-    copies = family_for(config).copies(config, layout)
+    copies = family_by_config(config).copies(config, layout)
     n = config["num_hidden_layers"]
     assert copies == {
         f"model.layers.{n}.embed_tokens.weight": "model.embed_tokens.weight",

@@ -18,7 +18,7 @@ from weightbeam.model_mappings.maxtext_config import is_idle, maxtext_config, sc
 from weightbeam.model_mappings.maxtext_models import differences, keys_of, models
 from weightbeam.model_mappings.naming import ModelNaming, name_model
 from weightbeam.model_mappings.plan import expand
-from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_by_config
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.model_mappings.rope import LLAMA3
 
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
@@ -56,13 +56,9 @@ ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
 }  # fmt: skip
 
 
-def family_for(config):
-    return next(family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config))
-
-
 def made_for(config, model=None, **layout):
     config = Config(config)
-    family = family_for(config)
+    family = family_by_config(config)
     return maxtext_config(family, config, Layout(**layout), ModelNaming(model) if model else name_model(family, config))
 
 
