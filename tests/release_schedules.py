@@ -16,9 +16,6 @@ import itertools
 import json
 import os
 import random
-import shutil
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +25,7 @@ from unittest import mock
 
 import numpy as np
 from huggingface_hub import constants
-from schedules import MemoryBucket, Process, World, _here, _hook
+from schedules import MemoryBucket, Process, World, _here
 from servers.hub import FakeHub
 
 from weightbeam.formats.staging import lease
@@ -150,16 +147,8 @@ class ReleaseWorld(World):
     """An output, commands at work on it, and what must always hold."""
 
     def __init__(self, kind: str):
-        if not getattr(World, "hooked", False):
-            sys.addaudithook(_hook)
-            World.hooked = True  # type: ignore[attr-defined]
-        self.kind, self.processes, self.published, self.log = kind, [], None, []
-        shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self.root = tempfile.mkdtemp(prefix="weightbeam-schedules-", dir=shm)
-        MemoryBucket.objects = {}
+        self._open(kind)
         self.url = {"folder": f"{self.root}/here/out", "bucket": "gs://bucket/out", "hub": f"hf://{REPO}"}[kind]
-        self.stack = contextlib.ExitStack()
-        self.stack.callback(shutil.rmtree, self.root, ignore_errors=True)
         if kind == "hub":
             self._begin_hub()
         patches: dict[Any, dict[str, Any]] = {
@@ -175,9 +164,7 @@ class ReleaseWorld(World):
                 "out",
                 planned.hash,
             )
-        for module, values in patches.items():
-            self.stack.enter_context(mock.patch.multiple(module, **values))
-        self.stack.enter_context(mock.patch("weightbeam.formats.storage.local.os.fsync"))
+        self._patch(patches)
 
     def _begin_hub(self) -> None:
         self.hub = self.stack.enter_context(FakeHub())
@@ -197,11 +184,8 @@ class ReleaseWorld(World):
                 return f"{type(e).__name__}: {e}"
             return written.state
 
-        process = Process(work, {"plan": plan, "overwrite": overwrite, "root": self.root})
-        process.wait()
-        self.processes.append(process)
-        self.log.append(f"{len(self.processes) - 1}: {plan}{' --resume' * resume}{' --overwrite' * overwrite}")
-        return process
+        about = {"plan": plan, "overwrite": overwrite, "root": self.root}
+        return self._begin(work, f"{plan}{' --resume' * resume}{' --overwrite' * overwrite}", about)
 
     def age(self) -> None:
         """Whoever has a lease hasn't renewed it for long."""

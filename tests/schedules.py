@@ -293,18 +293,9 @@ class World:
     """
 
     def __init__(self, kind: str, database: bool = True):
-        sys.addaudithook(_hook) if not getattr(World, "hooked", False) else None
-        World.hooked = True
-        self.kind, self.format = kind, Format(use_ocdbt=database)
-        self.root = tempfile.mkdtemp(
-            prefix="weightbeam-schedules-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-        )
-        MemoryBucket.objects = {}
+        self._open(kind)
+        self.format = Format(use_ocdbt=database)
         self.output: Store = MemoryBucket("gs://bucket/out") if kind == "bucket" else LocalFolder(f"{self.root}/out")
-        self.processes: list[Process] = []
-        self.published: str | None = None
-        self.log: list[str] = []
-        self.stack = contextlib.ExitStack()
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
             orbax_units: dict(_write=_write, digest=lambda *_: 0, _written_files=lambda *_: {}),
@@ -313,10 +304,28 @@ class World:
         if kind == "folder in two":
             # a lock of one process, which these are not
             patches[renaming] = dict(_renameat2=_no_renames, _ONE=contextlib.nullcontext())
+        self._patch(patches)
+
+    def _open(self, kind: str) -> None:
+        """Nothing has happened yet, in a folder and a bucket of its own."""
+        if not getattr(World, "hooked", False):
+            sys.addaudithook(_hook)
+            World.hooked = True  # type: ignore[attr-defined]
+        self.kind = kind
+        self.processes: list[Process] = []
+        self.published: str | None = None
+        self.log: list[str] = []
+        shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self.root = tempfile.mkdtemp(prefix="weightbeam-schedules-", dir=shm)
+        MemoryBucket.objects = {}
+        self.stack = contextlib.ExitStack()
+        self.stack.callback(shutil.rmtree, self.root, ignore_errors=True)
+
+    def _patch(self, patches: dict[Any, dict[str, Any]]) -> None:
+        """Until the end: other values of modules' names, and nothing is synced to a disk."""
         for module, values in patches.items():
             self.stack.enter_context(mock.patch.multiple(module, **values))
         self.stack.enter_context(mock.patch("weightbeam.formats.storage.local.os.fsync"))
-        self.stack.callback(shutil.rmtree, self.root, ignore_errors=True)
 
     def start(self, plan: str, resume: bool, overwrite: bool) -> Process:
         staging = staging_at(self.output, 0, plan)

@@ -34,6 +34,7 @@ SPECS = [
     ArraySpec("params.params.b.d", (8,), BF16, (8,), (8,)),
 ]
 DEFAULT = Format()
+EITHER = [DEFAULT, Format(use_ocdbt=False)]
 FORMATS = [
     Format(ocdbt, zarr3, compression)
     for ocdbt in (True, False)
@@ -150,7 +151,7 @@ def test_a_zombie_with_other_values_changes_nothing(tmp_path: Path) -> None:
     assert_whole(staging)
 
 
-@pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
+@pytest.mark.parametrize("format", EITHER, ids=str)
 def test_a_missing_unit_is_refused(tmp_path: Path, format: Format) -> None:
     """Nothing is published, and the missing unit can be made afterwards."""
     staging = create_staging(tmp_path / "out")
@@ -163,35 +164,26 @@ def test_a_missing_unit_is_refused(tmp_path: Path, format: Format) -> None:
     assert_whole(staging)
 
 
-@pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
-def test_a_unit_without_all_of_its_shards_is_refused(tmp_path: Path, format: Format) -> None:
-    """The ledger may say done; the keys tell."""
+EXTRA = ArraySpec("params.params.zzz", (4,), np.dtype(np.float32), (4,), (4,))
+
+
+@pytest.mark.parametrize(
+    ("unit", "parts", "message", "format"),
+    [
+        *((1, units()[1][:-1], "1 keys missing", format) for format in EITHER),  # the ledger may say done
+        (3, units()[3] + units()[2][:1], "1 written twice", DEFAULT),  # the last copied would win silently
+        *((3, units()[3] + shards(EXTRA), r"1 (keys )?extra.*zzz", format) for format in EITHER),
+    ],
+    ids=["missing", "missing, in files", "of two units", "extra", "extra, in files"],
+)
+def test_a_unit_of_other_shards_than_planned(
+    tmp_path: Path, unit: int, parts: Shards, message: str, format: Format
+) -> None:
+    """Some missing, those of another unit, an array that nobody asked for: the keys tell, and nothing is published."""
     staging = create_staging(tmp_path / "out")
-    write_unit(staging, 1, units()[1][:-1], format)
-    write_all(staging, format, done=(1,))
-    with pytest.raises(IncompleteError, match="1 keys missing"):
-        finish(staging, format)
-    assert not Path(staging.final).exists()
-
-
-def test_a_shard_in_two_units_is_refused(tmp_path: Path) -> None:
-    """The last copied would win silently."""
-    staging = create_staging(tmp_path / "out")
-    write_unit(staging, 3, units()[3] + units()[2][:1], Format())
-    write_all(staging, Format(), done=(3,))
-    with pytest.raises(IncompleteError, match="1 written twice"):
-        finish(staging)
-    assert not Path(staging.final).exists()
-
-
-@pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
-def test_an_array_that_nobody_asked_for_is_refused(tmp_path: Path, format: Format) -> None:
-    """A key that the plan doesn't have."""
-    staging = create_staging(tmp_path / "out")
-    extra = ArraySpec("params.params.zzz", (4,), np.dtype(np.float32), (4,), (4,))
-    write_unit(staging, 3, units()[3] + shards(extra), format)
-    write_all(staging, format, done=(3,))
-    with pytest.raises(IncompleteError, match=r"1 (keys )?extra.*zzz"):
+    write_unit(staging, unit, parts, format)
+    write_all(staging, format, done=(unit,))
+    with pytest.raises(IncompleteError, match=message):
         finish(staging, format)
     assert not Path(staging.final).exists()
 
@@ -260,7 +252,7 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(tmp_path: Path) -> None:
     assert_whole(staging)
 
 
-@pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
+@pytest.mark.parametrize("format", EITHER, ids=str)
 def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format) -> None:
     """A worker that wakes after another plan was staged in the same place: its unit isn't entered, and isn't in the
     checkpoint.
