@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from measured import Measure
+    from servers.gcs import FakeGcs
+    from servers.hub import FakeHub
 
 HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.json"
@@ -186,6 +188,28 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import support
 
     return support.generate(tmp_path_factory)
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """A hub that `servers.clients.TOKEN` may write to, which this process asks, with a cache of its own."""
+    from servers.clients import TOKEN, at_hub
+
+    with at_hub(TOKEN, XDG_CACHE_HOME=str(tmp_path / "cache")) as server:
+        yield server
+
+
+@pytest.fixture
+def gcs() -> Iterator[FakeGcs]:
+    """The buckets `bucket`, `run` and `out`, which this process asks."""
+    from servers.clients import asking
+    from servers.gcs import FakeGcs
+
+    with FakeGcs("bucket", "run", "out") as server, asking(server):
+        yield server
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
-from servers.clients import at_quick_hub
+from servers.clients import TOKEN, at_quick_hub
 from servers.hub import FakeHub
 from servers.server import Call, Reply, json_reply
 from support import files_of, make_release
@@ -26,7 +26,6 @@ from weightbeam.formats.targets.hub import Published, check_target, look, publis
 from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.releases import find_models, find_release
 
-TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL, TITLE = "org/tuned", "hf://org/tuned", "export 1234"
 REQUESTS = {
     "whoami": "GET /api/whoami",

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import snapshot_download
-from servers.clients import at_hub
+from servers.clients import TOKEN
 from servers.hub import FakeHub
 from support import make_release
 
@@ -21,14 +21,7 @@ from weightbeam.formats.storage.hub import open_repository
 from weightbeam.formats.targets.hub import HubAddress, check_target, look, publish
 from weightbeam.pipelines.watching.releases import find_release
 
-TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
-
-
-@pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    with at_hub(TOKEN) as server:
-        yield server
 
 
 @pytest.fixture

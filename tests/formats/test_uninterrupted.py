@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import warm
 from processes import wait_until
-from servers.clients import at_hub
+from servers.clients import TOKEN
 from servers.hub import FakeHub
 from support import convert, files_of, make_release
 
@@ -20,15 +20,13 @@ from weightbeam.formats.storage.uninterrupted import IMPATIENCE
 from weightbeam.formats.targets.hub import publish
 from weightbeam.pipelines.cli import Interrupts
 
-TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL, TITLE = "org/tuned", "hf://org/tuned", "export 1234"
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    with at_hub(TOKEN) as server:
-        server.add(REPO).writers.add(TOKEN)
-        yield server
+def hub(hub: FakeHub) -> FakeHub:
+    hub.add(REPO).writers.add(TOKEN)
+    return hub
 
 
 @pytest.fixture(scope="module")

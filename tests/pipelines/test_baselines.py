@@ -6,13 +6,11 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from quantised import fp8_llama
-from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import F32, LLAMA, QWEN3_MOE, convert, peft_adapter, random_tensors, read_tensors, save
 
@@ -211,12 +209,6 @@ def test_what_wasnt_found_is_looked_for(made: Path, tmp_path: Path) -> None:
     (told,) = compare_pairs([watched], known=[found])
     assert read == missing | {"model.norm.weight"}
     assert told.tensors == compare_pairs([pair])[0].tensors
-
-
-@pytest.fixture
-def gcs() -> Iterator[FakeGcs]:
-    with FakeGcs("bucket") as server, asking(server):
-        yield server
 
 
 def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:

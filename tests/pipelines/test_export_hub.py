@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import running, wait_until
-from servers.clients import at_hub
+from servers.clients import TOKEN
 from servers.hub import FakeHub
 from support import call, convert, make_release, peft_adapter
 
 from weightbeam.formats.targets.hub import look
 
-TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    with at_hub(TOKEN, XDG_CACHE_HOME=str(tmp_path / "cache")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

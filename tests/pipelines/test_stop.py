@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import warm
 from processes import ROOT, free_port, listening, running, wait_until
-from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import LLAMA, QWEN3_MOE, assert_same_bits, convert, make_release, restore
@@ -206,14 +205,8 @@ def test_a_stop_does_not_wait_for_a_bucket_that_is_gone(number: signal.Signals, 
 # --- in this process --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def bucket() -> Iterator[FakeGcs]:
-    with FakeGcs("bucket") as server, asking(server):
-        yield server
-
-
 @pytest.mark.parametrize("output", ["{tmp}/out", "gs://bucket/out"], ids=["folder", "bucket"])
-def test_every_stage_looks_for_a_stop(output: str, source: Path, bucket: FakeGcs, tmp_path: Path) -> None:
+def test_every_stage_looks_for_a_stop(output: str, source: Path, gcs: FakeGcs, tmp_path: Path) -> None:
     """Before a unit is read, before anything is put together, and before the units of a job that its engine begins
     anew; who goes on isn't stopped by a stop of before.
     """
@@ -360,14 +353,14 @@ def test_an_interrupted_call_publishes_nothing(
 
 @pytest.mark.parametrize("command", [by_convert, by_export])
 def test_an_interrupted_call_publishes_nothing_in_a_bucket(
-    command: Callable[..., str], source: Path, checkpoint: Path, bucket: FakeGcs
+    command: Callable[..., str], source: Path, checkpoint: Path, gcs: FakeGcs
 ) -> None:
     """The store is asked to copy what publishes, and the answer takes its time."""
-    slow = bucket.fail("slow", seconds=2, matching=r"rewriteTo/.*(commit_success\.txt|out%2Fweightbeam\.json)")
+    slow = gcs.fail("slow", seconds=2, matching=r"rewriteTo/.*(commit_success\.txt|out%2Fweightbeam\.json)")
     interrupt_when(lambda: slow.hits > 0)
     with pytest.raises(KeyboardInterrupt):
         command(source, checkpoint, "gs://bucket/out")
-    bucket.faults = []
+    gcs.faults = []
     time.sleep(3)
     assert made_by(open_store("gs://bucket/out")) is None
     assert made_by(open_store("gs://bucket/out/0")) is None
@@ -406,7 +399,7 @@ def test_an_interrupt_after_the_publication_says_so(
 
 @pytest.mark.parametrize("command", [by_convert, by_export])
 def test_an_interrupt_while_it_cleans_up_in_a_bucket_leaves_nothing_beside(
-    command: Callable[..., str], source: Path, checkpoint: Path, bucket: FakeGcs, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., str], source: Path, checkpoint: Path, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is gone already, by which a later command would know that the rest is its own."""
     delete, published = Bucket.delete, threading.Event()
@@ -421,4 +414,4 @@ def test_an_interrupt_while_it_cleans_up_in_a_bucket_leaves_nothing_beside(
     interrupt_when(published.is_set)
     with pytest.raises(KeyboardInterrupt, match="was published already"):
         command(source, checkpoint, "gs://bucket/out")
-    assert not [name for name in bucket.objects["bucket"] if ".weightbeam" in name]
+    assert not [name for name in gcs.objects["bucket"] if ".weightbeam" in name]

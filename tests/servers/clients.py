@@ -16,6 +16,8 @@ from servers.hub import FakeHub
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
 
+TOKEN = "hf_a-token-that-nobody-may-see"  # of the fixture `hub`
+
 
 @contextlib.contextmanager
 def asking(server: FakeGcs) -> Iterator[pytest.MonkeyPatch]:
