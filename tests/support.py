@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import training_run
 from digests import digest as digest
+from facts.tiny import shapes as shapes
 from lazily import lazily
 from measured import call as call
 from processes import run
@@ -210,66 +211,6 @@ DEEPSEEK_V3 = DEEPSEEK | dict(
     first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, moe_intermediate_size=2048,
     n_routed_experts=256,
 )  # fmt: skip
-
-
-def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model, by its `config.json`, as the hub's files name them."""
-    embed, vocab, heads, kv = c["hidden_size"], c["vocab_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, embed)}
-
-    def gated(prefix: str, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> None:
-        gate, up, down = (f"{prefix}.{name}.weight" for name in names)
-        made.update({gate: (width, embed), up: (width, embed), down: (embed, width)})
-
-    for i in range(c["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        attention = f"{layer}.self_attn"
-        made.update({f"{layer}.input_layernorm.weight": (embed,), f"{layer}.post_attention_layernorm.weight": (embed,)})
-        if "kv_lora_rank" in c:
-            nope, rope, value, rank = (
-                c[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-            )
-            if c["q_lora_rank"]:
-                made[f"{attention}.q_a_proj.weight"] = (c["q_lora_rank"], embed)
-                made[f"{attention}.q_a_layernorm.weight"] = (c["q_lora_rank"],)
-                made[f"{attention}.q_b_proj.weight"] = (heads * (nope + rope), c["q_lora_rank"])
-            else:
-                made[f"{attention}.q_proj.weight"] = (heads * (nope + rope), embed)
-            made[f"{attention}.kv_a_proj_with_mqa.weight"] = (rank + rope, embed)
-            made[f"{attention}.kv_a_layernorm.weight"] = (rank,)
-            made[f"{attention}.kv_b_proj.weight"] = (heads * (nope + value), rank)
-            made[f"{attention}.o_proj.weight"] = (embed, heads * value)
-        else:
-            dim = c["head_dim"]
-            rows = dict(q=heads * dim, k=kv * dim, v=kv * dim)
-            made.update({f"{attention}.{name}_proj.weight": (n, embed) for name, n in rows.items()})
-            made[f"{attention}.o_proj.weight"] = (embed, heads * dim)
-            if c["model_type"].startswith("qwen3"):
-                made.update({f"{attention}.{name}_norm.weight": (dim,) for name in "qk"})
-            if c["model_type"] == "qwen2":
-                made.update({f"{attention}.{name}_proj.bias": (n,) for name, n in rows.items()})
-        experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
-        if not experts or i < c.get("first_k_dense_replace", 0):
-            gated(f"{layer}.mlp", c["intermediate_size"])
-            continue
-        moe, names = (
-            (f"{layer}.block_sparse_moe", ("w1", "w3", "w2")) if c["model_type"] == "mixtral" else (f"{layer}.mlp", ())
-        )
-        made[f"{moe}.gate.weight"] = (experts, embed)
-        if c["model_type"] == "deepseek_v3":
-            made[f"{moe}.gate.e_score_correction_bias"] = (experts,)
-        for expert in range(experts):
-            gated(
-                f"{moe}.experts.{expert}",
-                c.get("moe_intermediate_size") or c["intermediate_size"],
-                *([names] if names else []),
-            )
-        if c.get("n_shared_experts"):
-            gated(f"{moe}.shared_experts", c["moe_intermediate_size"] * c["n_shared_experts"])
-    made["model.norm.weight"] = (embed,)
-    if not c["tie_word_embeddings"]:
-        made["lm_head.weight"] = (vocab, embed)
-    return made
 
 
 def random_tensors(config: Mapping[str, Any], dtype: np.dtype = BF16, seed: int = 0) -> dict[str, np.ndarray]:

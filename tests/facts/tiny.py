@@ -6,6 +6,11 @@ second time on purpose: the tables are checked against them. Sizes differ, so th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
 DENSE = dict(
     vocab_size=16,
     hidden_size=10,
@@ -43,12 +48,10 @@ FUSED = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "
 Shapes = dict[str, tuple[int, ...]]
 
 
-def shapes(config: dict, fused: bool = False) -> Shapes:
+def shapes(config: Config, fused: bool = False) -> Shapes:
     """`{name: shape}` of every tensor of a checkpoint with this `config.json`."""
     embed, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
-    out: Shapes = {"model.embed_tokens.weight": (vocab, embed), "model.norm.weight": (embed,)}
-    if not config["tie_word_embeddings"]:
-        out["lm_head.weight"] = (vocab, embed)
+    out: Shapes = {"model.embed_tokens.weight": (vocab, embed)}
     for layer in range(layers + config.get("num_nextn_predict_layers", 0)):
         tensors = {"input_layernorm.weight": (embed,), "post_attention_layernorm.weight": (embed,)}
         tensors |= latent_attention(config) if "kv_lora_rank" in config else attention(config)
@@ -62,10 +65,13 @@ def shapes(config: dict, fused: bool = False) -> Shapes:
             }
             tensors |= {"embed_tokens.weight": (vocab, embed), "shared_head.head.weight": (vocab, embed)}
         out |= {f"model.layers.{layer}.{name}": shape for name, shape in tensors.items()}
+    out["model.norm.weight"] = (embed,)
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = (vocab, embed)
     return out
 
 
-def attention(c: dict) -> Shapes:
+def attention(c: Config) -> Shapes:
     embed, dim = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     out = {
@@ -81,23 +87,22 @@ def attention(c: dict) -> Shapes:
     return {f"self_attn.{name}": shape for name, shape in out.items()}
 
 
-def latent_attention(c: dict) -> Shapes:
+def latent_attention(c: Config) -> Shapes:
     embed, heads, q_lora, kv_lora = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    out = {
-        "kv_a_proj_with_mqa.weight": (kv_lora + rope, embed),
-        "kv_a_layernorm.weight": (kv_lora,),
-        "kv_b_proj.weight": (heads * (nope + value), kv_lora),
-    }
-    out["o_proj.weight"] = (embed, heads * value)
+    out = {"q_proj.weight": (heads * (nope + rope), embed)}
     if q_lora:
-        out |= {
+        out = {
             "q_a_proj.weight": (q_lora, embed),
             "q_a_layernorm.weight": (q_lora,),
             "q_b_proj.weight": (heads * (nope + rope), q_lora),
         }
-    else:
-        out["q_proj.weight"] = (heads * (nope + rope), embed)
+    out |= {
+        "kv_a_proj_with_mqa.weight": (kv_lora + rope, embed),
+        "kv_a_layernorm.weight": (kv_lora,),
+        "kv_b_proj.weight": (heads * (nope + value), kv_lora),
+        "o_proj.weight": (embed, heads * value),
+    }
     if "index_n_heads" in c:
         n, dim = c["index_n_heads"], c["index_head_dim"]
         out |= {
@@ -109,7 +114,7 @@ def latent_attention(c: dict) -> Shapes:
     return {f"self_attn.{name}": shape for name, shape in out.items()}
 
 
-def feed_forward(c: dict, layer: int, fused: bool) -> Shapes:
+def feed_forward(c: Config, layer: int, fused: bool) -> Shapes:
     embed, mlp = c["hidden_size"], c["intermediate_size"]
     count = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts")
     if not count or layer < c.get("first_k_dense_replace", 0):
@@ -118,6 +123,8 @@ def feed_forward(c: dict, layer: int, fused: bool) -> Shapes:
     block = "block_sparse_moe" if is_mixtral and not fused else "mlp"
     width = mlp if is_mixtral else c["moe_intermediate_size"]
     out: Shapes = {f"{block}.gate.weight": (count, embed)}
+    if "n_shared_experts" in c and c["model_type"] != "deepseek_v2":
+        out["mlp.gate.e_score_correction_bias"] = (count,)
     if fused:
         out |= {
             f"{block}.experts.gate_up_proj": (count, 2 * width, embed),
@@ -129,8 +136,6 @@ def feed_forward(c: dict, layer: int, fused: bool) -> Shapes:
             out |= gated(f"{block}.experts.{expert}", embed, width, names)
     if "n_shared_experts" in c:
         out |= gated("mlp.shared_experts", embed, width * c["n_shared_experts"])
-        if c["model_type"] != "deepseek_v2":
-            out["mlp.gate.e_score_correction_bias"] = (count,)
     return out
 
 

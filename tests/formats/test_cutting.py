@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quantised import FP8_LLAMA, fp8_llama
-from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, split
+from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.files import files_of, small_files
@@ -307,8 +307,7 @@ def test_prediction_layers_behind_the_last(tmp_path: Path) -> None:
     """They stay behind it where they are named, and are gone with their number where they aren't; their copies of the
     embedding and of the head are cut as those.
     """
-    config = DEEPSEEK | dict(num_nextn_predict_layers=1)
-    names = {name: values.shape for name, values in random_tensors(config).items()}
+    config, names = DEEPSEEK | dict(num_nextn_predict_layers=1), shapes(DEEPSEEK)
     behind = {"enorm.weight": (32,), "embed_tokens.weight": (64, 32), "shared_head.head.weight": (64, 32)}
     names |= {f"model.layers.3.{name}": shape for name, shape in behind.items()}
     kept = cut_release(headers_only(config, known=names), Cut("0:2,3:4", vocab_rows=16))

@@ -283,17 +283,10 @@ def test_codes_and_scales(tmp_path: Path) -> None:
 def test_prediction_layers(tmp_path: Path) -> None:
     """DeepSeek's layer behind the last is converted with --mtp as from the whole; without it it is gone."""
     config = DEEPSEEK | dict(num_nextn_predict_layers=1)
-    embed = config["hidden_size"]
-    tensors = random_tensors(config | dict(num_hidden_layers=4))
-    shapes = {
-        "enorm.weight": (embed,),
-        "hnorm.weight": (embed,),
-        "eh_proj.weight": (embed, 2 * embed),
-        "shared_head.norm.weight": (embed,),
-    }
-    tensors |= {
-        f"model.layers.3.{name}": np.full(shape, number, BF16) for number, (name, shape) in enumerate(shapes.items(), 1)
-    }
+    tensors = random_tensors(config)
+    behind = "model.layers.3."
+    tensors[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"]
     source = save(tmp_path / "hf", config, *split(tensors, 2))
     whole = converted(source, tmp_path / "whole", "--mtp", "true")
     part = converted(source, tmp_path / "part", "--mtp", "true", "--layers", "0,2,3")

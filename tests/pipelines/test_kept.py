@@ -127,8 +127,7 @@ def in_blocks(
 ) -> Path:
     """A model whose linear layers are in FP8."""
     quantization = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=list(block))
-    spelled = config | dict(model_type="deepseek_v3") if config["model_type"] == "kimi_k2" else config
-    tensors = quantise(random_tensors(spelled), block, scale)
+    tensors = quantise(random_tensors(config), block, scale)
     if finite:  # without the codes that are NaN
         tensors |= {
             name: np.nan_to_num(codes.astype(F32)).astype(FP8) for name, codes in tensors.items() if codes.dtype == FP8
