@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 SHARED = Path(__file__).parents[2] / "shared" / "maxtext"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 TRAINED = {
     "llama-fsdp8": "llama3.1-8b",
     "llama-fsdp8-paramonly-unscanned": "llama3.1-8b",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lazily import lazily
 from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save, split
-from trained import SHARED, trained_like
+from trained import SHARED, needs_shared, trained_like
 
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
@@ -24,7 +24,6 @@ from weightbeam.transforms.comparing.release_faults import unlike_files
 jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")
 transformers = lazily("transformers")
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
 
 def statuses(*arguments: object, status: int, folder: Path) -> dict[str, dict[str, Any]]:

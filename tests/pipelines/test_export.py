@@ -38,7 +38,7 @@ from support import (
     read_tensors,
     save,
 )
-from trained import SHARED, TRAINED, trained_like
+from trained import SHARED, TRAINED, needs_shared, trained_like
 
 import weightbeam as wb
 from weightbeam.formats.targets import release as release_target
@@ -118,7 +118,7 @@ def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> 
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
+@needs_shared
 @pytest.mark.parametrize("case", some([case for case in CASES if case != "gemma3"], 2))
 def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
@@ -140,7 +140,7 @@ def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     compare(made, wanted, record["lossy"])
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
+@needs_shared
 def test_variables_that_maxtexts_converter_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek V4's routing tables and router biases: taken from the release, with a warning, and judged by it; refused
     where a release has no weights.
@@ -159,7 +159,7 @@ def test_variables_that_maxtexts_converter_leaves_out(tmp_path: Path, capsys: py
     assert "--like RELEASE takes it from there" in said
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@needs_shared
 @pytest.mark.parametrize("run", TRAINED)
 def test_what_maxtexts_training_wrote(tmp_path: Path, run: str) -> None:
     """Training states, parameters alone, with and without `.value`: the tensors that MaxText's own exporter makes of
@@ -807,7 +807,7 @@ def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{name}[0" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
+@needs_shared
 def test_verify_knows_the_model_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that an export names, word for word: a checkpoint of MaxText's doesn't say how its rotary halves lie,
     but the export does.

@@ -17,7 +17,7 @@ import yaml
 from lazily import lazily
 from pairs import each
 from support import LLAMA, assert_same_bits, call, convert, digest, digests, given, make_release, restore
-from trained import SHARED, trained_like
+from trained import SHARED, needs_shared, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.orbax.source import open_orbax
@@ -37,7 +37,6 @@ CASES = [
     for case, facts in given().items()
     if {"scanned", "unscanned"} <= set(facts) and case != "deepseek3-mtp-standalone"
 ]
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
 
 def reshard(source: Path, output: Path, *options: object, status: int = 0) -> Path:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from pairs import each
 from support import LLAMA, QWEN3_MOE, assert_same_bits, call, convert, converted, make_release, read_config, restore
-from trained import SHARED, trained_like
+from trained import SHARED, needs_shared, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
 
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, collections, places without a layer, pairs
     "cases/llama3.1": "1:3",
     "cases/deepseek3": "1:4",

@@ -13,12 +13,11 @@ import pytest
 import tensorstore as ts
 from pairs import each
 from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release, peft_adapter, random_tensors, save
-from trained import SHARED, trained_like
+from trained import SHARED, needs_shared, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.targets.published import RECORD
 
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."
 MODEL = ("--maxtext_model", "llama2-7b")

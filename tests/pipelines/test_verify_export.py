@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file as read_file
 from safetensors.numpy import save_file
 from support import LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, read_tensors, save
-from trained import SHARED, trained_like
+from trained import SHARED, needs_shared, trained_like
 
 import weightbeam as wb
 from weightbeam.formats.storage import LocalFolder, open_store
@@ -377,7 +377,7 @@ def test_all_that_is_read_counts_as_progress(export: Path, made: tuple[Path, Pat
     assert told[-1].total < values
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
+@needs_shared
 def test_digests_of_a_training_state_that_are_not_compared_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
