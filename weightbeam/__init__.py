@@ -18,29 +18,9 @@ from typing import Any
 
 __version__ = "0.2.0.dev0"
 __all__ = [
-    "Busy",
-    "Failed",
-    "Plan",
-    "Progress",
-    "Refused",
-    "convert",
-    "cut",
-    "dequantize",
-    "diff",
-    "export",
-    "fit",
-    "inspect",
-    "load",
-    "logits",
-    "materialize",
-    "maxtext_config",
-    "merge",
-    "open",
-    "plan",
-    "quantize",
-    "reshard",
-    "verify",
-]
+    "Busy", "Failed", "Plan", "Progress", "Refused", "convert", "cut", "dequantize", "diff", "export", "fit", "inspect",
+    "load", "logits", "materialize", "maxtext_config", "merge", "open", "plan", "quantize", "reshard", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from weightbeam.formats.safetensors import HfCheckpoint, Tensor
 from weightbeam.formats.safetensors.folder import Shard, open_shard, read_json
 from weightbeam.formats.storage import File, Store, open_store
 from weightbeam.formats.storage.identity import check_together
+from weightbeam.formats.storage.meant import PICKLES
 from weightbeam.model_mappings.plan import Problem, is_float
 
 WEIGHTS = "adapter_model.safetensors"
@@ -239,7 +240,7 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
         else:
             shards = (opened,)
     else:
-        pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
+        pickles = sorted(name for name in entries if name.endswith(PICKLES))
         hint = (
             f"; {pickles[0]} is a pickle file, which can run code when it is loaded: save the adapter as safetensors"
             if pickles

@@ -36,14 +36,6 @@ from weightbeam.formats.encodings.nibbles import ScaleError
 from weightbeam.formats.encodings.scaled import Scaled
 
 __all__ = [
-    "ContentError",
-    "Encoding",
-    "Overhead",
-    "Plain",
-    "Read",
-    "ScaleError",
-    "Scaled",
-    "StoredArray",
-    "Transposed",
+    "ContentError", "Encoding", "Overhead", "Plain", "Read", "ScaleError", "Scaled", "StoredArray", "Transposed",
     "stored_bytes",
-]
+]  # fmt: skip

@@ -30,7 +30,6 @@ ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 MAX_BESIDE = {"release.zip": 288 << 20, MAXTEXT: MAX_YAML}
 BESIDE = tuple(MAX_BESIDE)
 STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
-DATABASE = "manifest.ocdbt"  # of an item that is an OCDBT database, and what else is in there
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 30_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"

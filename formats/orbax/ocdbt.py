@@ -15,7 +15,7 @@ from weightbeam.formats.storage import StorageError, Store
 
 MERGE_BATCH = 4096  # databases that are merged in one transaction; each takes some 30 KiB
 LIST_BATCH = 100_000  # keys that are listed at a time
-MANIFEST = "manifest.ocdbt"
+MANIFEST = "manifest.ocdbt"  # of a folder that is a database
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
 

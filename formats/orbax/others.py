@@ -9,7 +9,6 @@ from typing import Any
 from weightbeam.formats.orbax.metadata import (
     ARRAY_METADATAS,
     CHECKPOINT_METADATA,
-    DATABASE,
     METADATA,
     STEP_FILES,
     STRINGS,
@@ -17,6 +16,7 @@ from weightbeam.formats.orbax.metadata import (
     plan_hash_of,
     record_of,
 )
+from weightbeam.formats.orbax.ocdbt import MANIFEST
 from weightbeam.formats.safetensors import CONFIGS
 from weightbeam.formats.staging import ATTEMPT, ITEMS, MARKER, PLAN, holds_plan
 from weightbeam.formats.staging.links import SOURCE, SUMS
@@ -39,10 +39,10 @@ def others_in(step: Store) -> list[str]:
     items = [name for name in step.folders() if (step / name).exists(METADATA)]
     places = {"": step, **{f"{name}/": step / name for name in items}}
     files = [(prefix, file.name) for prefix, place in places.items() for file in place.list(recursive=False)]
-    own |= {DATABASE, "checkpoint", *ZARR_FILES}  # "checkpoint" is of Orbax's former format
+    own |= {MANIFEST, "checkpoint", *ZARR_FILES}  # "checkpoint" is of Orbax's former format
     # where there is no database, a folder of an item is an array
     folders = [
-        f"{name}/{each}/" for name in items if (step / name).exists(DATABASE) for each in (step / name).folders()
+        f"{name}/{each}/" for name in items if (step / name).exists(MANIFEST) for each in (step / name).folders()
     ]
     return [
         *(f"{place}{name}" for place, name in files if name not in own and not name.startswith("_")),
@@ -59,7 +59,7 @@ def _others_in_ours(step: Store, own: set[str]) -> list[str]:
     files = [str(file.get("name")) for file in named if isinstance(file, dict)] if isinstance(named, list) else []
     item = {METADATA, CHECKPOINT_METADATA, STRINGS, MARKER, f"{ARRAY_METADATAS}/process_0"}
     item |= {f"{SOURCE}/{name}" for name in (*files, *CONFIGS, SUMS)} if files else set()
-    is_database, keys = (step / ITEMS).exists(DATABASE), {"step", *_texts(record.get("digests"))}
+    is_database, keys = (step / ITEMS).exists(MANIFEST), {"step", *_texts(record.get("digests"))}
 
     def is_of_item(name: str) -> bool:
         if name in item or is_database:

@@ -48,7 +48,7 @@ MAX_INNER_CHUNKS = 1 << 20  # of a shard, whose index is read whole
 FOREIGN = (
     "a symbolic link that leads out of the checkpoint, which isn't followed; a copy of the file can take its place"
 )
-RUNS = "checkpoints"  # in the folder of a training run of MaxText's: where its steps lie
+CHECKPOINTS = "checkpoints"  # in the folder of a training run of MaxText's: where its steps lie
 HUB = "; did you mean hf://"
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
@@ -82,8 +82,8 @@ def find_items(where: str | Path | Store) -> Store:
     if steps:
         example = store / next(reversed(steps))
         raise StorageError(f"{store}: {len(steps)} steps: name one of {', '.join(steps)}, as in {example}")
-    if RUNS in folders:
-        return find_items(store / RUNS)
+    if CHECKPOINTS in folders:
+        return find_items(store / CHECKPOINTS)
     raise StorageError(f"{store}: {_what_it_is(store)}{_what_it_may_be(store, folders)}")
 
 
@@ -91,7 +91,7 @@ def step_of(where: str | Path | Store, step: int) -> Store:
     """A step of a checkpoint given by its root or by a training run's folder, or where that would be."""
     store, name = open_store(where), str(step)
     folders = store.folders()
-    return store / RUNS / name if RUNS in folders and name not in folders else store / name
+    return store / CHECKPOINTS / name if CHECKPOINTS in folders and name not in folders else store / name
 
 
 def _inside(store: Store, item: Store) -> Store:

@@ -32,25 +32,9 @@ from weightbeam.formats.storage.store import (
 from weightbeam.model_mappings import doors
 
 __all__ = [
-    "TEMPORARY",
-    "ByteRange",
-    "ChangedError",
-    "File",
-    "LeadsOutError",
-    "LocalFolder",
-    "StorageError",
-    "Store",
-    "create_file",
-    "drop_pages",
-    "open_store",
-    "read_named",
-    "read_whole",
-    "reason",
-    "store_and_name",
-    "store_to_write",
-    "stretches",
-    "sync_folder",
-    "write_file",
+    "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
+    "create_file", "drop_pages", "open_store", "read_named", "read_whole", "reason", "store_and_name", "store_to_write",
+    "stretches", "sync_folder", "write_file",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
 from weightbeam.pipelines.checking.subject import prepare_as
 from weightbeam.pipelines.running.prepare import options_of, options_of_export, refuse
-from weightbeam.pipelines.terminal.errors import Refused, try_each
+from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.execution.operands import Operand, stored_operand
@@ -186,10 +186,8 @@ def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
     """What of two training states holds no numbers to compare, and isn't the same: texts, and the kinds of random keys
     and of what is empty. Of what only one side has the texts count. Raises Refused: a file that says it can't be read.
     """
-    try:
+    with refusing(StorageError):
         told = {place: described(state) for place, state in states.items()}
-    except StorageError as e:
-        raise Refused(str(e)) from e
     found = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(told.values())):
         said = {place: leaves.get(key, NOT_THERE) for place, leaves in told.items()}

@@ -16,7 +16,7 @@ from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.model_mappings.config import NEXTN
+from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.commands.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.commands.releases import (
@@ -38,7 +38,7 @@ from weightbeam.pipelines.running.like import find_form, read_maxtext_config, re
 from weightbeam.pipelines.running.prepare import check_beam, open_adapters, refuse
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
-from weightbeam.pipelines.terminal.errors import Refused, try_each
+from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
@@ -129,7 +129,7 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
     """The checkpoint that `--source` names. Raises Refused where there is none, or its weights can't be taken."""
     if not source:
         raise Refused(no_source("export"))
-    try:
+    with refusing(StorageError):
         if step is None:
             return open_orbax(source)
         place = step_of(source, step)
@@ -137,8 +137,6 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
         if steps and place.name not in steps:
             raise Refused(f"--step={step}: {place.parent} has no such step; there are {', '.join(steps)}")
         return open_orbax(place)
-    except StorageError as e:
-        raise Refused(str(e)) from e
 
 
 def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> AdapterExport:
@@ -151,10 +149,8 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Adap
         raise Refused(
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
-    try:
+    with refusing(StorageError):
         form, *_ = find_form(checkpoint, asked.like)
-    except StorageError as e:
-        raise Refused(str(e)) from e
     return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model, asked.param_scan_axis)
 
 
@@ -186,10 +182,8 @@ def plan(
     planned = plan_export(options, checkpoint, form, adapters, given, slots, parts)
     if planned.plan.problems:
         return planned
-    try:
+    with refusing(StorageError):  # they are read only now
         return dataclasses.replace(planned, small=make_small(planned, small, output))
-    except StorageError as e:  # they are read only now
-        raise Refused(str(e)) from e
 
 
 def _find_form(
@@ -198,14 +192,12 @@ def _find_form(
     """The release that the new one is to be like, its small files, it with its weights where parts may be taken of it,
     and MaxText's name of the model where a configuration says it. Raises Refused where it can't be found, or read.
     """
-    try:
+    with refusing(StorageError):
         files_beside(open_store(checkpoint.root).parent)  # refuses what is no file
         if asked.maxtext_config:
             form, small, named = read_maxtext_config(asked.maxtext_config)
             return form, small, None, named
         return *find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp)), None
-    except StorageError as e:
-        raise Refused(str(e)) from e
 
 
 def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
@@ -261,7 +253,7 @@ def _dtype(planned: Export) -> str | None:
     if dtype_of_model(config) is None:  # engines would take float32, or float16
         names = (tensor.dtype.name for tensor in planned.layout.tensors.values())
         return Counter(name for name in names if name in RELEASED).most_common(1)[0][0]
-    decoded = any(key in config for key in ("quantization_config", "compression_config")) and not planned.kept
+    decoded = any(key in config for key in QUANTIZATIONS) and not planned.kept
     return "bfloat16" if decoded else None
 
 

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines.running.prepare import open_source, refuse
 from weightbeam.pipelines.terminal import tables
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.pipelines.terminal.shell import say
@@ -120,7 +120,7 @@ def fit(source: str, maxtext_model: str) -> Fit:
     if not release.config:
         refuse(release.problems, of=source)
     config = Config(release.config)
-    try:
+    with refusing(ConfigError, UnknownFamilyError):
         family = family_by_config(config)
         try:
             naming = name_model(family, config)
@@ -138,8 +138,6 @@ def fit(source: str, maxtext_model: str) -> Fit:
         needed = maxtext_config(family, config, layout, naming)
         shapes = {name: tensor.shape for name, tensor in release.tensors.items()}
         needed = _under_that_name(needed, family, config, dataclasses.replace(layout, model=named, shapes=shapes))
-    except (ConfigError, UnknownFamilyError) as e:
-        raise Refused(str(e)) from e
     if staged := [key for key in PIPELINES if theirs.get(key) not in (None, 1)]:
         limit = f"{' and '.join(staged)} other than 1 make it stack layers by stages, which no checkpoint of Weightbeam's has"
         needed = dataclasses.replace(needed, limits=(*needed.limits, limit))

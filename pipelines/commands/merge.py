@@ -28,7 +28,7 @@ from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.prepare import open_adapters, open_source
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
-from weightbeam.pipelines.terminal.errors import Refused, try_each
+from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
@@ -123,17 +123,13 @@ def plan(
         raise Refused(no_source("merge"))
     options = going_to(output, asked)
     checkpoint, adapters = try_each(lambda: open_source(source, cut=asked.cut), lambda: open_adapters(options))
-    try:
+    with refusing(UnknownFamilyError):
         planned = plan_merge(options, checkpoint, adapters, given, slots)
-    except UnknownFamilyError as e:
-        raise Refused(str(e)) from e
     if planned.plan.problems:
         return planned
-    try:
+    with refusing(StorageError):
         small = files_of(checkpoint, carried_files(checkpoint.root, checkpoint.opened))
         return dataclasses.replace(planned, small=make_small(planned, small, output))
-    except StorageError as e:
-        raise Refused(str(e)) from e
 
 
 def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = None) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.drafting import TODO, Draft, draft
 from weightbeam.model_mappings.plan import TensorSpec
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines.running.prepare import open_source
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count
@@ -80,12 +80,10 @@ def new_family(name: str, like: str) -> Drafted:
         found = "\n".join(map(str, problems))
         raise Refused(f"{like}: {count(len(problems), 'problem')}\n{found}", problems)
     specs = held.specs()
-    try:
+    with refusing(ConfigError):
         made = draft(
             name, release.config, {each: spec.shape for each, spec in specs.items()}, like, _known(release.config)
         )
-    except ConfigError as e:
-        raise Refused(str(e)) from e
     headers = _headers(release.config, specs)
     return Drafted(name, made, {f"{name}.py": made.table, f"test_{name}.py": made.test, f"{name}.json": headers})
 

@@ -30,7 +30,7 @@ from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import thread_options, threads_of
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
@@ -202,10 +202,8 @@ def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> Res
     with reading(source):
         around = surroundings(checkpoint)
         model = find_model(checkpoint, options.like, options.maxtext_config, options.maxtext_model)
-        try:
+        with refusing(MeshError):
             return ReshardPlan(plan_reshard(options, checkpoint, around, model, adapters, slots))
-        except MeshError as e:
-            raise Refused(str(e)) from e
 
 
 def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
@@ -231,7 +229,7 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
     """
     if not source:
         raise Refused("--source is missing: the Orbax checkpoint")
-    try:
+    with refusing(StorageError):
         place = open_store(source)
         if step is not None and not place.exists(METADATA) and (named := step_of(place, step)).folders():
             place = named
@@ -246,8 +244,6 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
         ):
             message = f"{items.parent}: has {' and '.join(there)}; --state params takes the weights, or name one, which is copied by itself"
             raise Refused(message)
-    except StorageError as e:
-        raise Refused(str(e)) from e
     return checkpoint
 
 

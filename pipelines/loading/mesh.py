@@ -14,7 +14,7 @@ import numpy as np
 
 from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.loading.schedule import ShardLayout
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused, refusing
 from weightbeam.transforms.cutting.mesh import Mesh as MeshSizes
 from weightbeam.transforms.cutting.mesh import MeshError, Rules, axes_in, axes_of, partition_spec
 
@@ -48,10 +48,8 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
         devices = len(jax.devices())
     except RuntimeError as e:  # in a job of several processes where one ends meanwhile, too
         raise Failed(f"JAX's devices can't be opened: {e}") from e
-    try:
+    with refusing(MeshError):
         sizes = MeshSizes.parse(mesh, axes_in(rules), devices)
-    except MeshError as e:
-        raise Refused(str(e)) from e
     if sizes.devices != devices:
         raise Refused(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {devices:,}")
     auto = (jax.sharding.AxisType.Auto,) * len(sizes.sizes)

@@ -24,7 +24,7 @@ from weightbeam.pipelines.running.runners.runner import Job
 from weightbeam.pipelines.running.runners.table import runner_of
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import threads_of
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused, refusing
 from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.transforms.execution.overlap import overlaps, units_at_a_time
@@ -146,10 +146,8 @@ def execute(
     runner.settle(options, planned, str(staging.final), len(how.compared_with))
     threads = threads_of(options.get_all_options(drop_default=True))
     at_a_time = units_at_a_time(threads, overlaps(*planned.places, staging.output.url))
-    try:
+    with refusing(ValueError):
         pipeline = make_pipeline(options, at_a_time * planned.unit_working_bytes)
-    except ValueError as e:
-        raise Refused(str(e)) from e
     noise = io.StringIO()
     try:
         if not stage(planned, staging, how):

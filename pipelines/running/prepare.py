@@ -35,7 +35,7 @@ from weightbeam.model_mappings.trees import has_scales, is_scanned
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import says_threads
-from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused, try_each
+from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused, refusing, try_each
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
@@ -104,10 +104,8 @@ def plan_with(
 
 
 def _check_meshes(options: Options) -> None:
-    try:
+    with refusing(MeshError):
         meshes_of(options)
-    except MeshError as e:
-        raise Refused(str(e)) from e
 
 
 def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapter]:

@@ -19,7 +19,7 @@ from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import is_local
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused, refusing
 from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Compared, compared_of
@@ -70,10 +70,8 @@ def find_place(planned: Transfer, output: str) -> Staging:
     Raises:
       Refused: nothing can be written there.
     """
-    try:
+    with refusing(StorageError):  # of a small file of the source
         plan_hash = planned.hash
-    except StorageError as e:  # of a small file of the source
-        raise Refused(str(e)) from e
     try:
         return planned.target.place(output, plan_hash)
     except StorageError as e:

@@ -64,6 +64,15 @@ class Refusals:
             raise Refused("\n".join(each._message for each in self._kept))
 
 
+@contextlib.contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Context manager: errors of these kinds are refusals, in their own words."""
+    try:
+        yield
+    except kinds as e:
+        raise Refused(str(e)) from e
+
+
 def try_each(*attempts: Callable[[], Any]) -> list[Any]:
     """What each of some steps gives.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
+from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.release.files import has_weights
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.hub import Repository
@@ -20,7 +21,7 @@ from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable, told_other_run
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
-from weightbeam.pipelines.watching.runs import CHECKPOINTS, read_step
+from weightbeam.pipelines.watching.runs import read_step
 
 
 def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:

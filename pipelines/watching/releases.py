@@ -26,10 +26,11 @@ from huggingface_hub.utils import validate_repo_id
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.hub import NO_ANSWER, NO_REVISION, api, check_form, describe, no_answer, retried
+from weightbeam.formats.storage.meant import PICKLES
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
 
-WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
+WEIGHTS = ".safetensors"
 WILDCARDS = "*?["
 
 

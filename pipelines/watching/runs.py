@@ -20,11 +20,11 @@ from typing import Any
 
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.ocdbt import MANIFEST
+from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
 from weightbeam.formats.storage.strict_json import read_json
 
-CHECKPOINTS = "checkpoints"  # the folder of steps in MaxText's folder of a run
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
 # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
 STEP = re.compile(r"(?:((?=[\d_]*[^\W\d_])\w*)_)?([0-9]{1,18})")

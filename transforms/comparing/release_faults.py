@@ -21,12 +21,12 @@ from weightbeam.formats.storage import Store, reason
 from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
 from weightbeam.formats.targets.published import RECORD, strays_in
 from weightbeam.formats.text.printable import printable, where_apart
+from weightbeam.model_mappings.config import QUANTIZATIONS
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 from weightbeam.model_mappings.plan import holds, is_float
 
 CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
-QUANTIZATION = ("quantization_config", "compression_config")  # what an export leaves out of its release's config.json
 HASH = "SHA-256 "
 ADDED = "wasn't written by the export, and is taken for a part of it"
 
@@ -95,7 +95,7 @@ def _without_record(release: Store, record: Mapping[str, Any], remembered: Mappi
     what = ("" if record else "is missing, and ") + f"doesn't say what {CONFIG} and the other small files were"
     edits = record.get("config_edits")
     expected = {**remembered, **(edits if isinstance(edits, Mapping) else {})}
-    expected = {field: value for field, value in expected.items() if field not in QUANTIZATION}
+    expected = {field: value for field, value in expected.items() if field not in QUANTIZATIONS}
     return [(RECORD, f"{what}, so they aren't compared"), *compare_remembered(release, expected)]
 
 

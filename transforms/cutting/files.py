@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightbeam.formats.safetensors import DTYPE_NAMES, INDEX, Tensor
+from weightbeam.formats.safetensors import DTYPE_NAMES, INDEX, SINGLE, Tensor
 
-SINGLE = "model.safetensors"
 # bytes of tensors in a file, by default: huggingface_hub's; one failed upload costs no more
 MAX_SHARD_SIZE = 5_000_000_000
 MAX_INDEX = 10 << 20  # bytes of an index that huggingface_hub 2.4 reads (serialization/_torch.py, MAX_INDEX_FILE_SIZE)

@@ -16,15 +16,6 @@ from weightbeam.testing.family import check_elements, check_family, check_sizes_
 from weightbeam.testing.store import STORE_CHECKS, check_readable_store, check_store
 
 __all__ = [
-    "STORE_CHECKS",
-    "check_elements",
-    "check_encoding",
-    "check_family",
-    "check_finished",
-    "check_readable_store",
-    "check_sizes_differ",
-    "check_store",
-    "check_tree",
-    "read_headers",
-    "read_tree",
-]
+    "STORE_CHECKS", "check_elements", "check_encoding", "check_family", "check_finished", "check_readable_store",
+    "check_sizes_differ", "check_store", "check_tree", "read_headers", "read_tree",
+]  # fmt: skip
