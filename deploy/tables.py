@@ -17,7 +17,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {  # by the name in the marke
     "formats": (table.support_table, "docs/reference/formats.md"),
     "refused formats": (table.refused, "docs/reference/formats.md"),
     "families beside MaxText": (beside_maxtext.families, "docs/explanation/is_it_right.md"),
-    "trained": (beside_maxtext.trained, "docs/howto/maxtext_job.md"),
+    "trained": (beside_maxtext.trained, "docs/reference/measurements.md"),
     "deviations": (beside_maxtext.deviations, "docs/explanation/numerics.md"),
 }
 MARKER = "<!-- {}: made by `python -m deploy.tables` -->\n"

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import open_adapter
-from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.files import small_files
 from weightbeam.formats.release.source import open_source
-from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.cut import Cut
@@ -26,6 +24,7 @@ from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, decode, make, read
 from weightbeam.transforms.execution.operands import Operand, stored_operand
 from weightbeam.transforms.planning.exporting import Export
+from weightbeam.transforms.planning.transfer import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Side:
     where: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Operand]
-    sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...]
+    sources: tuple[Source, ...]
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 

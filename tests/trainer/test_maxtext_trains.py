@@ -3,7 +3,7 @@ its resharded states go on.
 
 The environment variable `WEIGHTBEAM_MAXTEXT_PYTHON` names an interpreter of an environment that has it (0.2.5 was run with jax
 0.11.1, Python 3.12, on a CPU); without one these tests are skipped. With `WRITE_TRAINED=yes` each adds a line to
-`tests/facts/trained.jsonl`, of which `python -m deploy.tables` writes the table of docs/howto/maxtext_job.md.
+`tests/facts/trained.jsonl`, of which `python -m deploy.tables` writes the table of docs/reference/measurements.md.
 """
 
 from __future__ import annotations
