@@ -883,7 +883,7 @@ def reshard(
 
     Example:
       >>> wb.reshard("ckpt", "ckpt8", mesh="fsdp=8", scan_layers=False, progress=False)
-      <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays, ...>
+      <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays (step among them), ...>
     """
 
 def verify(
