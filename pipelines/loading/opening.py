@@ -33,25 +33,10 @@ from weightbeam.transforms.planning.tree_layouts import find_parts
 from weightbeam.transforms.planning.tree_model import Model
 
 LOG = logging.getLogger("weightbeam")
-CHOICES = frozenset(
-    {
-        "scan_layers",
-        "param_scan_axis",
-        "save_dtype",
-        "sharding_rules",
-        "maxtext",
-        "maxtext_model",
-        "vocab_size",
-        "mtp",
-        "multimodal",
-        "lora",
-        "family",
-        "allow_links",
-        "layers",
-        "experts",
-        "vocab_rows",
-    }
-)  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
+CHOICES = frozenset({
+    "scan_layers", "param_scan_axis", "save_dtype", "sharding_rules", "maxtext", "maxtext_model", "vocab_size", "mtp",
+    "multimodal", "lora", "family", "allow_links", "layers", "experts", "vocab_rows",
+})  # fmt: skip # of `weightbeam convert`'s options those that say what the tree is, and what is in it
 OF_A_RELEASE = frozenset({"scan_layers", "param_scan_axis", "maxtext", "vocab_size", "mtp", "multimodal"})
 OF_A_TABLE = frozenset({"family", "maxtext_model"})
 OF_MAXTEXT = frozenset({"save_dtype", "sharding_rules", "maxtext_model"})
@@ -138,9 +123,8 @@ def find_source(
     if release:
         raise Refused(f"release={release}: is for an Orbax checkpoint, and {where} is a release itself; leave it out")
     if as_is:
-        if named := sorted((OF_A_RELEASE | OF_MAXTEXT) & set(given)):
-            said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
-            raise Refused(f"{said}: is of MaxText's arrays, and as_is=True opens the release's own; leave one out")
+        why = "is of MaxText's arrays, and as_is=True opens the release's own; leave one out"
+        _refuse_given((OF_A_RELEASE | OF_MAXTEXT) & set(given), options, why)
         return _as_it_is(checkpoint, options)
     for note in checkpoint.notes:
         LOG.warning(note)
@@ -159,11 +143,17 @@ def _refuse_what_a_release_takes(where: str, options: Options, given: Collection
         raise Refused(
             f"{options.cut}: is taken of a release, and {where} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
         )
-    if named := sorted(OF_A_RELEASE & set(given)):
-        said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
-        raise Refused(
-            f"{said}: says what is made of a release, and {where} is an Orbax checkpoint, which is opened as it is; leave it out, or `weightbeam reshard` it"
-        )
+    why = (
+        f"says what is made of a release, and {where} is an Orbax checkpoint, which is opened as it is; leave it out, or "
+        "`weightbeam reshard` it"
+    )
+    _refuse_given(OF_A_RELEASE & set(given), options, why)
+
+
+def _refuse_given(named: Collection[str], options: Options, why: str) -> None:
+    """Raises Refused where there are such options, with their values."""
+    if named:
+        raise Refused(f"{', '.join(f'{name}={getattr(options, name)}' for name in sorted(named))}: {why}")
 
 
 def _refuse_what_nothing_follows(
@@ -172,11 +162,11 @@ def _refuse_what_nothing_follows(
     """Refuses, for an Orbax checkpoint that is opened without a release of its model, what nothing of it can follow.
     Raises Refused: the first such option.
     """
-    if named := sorted(OF_A_TABLE & set(given)):
-        said = ", ".join(f"{name}={getattr(options, name)}" for name in named)
-        raise Refused(
-            f"{said}: says by which table a release is read, and {where} is an Orbax checkpoint; leave it out, or name a release of its model, release=…, too"
-        )
+    why = (
+        f"says by which table a release is read, and {where} is an Orbax checkpoint; leave it out, or name a release of "
+        "its model, release=…, too"
+    )
+    _refuse_given(OF_A_TABLE & set(given), options, why)
     has_codes = has_scales(found.stored) and (not as_is or options.save_dtype == CODED)
     if "save_dtype" not in given or options.save_dtype == AUTO or has_codes:
         return

@@ -182,28 +182,17 @@ class ReleaseFeed(Feed):
     def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
         facts, checkpoint = history.facts, self._checkpoint(history)
-        report = {
-            name: facts[name]
-            for name in (
-                "repo",
-                "commit",
-                "updated",
-                "weights",
-                "licenses",
-                "target",
-                "options",
-                "tables",
-                "plan",
-                "family",
-            )
-        }
+        names = (
+            "repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family",
+        )  # fmt: skip
+        report = {name: facts[name] for name in names}
         report |= {
             "weightbeam": __version__,
             "checkpoint": checkpoint,
             "items": f"{checkpoint}/{STEP}/items",
             "verified": facts.get("verified"),
+            "history": history.outline,
         }
-        report["history"] = history.outline
         told = json.dumps(history.naming().told(report), indent=1).encode()
         try:
             is_there = self.output.create(self._report_of(checkpoint), told) or self._report(checkpoint)

@@ -151,21 +151,10 @@ class StepWorks:
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""
         facts = history.facts
-        about = {
-            name: facts.get(name)
-            for name in (
-                "step",
-                "commit",
-                "updated",
-                "weights",
-                "target",
-                "options",
-                "tables",
-                "plan",
-                "family",
-                "rounded",
-            )
-        }
+        names = (
+            "step", "commit", "updated", "weights", "target", "options", "tables", "plan", "family", "rounded",
+        )  # fmt: skip
+        about = {name: facts.get(name) for name in names}
         before, like = self._before(history), self._like_of(history)
         return about | {
             "run": self._run.checkpoints,  # a record in a bucket has a name of it
