@@ -32,9 +32,10 @@ from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.running.prepare import open_source, options_of, reading, refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
+from weightbeam.pipelines.terminal.report import count_arrays
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, count_arrays, human, shape_text
+from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, human, shape_text
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.planning.conversion_planner import prepare

@@ -34,10 +34,17 @@ from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.report import by_mesh, maxtext_lines, memory_text, storage_flags, units_text
+from weightbeam.pipelines.terminal.report import (
+    by_mesh,
+    count_arrays,
+    maxtext_lines,
+    memory_text,
+    storage_flags,
+    units_text,
+)
 from weightbeam.pipelines.terminal.shell import STDOUT, say
 from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import Block, Table, count, count_arrays, human, pace
+from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.adapting import MaxTextAdapter

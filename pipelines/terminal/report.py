@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.cells import pattern
@@ -89,6 +90,11 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     yield from ("", Table.of((*_model_totals(conversion), *_size_totals(conversion, threads, output))))
+
+
+def count_arrays(keys: Collection[str]) -> str:
+    """`13 arrays`, and whether the step is one of them, which isn't a weight."""
+    return count(len(keys), "array") + (f" ({STEP.key} among them)" if STEP.key in keys else "")
 
 
 def _arrays_table(conversion: Conversion) -> Table:

@@ -8,9 +8,8 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from weightbeam.formats.orbax import STEP
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.values import preformatted
 
@@ -25,11 +24,6 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 def count(n: int, noun: str) -> str:
     """`1 problem`, `2 problems`."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
-
-
-def count_arrays(keys: Collection[str]) -> str:
-    """`13 arrays`, and whether the step is one of them, which isn't a weight."""
-    return count(len(keys), "array") + (f" ({STEP.key} among them)" if STEP.key in keys else "")
 
 
 def duration(seconds: float) -> str:
