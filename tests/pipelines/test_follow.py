@@ -32,7 +32,7 @@ from huggingface_hub import snapshot_download
 from lazily import lazily
 from processes import wait_until
 from safetensors.numpy import save_file
-from servers.clients import asking, at_hub
+from servers.clients import TOKEN
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.repository import Commit
@@ -54,7 +54,7 @@ from support import (
     read_tensors,
     save,
 )
-from trained import SHARED
+from trained import SHARED, needs_shared
 from training_run import write
 
 import weightbeam as wb
@@ -82,8 +82,7 @@ transformers = lazily("transformers")
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
-TOKEN, REPO = "hf_of_a_test", "me/tuned"
+REPO = "me/tuned"
 WATCH = ["-m", "weightbeam", "watch"]
 NODE = bytes.fromhex("0cdb20de")  # how a node of an OCDBT index begins (google/tensorstore, ocdbt/format/btree.cc)
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
@@ -151,12 +150,6 @@ def touches(folder: Path) -> dict[str, tuple[int, int, int]]:
         str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_nlink)
         for path in sorted(folder.rglob("*"))
     }
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    with at_hub(TOKEN, XDG_CACHE_HOME=str(tmp_path / "cache")) as server:
-        yield server
 
 
 def tensors_on(hub: FakeHub, branch: str, folder: Path) -> dict[str, np.ndarray]:
@@ -807,12 +800,6 @@ def test_rules_that_were_edited(model: tuple[Path, dict[str, Any]], tmp_path: Pa
 
 
 # --- buckets, and the hub ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gcs() -> Iterator[FakeGcs]:
-    with FakeGcs("run", "out") as server, asking(server):
-        yield server
 
 
 def upload(gcs: FakeGcs, folder: Path, name: str) -> None:
