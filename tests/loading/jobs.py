@@ -1,4 +1,4 @@
-"""Jobs of several processes that load, and what they are held to."""
+"""What is asked of `load`, jobs of several processes that load, and what they are held to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lazily import lazily
 from support import HERE, bare, digest
 
+jax = lazily("jax")
+traverse_util = lazily("flax.traverse_util")
+
 Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
+
+
+def abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Each array as one of JAX's on the first device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of values by their keys."""
+    return traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
 
 
 def run_job(

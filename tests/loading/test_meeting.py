@@ -9,15 +9,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
-from loading.jobs import Told, assert_holds, run_job
+from loading.jobs import Told, abstract, assert_holds, run_job
 from servers.hub import FakeHub
 from support import BF16, LLAMA, convert, make_release, random_tensors, reference, save
 
@@ -232,11 +230,6 @@ def test_one_leaves_amid_an_exchange(fault: list[Any], first: str | None, second
         assert each["refused"].endswith("start all processes anew")
 
 
-def on_one_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    here = SingleDeviceSharding(jax.devices()[0])
-    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
-
-
 @pytest.mark.parametrize("opening", [4, 5, 6, 8, 10])
 def test_a_release_that_is_replaced_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: int
@@ -253,7 +246,7 @@ def test_a_release_that_is_replaced_while_it_is_loaded(
 
     monkeypatch.setattr(local, "open_file", replacing)
     with pytest.raises(wb.Failed, match=r"model\.safetensors changed while it was read.*; load it again"):
-        wb.load(str(source), on_one_device(wanted(1)), **STEPS)
+        wb.load(str(source), abstract(wanted(1)), **STEPS)
     assert opened.count(path) >= opening
 
 
@@ -277,7 +270,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkey
 
     monkeypatch.setattr(loading.Loading, "_read", replacing)
     with pytest.raises(wb.Failed, match=r"changed while it was read.*; load it again"):
-        wb.load(str(first), on_one_device(wanted(1)), **STEPS)
+        wb.load(str(first), abstract(wanted(1)), **STEPS)
     assert len(reads) > 3
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from loading.jobs import abstract, nested
 from processes import run
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -32,29 +33,19 @@ from support import (
     reference,
     restore,
 )
-from trained import trained_like
+from trained import SHARED, needs_shared, trained_like
 
 import weightbeam as wb
 
 jax = lazily("jax")
 ocp = lazily("orbax.checkpoint")
-traverse_util = lazily("flax.traverse_util")
 
-TRAINED = HERE.parent.parent / "shared" / "maxtext" / "trained"
+TRAINED = SHARED / "trained"
 MODEL = LLAMA | dict(vocab_size=512)
 
 
 def wanted() -> dict[str, np.ndarray]:
     return reference(MODEL, random_tensors(MODEL), BF16)
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
-
-
-def abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
 
 
 def loaded(source: Path | str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -171,7 +162,7 @@ def test_a_release_tells_the_axes_of_a_state_whose_bias_is_a_variable(
     assert_same_bits({key: np.asarray(values) for key, values in found.items()}, wanted)
 
 
-@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@needs_shared
 @pytest.mark.parametrize(
     "run",
     ["llama-fsdp8", "llama-fsdp8-paramonly-unscanned", "llama-linen-paramonly-unscanned", "qwen3moe-fsdp4-tensor2"],
@@ -185,7 +176,7 @@ def test_what_maxtexts_training_wrote(run: str) -> None:
         assert digest(np.asarray(array)) == [shape, dtype, sha256], key
 
 
-@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@needs_shared
 def test_a_run_onto_a_mesh(tmp_path: Path) -> None:
     """With a release of the model, which tells the logical axes: the weights' bits on eight devices, and of runs that were
     trained on eight, each device's share of a sharded matrix as large as it was there.
@@ -224,7 +215,7 @@ def test_a_run_onto_a_mesh(tmp_path: Path) -> None:
             assert not trained_there or found[2] == share or key.endswith((".scale", ".gate.kernel")), key
 
 
-@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@needs_shared
 def test_a_release_that_is_of_another_model(tmp_path: Path) -> None:
     """Or none, or that nothing needs: refused, and said of which keyword."""
     run, moe = TRAINED / "llama-linen-paramonly-unscanned", trained_like(tmp_path / "moe", "moe")

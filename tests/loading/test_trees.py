@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from loading.jobs import abstract, nested
 from processes import run
 from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, make_release, random_tensors, reference
 
@@ -24,7 +25,6 @@ jax = lazily("jax")
 jnp = lazily("jax.numpy")
 nn = lazily("flax.linen")
 nnx = lazily("flax.nnx")
-traverse_util = lazily("flax.traverse_util")
 
 CONFIG = LLAMA | dict(vocab_size=60)
 
@@ -36,15 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted(dtype: np.dtype = BF16) -> dict[str, np.ndarray]:
     return reference(CONFIG, random_tensors(CONFIG), dtype)
-
-
-def abstract(arrays: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
-
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    return traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
 
 
 def numpy(tree: Any) -> dict[str, np.ndarray]:
