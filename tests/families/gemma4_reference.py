@@ -9,9 +9,16 @@ agagik-gemma4-12b (85b12b8). One sequence or one image, without padding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from families.numpy_decoder import gelu, softmax, turned
+from lazily import lazily
+from support import read_config
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 Arrays = Mapping[str, np.ndarray]
 TOWER, PROJECTOR = (
@@ -47,25 +54,12 @@ def norm(x: np.ndarray, scale: np.ndarray | float = 1.0) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    raised = np.exp(x - x.max(-1, keepdims=True))
-    return raised / raised.sum(-1, keepdims=True)
-
-
 def rotate(x: np.ndarray, positions: np.ndarray, theta: float, fraction: float = 1.0) -> np.ndarray:
     """(token, head, dim): the halves turn together; the timescales behind the rotated fraction are infinite."""
     half, rotated = x.shape[-1] // 2, int(x.shape[-1] * fraction) // 2
     timescale = np.full(half, np.inf)
     timescale[:rotated] = theta ** (2 * np.arange(rotated) / x.shape[-1])
-    angle = (positions[:, None] / timescale)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], -1
-    )
+    return turned(x[..., :half], x[..., half:], (positions[:, None] / timescale)[:, None])
 
 
 def attend(
@@ -144,6 +138,21 @@ def text_logits(arrays: Arrays, config: Mapping[str, Any], tokens: np.ndarray) -
             x = x + norm(gated @ a["per_layer_projection.kernel"], a["post_per_layer_input_norm.scale"])
         x = x * a["layer_scalar"]
     return norm(x, arrays["decoder.decoder_norm.scale"].astype(np.float64)) @ embedding.T / x.shape[-1] ** 0.5
+
+
+def assert_close(made: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+def assert_text_logits(arrays: Arrays, folder: Path, vocab: int) -> None:
+    """Of 30 tokens, of so many: those of transformers' model of the release that the arrays were made of."""
+    config = read_config(folder)
+    config = config.get("text_config", config)
+    tokens = np.random.default_rng(0).integers(0, vocab, 30)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens[None])).logits[0].numpy()
+    assert_close(text_logits(arrays, config, tokens), wanted)
 
 
 def image_tokens(arrays: Arrays, config: Mapping[str, Any], image: np.ndarray) -> list[np.ndarray]:

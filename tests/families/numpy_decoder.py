@@ -8,8 +8,15 @@ norm multiplies by its scale and adds nothing, and attention scales only where t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from lazily import lazily
+from support import converted
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -41,14 +48,17 @@ def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
 
 
-def rope(x: np.ndarray, theta: float) -> np.ndarray:
-    """(length, heads, dim), whose dimension i turns with i + dim/2."""
-    half = x.shape[-1] // 2
-    angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
-    first, second = x[..., :half], x[..., half:]
+def turned(first: np.ndarray, second: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Each dimension of `first` turned with the one of `second`; the halves of the result."""
     return np.concatenate(
         [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
     )
+
+
+def rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """(length, heads, dim), whose dimension i turns with i + dim/2."""
+    half = x.shape[-1] // 2
+    return turned(*np.split(x, 2, axis=-1), np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -60,8 +70,26 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
+
+
+def both(folder: Path, out: Path, kind: str, is_scanned: bool, *options: str) -> tuple[dict[str, np.ndarray], Any]:
+    """MaxText's arrays of a release in float32, and the model of this class of transformers that it is."""
+    scan = str(is_scanned).lower()
+    arrays = converted(folder, out, "--save_dtype", "float32", "--scan_layers", scan, *options)
+    model = getattr(transformers, kind)
+    return arrays, model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def assert_logits(got: np.ndarray, hf: Any, ids: np.ndarray, tolerance: float = 1e-5) -> None:
+    """They are those of a model of transformers for one sequence."""
+    wanted = hf(torch.tensor(ids)[None]).logits[0].detach().numpy()
+    np.testing.assert_allclose(got, wanted, atol=tolerance * np.abs(wanted).max())
 
 
 def attend(

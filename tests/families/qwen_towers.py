@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from families.numpy_decoder import below, gelu, softmax
+from families.numpy_decoder import below, gelu, softmax, turned
 from lazily import lazily
 
 torch = lazily("torch")
@@ -86,10 +86,7 @@ def rotary(height: int, width: int, merge: int) -> Layer:
         quarter = states.shape[-1] // 4
         frequencies = THETA ** (-np.arange(quarter) / quarter)
         angles = np.concatenate([rows[:, None] * frequencies, columns[:, None] * frequencies], -1)[:, None]
-        first, second = np.split(states, 2, axis=-1)
-        return np.concatenate(
-            [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
-        )
+        return turned(*np.split(states, 2, axis=-1), angles)
 
     return turn
 

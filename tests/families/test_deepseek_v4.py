@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import load_headers, load_trees
+from families.numpy_decoder import sigmoid
 from lazily import lazily
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, converted, read_config, read_file, read_tensors
@@ -200,10 +201,6 @@ def loaded(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str)
         {name.removeprefix(prefix): values for name, values in state.items() if name.startswith(prefix)}
     )
     return module.float()
-
-
-def sigmoid(values: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-values))
 
 
 def normalised(streams: np.ndarray) -> np.ndarray:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families.numpy_decoder import attend, below, gated, gelu, in_order, rms_norm
+from families.numpy_decoder import assert_logits, attend, below, both, gated, gelu, in_order, rms_norm
 from lazily import lazily
-from support import converted
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import gemma2
@@ -53,17 +52,11 @@ def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, model
     would be wrong.
     """
     scan = layout == "scanned"
-    arrays = converted(
-        generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower()
-    )
-    hf = transformers.Gemma2ForCausalLM.from_pretrained(
-        generated / model, dtype=torch.float32, attn_implementation="eager"
-    )
-    wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
-    got = forward(arrays, scan, hf.config)
+    arrays, hf = both(generated / model, tmp_path / "out", "Gemma2ForCausalLM", scan)
+    got, vocab = forward(arrays, scan, hf.config), hf.config.vocab_size
     assert got.shape[1] == 256
-    np.testing.assert_allclose(got[:, : wanted.shape[1]], wanted, atol=1e-5 * np.abs(wanted).max())
-    assert not got[:, wanted.shape[1] :].any()  # the padding of the vocabulary
+    assert_logits(got[:, :vocab], hf, IDS)
+    assert not got[:, vocab:].any()  # the padding of the vocabulary
 
 
 # what the hub's config.json has, with small sizes: it doesn't say that the head is tied

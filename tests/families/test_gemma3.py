@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from facts import load_trees
-from families.numpy_decoder import attend, below, gated, gelu, in_order, numbered, rms_norm, softmax
+from families.numpy_decoder import attend, below, both, gated, gelu, in_order, numbered, rms_norm, softmax
 from lazily import lazily
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, converted, read_config, read_tensors
@@ -63,10 +63,7 @@ def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layou
     rounding.
     """
     scan, source = layout == "scanned", generated / "models" / "gemma3-text"
-    arrays = converted(
-        source, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower(), *MODEL_27B
-    )
-    hf = transformers.Gemma3ForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    arrays, hf = both(source, tmp_path / "out", "Gemma3ForCausalLM", scan, *MODEL_27B)
     rounded = float(ml_dtypes.bfloat16(80**0.5))
     hf.model.embed_tokens.embed_scale.fill_(rounded)
     wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy() * rounded / np.sqrt(80)

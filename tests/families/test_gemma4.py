@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import load_headers, load_trees
-from families.gemma4_reference import EMBEDDER, TOWER, embedded_squares, image_tokens, text_logits
+from families.gemma4_reference import EMBEDDER, TOWER, assert_close, assert_text_logits, embedded_squares, image_tokens
 from support import assert_same_bits, converted, read_config, read_model, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -20,10 +20,6 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.versions import UNSAID
 
 HF = "model.language_model."
-
-
-def close(made: np.ndarray, wanted: np.ndarray) -> None:
-    np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
@@ -38,17 +34,8 @@ def test_text_model_computes_what_transformers_computes(generated: Path, tmp_pat
     """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: keys as values, experts beside the
     dense MLP, both RoPEs.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = generated / name
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = np.random.default_rng(0).integers(0, 200, 30)
-    with torch.no_grad():
-        wanted = model(torch.tensor(tokens[None])).logits[0].numpy()
-    arrays = converted(folder, tmp_path / "out", "--scan_layers", scan, "--save_dtype", "float32")
-    config = read_config(folder)
-    close(text_logits(arrays, config.get("text_config", config), tokens), wanted)
+    arrays = converted(generated / name, tmp_path / "out", "--scan_layers", scan, "--save_dtype", "float32")
+    assert_text_logits(arrays, generated / name, vocab=200)
 
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
@@ -85,7 +72,7 @@ def test_vision_tower_computes_what_transformers_computes(
     made = image_tokens(arrays, config, image)
     assert len(made) == len(wanted) == config["num_hidden_layers"] + 2
     for ours, theirs in zip(made, wanted, strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
@@ -113,7 +100,7 @@ def test_the_embedder_computes_what_transformers_computes(generated: Path, tmp_p
     arrays = converted(folder, tmp_path, "--scan_layers", scan, "--save_dtype", "float32", "--multimodal", "true")
     made = embedded_squares(arrays, config, image)
     for ours, theirs in zip(made, (out.last_hidden_state[0], out.pooler_output[0]), strict=True):
-        close(ours, theirs.numpy())
+        assert_close(ours, theirs.numpy())
 
 
 def test_the_embedder_in_memory(generated: Path, tmp_path: Path) -> None:

@@ -13,7 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families.numpy_decoder import below, dense_then_routed, gated, rms_norm, routed, silu, softmax
+from families.numpy_decoder import (
+    assert_logits,
+    below,
+    both,
+    dense_then_routed,
+    gated,
+    rms_norm,
+    rope,
+    routed,
+    silu,
+    softmax,
+)
 from lazily import lazily
 from support import BF16, assert_same_bits, call, convert, converted, read_config, read_tensors, save
 
@@ -36,12 +47,7 @@ LATENT_EPSILON = 1e-6  # transformers' of the two latents, whatever config.json 
 
 def turned(x: np.ndarray, theta: float) -> np.ndarray:
     """(length, heads, dim), whose dimension 2i turns with 2i + 1."""
-    half = x.shape[-1] // 2
-    angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return np.concatenate(
-        [even * np.cos(angles) - odd * np.sin(angles), odd * np.cos(angles) + even * np.sin(angles)], -1
-    )
+    return rope(np.concatenate([x[..., 0::2], x[..., 1::2]], -1), theta)
 
 
 def chosen(x: np.ndarray, latent: np.ndarray, indexer: Arrays, c: Any, theta: float) -> np.ndarray:
@@ -93,10 +99,8 @@ def forward(arrays: Arrays, is_scanned: bool, c: Any) -> np.ndarray:
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layout: str) -> None:
     """Seven layers, four of which take the tokens that another one chose, 8 of 16."""
     scan, folder = layout == "scanned", generated / "models" / "glm5"
-    arrays = converted(folder, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower())
-    hf = transformers.GlmMoeDsaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
-    np.testing.assert_allclose(forward(arrays, scan, hf.config), wanted, atol=1e-5 * np.abs(wanted).max())
+    arrays, hf = both(folder, tmp_path / "out", "GlmMoeDsaForCausalLM", scan)
+    assert_logits(forward(arrays, scan, hf.config), hf, IDS)
 
 
 def test_layers_that_share_an_indexer_have_none(generated: Path, tmp_path: Path) -> None:

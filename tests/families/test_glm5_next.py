@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families.numpy_decoder import Arrays, below, gated, numbered, rms_norm, silu, softmax
+from families.numpy_decoder import Arrays, assert_logits, below, gated, numbered, rms_norm, sigmoid, silu, softmax
 from lazily import lazily
 from support import call, converted, read_config, read_tensors
 
@@ -46,10 +46,6 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensor.data += torch.randn_like(tensor) * 0.2
     model.save_pretrained(folder, max_shard_size="100KB")
     return folder
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def connected(x: np.ndarray, hc: Arrays, branch) -> np.ndarray:
@@ -145,8 +141,7 @@ def test_logits_are_those_of_transformers(release: Path, tmp_path: Path) -> None
     hf = transformers.Glm5NextForConditionalGeneration.from_pretrained(
         release, dtype=torch.float32, attn_implementation="eager"
     )
-    wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
-    np.testing.assert_allclose(forward(arrays), wanted, atol=1e-4 * np.abs(wanted).max())
+    assert_logits(forward(arrays), hf, IDS, 1e-4)
 
 
 def test_there_and_back(release: Path, tmp_path: Path) -> None:

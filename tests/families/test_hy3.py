@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families.numpy_decoder import attend, below, dense_then_routed, gated, rms_norm, routed, silu
+from families.numpy_decoder import assert_logits, attend, below, both, dense_then_routed, gated, rms_norm, routed, silu
 from lazily import lazily
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
@@ -26,8 +26,7 @@ IDS = np.random.default_rng(5).integers(0, 92, 16)
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layout: str) -> None:
     """Three layers, the first dense; norms of query and key, a sigmoid router, a shared expert of twice the width."""
     scan, folder = layout == "scanned", generated / "models" / "hy3"
-    arrays = converted(folder, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower())
-    hf = transformers.HYV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    arrays, hf = both(folder, tmp_path / "out", "HYV3ForCausalLM", scan)
     c = hf.config
     x = arrays["token_embedder.embedding"][IDS]
     for layer in dense_then_routed(arrays, scan):
@@ -47,8 +46,7 @@ def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layou
             routed(normed, moe, c.num_experts_per_tok, c.router_scaling_factor) if moe else gated(normed, mlp, silu)
         )
     got = rms_norm(x, arrays["decoder.decoder_norm.scale"], c.rms_norm_eps) @ arrays["decoder.logits_dense.kernel"]
-    wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
-    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    assert_logits(got, hf, IDS)
 
 
 def test_the_names_in_memory_give_the_same_arrays(generated: Path, tmp_path: Path) -> None:

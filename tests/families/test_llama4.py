@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families.numpy_decoder import silu
 from support import BF16, assert_same_bits, converted, headers_only, read_config, read_tensors, save
 
 from weightbeam.transforms.planning.conversion import Conversion
@@ -28,10 +29,6 @@ Arrays = dict[str, np.ndarray]
 
 def rms(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"])
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
 
 
 def rotate(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families.numpy_decoder import attend, below, gated, in_order, rms_norm, silu
+from families.numpy_decoder import assert_logits, attend, below, both, gated, in_order, rms_norm, silu
 from lazily import lazily
-from support import converted
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import olmo3
@@ -38,15 +37,8 @@ def forward(arrays: dict, is_scanned: bool, epsilon: float, window: int) -> np.n
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, model: str, layout: str) -> None:
     """Eight layers with as many key as query heads, as in the 7B, and four with half as many, as in the 32B."""
     scan = layout == "scanned"
-    arrays = converted(
-        generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower()
-    )
-    hf = transformers.Olmo3ForCausalLM.from_pretrained(
-        generated / model, dtype=torch.float32, attn_implementation="eager"
-    )
-    wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
-    got = forward(arrays, scan, hf.config.rms_norm_eps, hf.config.sliding_window)
-    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    arrays, hf = both(generated / model, tmp_path / "out", "Olmo3ForCausalLM", scan)
+    assert_logits(forward(arrays, scan, hf.config.rms_norm_eps, hf.config.sliding_window), hf, IDS)
 
 
 CONFIG = dict(

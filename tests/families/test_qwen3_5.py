@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from families.numpy_decoder import below, rms_norm, rope, silu, softmax
+from families.numpy_decoder import below, rms_norm, rope, sigmoid, silu, softmax
 from lazily import lazily
 from support import FP8, assert_same_bits, call, converted, headers_only, read_config, read_model, save
 
@@ -33,10 +33,6 @@ EPSILON = 1e-6
 
 
 # --- MaxText's layers in numpy: `Qwen3NextGatedDeltaNet` and `Qwen3NextFullAttention`, src/maxtext/models/qwen3.py, e59
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def delta_net_inputs(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> dict[str, np.ndarray]:
