@@ -13,7 +13,6 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import gemma2
 from weightbeam.model_mappings.plan import expand
 
-torch = lazily("torch")
 transformers = lazily("transformers")
 
 IDS = np.random.default_rng(2).integers(0, 240, 16)

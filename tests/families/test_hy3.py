@@ -10,14 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families.numpy_decoder import assert_logits, attend, below, both, dense_then_routed, gated, rms_norm, routed, silu
-from lazily import lazily
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import hy3
-
-torch = lazily("torch")
-transformers = lazily("transformers")
 
 IDS = np.random.default_rng(5).integers(0, 92, 16)
 

@@ -7,13 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families.numpy_decoder import assert_logits, attend, below, both, gated, in_order, rms_norm, silu
-from lazily import lazily
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import olmo3
-
-torch = lazily("torch")
-transformers = lazily("transformers")
 
 IDS = np.random.default_rng(3).integers(0, 250, 16)
 
