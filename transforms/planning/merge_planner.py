@@ -150,7 +150,7 @@ def _replaced(
         **{
             tensor: f"codes or scales of {name}, which is written as its values"
             for name, tensors in stored_tensors(checkpoint, source, decoded).items()
-            for tensor in tensors
+            for tensor in sorted(tensors)
         },
     }
 
