@@ -118,8 +118,6 @@ def _check_tensor(
     if not (fits and np.issubdtype(spec.dtype, np.integer) if part.rule.integer else is_float(spec.dtype)):
         wanted = f"integers of one dtype, {array.dtype.name}" if part.rule.integer else "floating-point weights"
         return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of {wanted}")]
-    if not math.prod(spec.shape):
-        return [Problem("shape", name, f"{spec.shape} in {spec.file}: has no elements, and Orbax stores no such array")]
     taken = tuple(len(range(*window.indices(size))) for window, size in zip(part.window, spec.shape, strict=False))
     if len(spec.shape) != len(part.window_shape) or taken != part.window_shape:
         axes = part.rule.axes.left[len(part.rule.name_axes) :]
@@ -137,6 +135,8 @@ def _check_tensor(
                 f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}',
             )
         ]
+    if not math.prod(spec.shape):
+        return [Problem("shape", name, f"{spec.shape} in {spec.file}: has no elements, as no array of a checkpoint")]
     return []
 
 

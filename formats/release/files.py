@@ -199,7 +199,7 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
     versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
     read = functools.partial(_read_small, store, files)
     made = SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
-    made.linked = linked
+    made.linked = [name for name in linked if name in made]
     if made.hashes:  # by which each is known from here on
         check_together(store, (files[name] for name in made), _listed(store))
     return made

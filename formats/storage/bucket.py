@@ -115,9 +115,8 @@ def _unreached(error: Exception | None) -> tuple[str, str] | None:
     if not isinstance(error, RequestException) or not isinstance(why, NewConnectionError | ConnectTimeoutError):
         return None
     asked = urlsplit(str(error.request.url)) if error.request is not None else None
-    return without_user(f"{asked.scheme}://{asked.netloc}") if asked else "Google's storage", str(why).rpartition(": ")[
-        2
-    ]
+    host = without_user(f"{asked.scheme}://{asked.netloc}") if asked else "Google's storage"
+    return host, str(why).rpartition(": ")[2]
 
 
 def _is_repeated(error: Exception) -> bool:
@@ -203,19 +202,19 @@ def _parted() -> str:
     emulator, theirs = os.environ.get(ADDRESS, ""), os.environ.get(ITS_ADDRESS, "")
     if emulator.rstrip("/") == theirs.rstrip("/"):
         return ""
-    told = [
-        f"{name} is {without_user(said) or 'not set'}" for name, said in ((ADDRESS, emulator), (ITS_ADDRESS, theirs))
-    ]
-    return f"{', '.join(told)}: set both to one address"
+    told = [without_user(said) or "not set" for said in (emulator, theirs)]
+    how = "one address" if told[0] != told[1] else "one user and password"
+    return f"{ADDRESS} is {told[0]}, {ITS_ADDRESS} is {told[1]}: set both to {how}"
 
 
 def _fail(url: str, error: Exception) -> NoReturn:
     """Turns a client's error into ours."""
-    message = str(error) or type(error).__name__
-    hint = ""
+    emulator = os.environ.get(ADDRESS, "")
+    message, hint = (str(error) or type(error).__name__).replace(emulator, without_user(emulator)), ""
     if unreached := _unreached(error):
         host, why = unreached
-        message, hint = f"{host} can't be reached: {why}", f"; {_parted() or 'is this machine online?'}"
+        parted = _parted() if emulator and ITS_ADDRESS in os.environ else ""  # else the one is made of the other
+        message, hint = f"{host} can't be reached: {why}", f"; {parted or 'is this machine online?'}"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     if HELD.search(message):  # whatever the account may do

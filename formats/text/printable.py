@@ -31,7 +31,7 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
 
 def without_user(url: str) -> str:
     """An address without who asks there, and with which password: `https://me:secret@host/x` -> `https://host/x`."""
-    return re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
+    return re.sub(r"^(\w+://)?[^/?#]*@", r"\1", url)
 
 
 def listed(names: Sequence[str], most: int = 10, what: str = "") -> str:

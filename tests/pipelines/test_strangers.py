@@ -20,11 +20,25 @@ from pairs import each, some
 from processes import run
 from support import BF16, LLAMA, call, random_tensors, save
 
-from weightbeam.formats.text.printable import printable
+from weightbeam.formats.text.printable import printable, without_user
 from weightbeam.pipelines.watching.notices import Notices
 
 HARMFUL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 ODD = ["[/]", "[red]x", "[link=https://evil.example]here[/link]", ":smile:", "\u202egnp.exe", "[bold", "\u2066x\u2069"]
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://me:secret@host.example/x@y", "https://host.example/x@y"),
+        ("me:secret@127.0.0.1:9", "127.0.0.1:9"),
+        ("http://host.example/a@b", "http://host.example/a@b"),
+        ("host.example", "host.example"),
+        ("", ""),
+    ],
+)
+def test_an_address_is_shown_without_its_password(address: str, shown: str) -> None:
+    assert without_user(address) == shown
 
 
 @pytest.mark.parametrize("odd", ODD)
