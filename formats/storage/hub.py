@@ -589,7 +589,7 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
             if known
             else f"then set HF_TOKEN to a token of that account, or {LOG_IN}"
         )
-        message = f"is gated: request access and accept its terms on {_told_endpoint()}/{repo}; {todo}"
+        message = f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
     elif isinstance(error, RevisionNotFoundError):
         message = NO_REVISION
     elif isinstance(error, RepositoryNotFoundError):
@@ -609,13 +609,12 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
     elif isinstance(error, (ValueError, *NO_ANSWER)):
         message = no_answer(error)
     else:
-        message = (
-            f"{_told_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
-        )
+        message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
         if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
             message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
     is_none = isinstance(error, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(
         error, GatedRepoError
     )
+    message = message.replace(_endpoint(), _told_endpoint())  # in what a client says
     # the error may show a signed address
     raise (NoRepositoryError if is_none else StorageError)(f"{url}: {message}") from None
