@@ -82,9 +82,8 @@ class Resharded(Shown):
         if self.state == RUNNING:
             return [f"{step} will appear when the job is done"]
         planned = self.planned
-        lines = [
-            f"{self.path}: {count_arrays([array.key for array in planned.plan.arrays])}, {pace(planned.target_bytes, self.written, self.seconds)}"
-        ]
+        made = count_arrays([array.key for array in planned.plan.arrays])
+        lines = [f"{self.path}: {made}, {pace(planned.target_bytes, self.written, self.seconds)}"]
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:
             lines.append(
@@ -348,10 +347,8 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
     largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
     yield "source", f"{planned.source.root}: {tree.kind}, {read}; its largest chunk is {human(largest)}"
     meshes = " and ".join(planned.options.mesh) or "chunks for any mesh where they are cut anew"
-    yield (
-        "target",
-        f"{count_arrays([array.key for array in plan.arrays])}, {human(planned.target_bytes)}, {layout}, {meshes}",
-    )
+    made = count_arrays([array.key for array in plan.arrays])
+    yield "target", f"{made}, {human(planned.target_bytes)}, {layout}, {meshes}"
     if tree.version:
         yield "MaxText", f"{tree.version}, its tree and its names of axes"
     ways = {
