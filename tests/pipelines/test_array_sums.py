@@ -314,8 +314,8 @@ def test_a_stop_while_damage_is_withdrawn(
     """
     plain = array_sums.unpack
 
-    def damage_share(array: Any, index: Any, place: Any, **named: Any) -> int:
-        nbytes = plain(array, index, place, **named)
+    def damage_share(array: Any, index: Any, place: Any, *more: Any) -> int:
+        nbytes = plain(array, index, place, *more)
         place.write(share_name(array, index), b"1")
         return nbytes
 
