@@ -29,7 +29,7 @@ from weightbeam.formats.orbax import ocdbt, plan_hash_of
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
-from weightbeam.formats.storage.checksums import as_base64
+from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.targets import orbax_units
 from weightbeam.formats.targets.orbax import OrbaxTarget, write_unit
 
