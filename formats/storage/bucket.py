@@ -214,7 +214,7 @@ def _fail(url: str, error: Exception) -> NoReturn:
     if unreached := _unreached(error):
         host, why = unreached
         parted = _parted() if emulator and ITS_ADDRESS in os.environ else ""  # else the one is made of the other
-        message, hint = f"{host} can't be reached: {why}", f"; {parted or 'is this machine online?'}"
+        message, hint = f"{host} can't be reached: {why}", f"; is this machine online?{parted and ' '}{parted}"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     if HELD.search(message):  # whatever the account may do

@@ -146,9 +146,9 @@ class Target(abc.ABC, Generic[PlaceT]):
             raise StorageError(f"{place.final}: {why}")  # others' files would go with it by now
         place.publish(overwrite)
 
-    @abc.abstractmethod
     def complete(self, place: PlaceT, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
-        """Makes what is staged whole, by reference where the medium can; it may be already.
+        """Makes what is staged whole, by reference where the medium can; it may be already. A target that says `assemble`
+        itself needs none.
 
         Args:
           place: where.
@@ -160,6 +160,7 @@ class Target(abc.ABC, Generic[PlaceT]):
           IncompleteError: units are missing, or don't hold what they should.
           StorageError: units were withdrawn, or something can't be written.
         """
+        raise NotImplementedError
 
     # --- it is there
 

@@ -400,13 +400,15 @@ def test_a_bucket_that_cant_be_reached(new_client: None, monkeypatch: pytest.Mon
     with socket.socket() as nobody:  # bound, and not listening
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url := f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://me:secret@127.0.0.1:1")
+        parted = f"{url}, TENSORSTORE_GCS_HTTP_URL is http://127.0.0.1:1: set both to one address"
         monkeypatch.setattr(buckets, "UNREACHED_SECONDS", 0.3)
         for is_known, timeout, shortest, longest in ((False, 60.0, 0.2, 30.0), (True, 1.0, 0.8, 30.0)):
             monkeypatch.setattr(buckets, "RETRY", buckets.RETRY.with_delay(0.01, 0.02).with_timeout(timeout))
             monkeypatch.setattr(buckets, "_REACH", reach := buckets._Reach())
             reach.is_known = is_known
             began = time.monotonic()
-            with pytest.raises(StorageError, match=rf"gs://bucket/x: {url} can't be reached: .*refused; is this"):
+            with pytest.raises(StorageError, match=rf"gs://bucket/x: {url} can't be reached: .*refused; is this.* is {parted}"):
                 buckets.Bucket("gs://bucket/x").check_readable()
             assert shortest < time.monotonic() - began < longest
             reach.last -= 4 * buckets.UNREACHED_SECONDS  # another command of this process, later
