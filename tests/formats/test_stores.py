@@ -408,7 +408,9 @@ def test_a_bucket_that_cant_be_reached(new_client: None, monkeypatch: pytest.Mon
             monkeypatch.setattr(buckets, "_REACH", reach := buckets._Reach())
             reach.is_known = is_known
             began = time.monotonic()
-            with pytest.raises(StorageError, match=rf"gs://bucket/x: {url} can't be reached: .*refused; is this.* is {parted}"):
+            with pytest.raises(
+                StorageError, match=rf"gs://bucket/x: {url} can't be reached: .*refused; is this.* is {parted}"
+            ):
                 buckets.Bucket("gs://bucket/x").check_readable()
             assert shortest < time.monotonic() - began < longest
             reach.last -= 4 * buckets.UNREACHED_SECONDS  # another command of this process, later
