@@ -18,24 +18,22 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.pipelines.commands.adapters import ExportedAdapter, export_adapter
+from weightbeam.pipelines.commands.adapters import ExportedAdapter, small_files
 from weightbeam.pipelines.commands.releases import (
     Released,
     about,
     adapter_facts,
-    check_hub,
     check_places,
     dry_run,
     going_to,
     loading,
     make_small_files,
     no_source,
-    ready_text,
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config, read_tokenizer, with_tokenizer
-from weightbeam.pipelines.running.prepare import check_beam, open_adapters, refuse
+from weightbeam.pipelines.running.prepare import open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
@@ -44,7 +42,8 @@ from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.cutting.quantizing import Given
-from weightbeam.transforms.planning.adapters import AdapterExport, is_adapter, plan_adapter
+from weightbeam.transforms.planning.adapter_export import AdapterExport, plan_adapter
+from weightbeam.transforms.planning.adapters import is_adapter
 from weightbeam.transforms.planning.export_planner import plan_export
 from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
 from weightbeam.transforms.planning.options import AUTO, RELEASED, ExportOptions, ToHub
@@ -116,13 +115,10 @@ def export(
     """
     check_places("export", source, output, beam)
     use_secret(how.hf_token_secret)
-    checkpoint = _open(source, asked.step)
-    if is_adapter(checkpoint):
-        adapter = plan_adapter_with(checkpoint, asked)
-        return export_adapter(adapter, output, how.overwrite, how.create_pr, asked.full_paths)
     slots = slots_for(asked, beam, source, output, how.resume)
-    planned = plan(checkpoint, asked=asked, output=output, slots=slots)
-    return Exported(planned, carry(planned, output, how, beam, progress))
+    planned = plan(source, asked=asked, output=output, slots=slots)
+    written = carry(planned, output, how, beam, progress)
+    return ExportedAdapter(planned, written) if isinstance(planned, AdapterExport) else Exported(planned, written)
 
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
@@ -139,21 +135,6 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
         return open_orbax(place)
 
 
-def plan_adapter_with(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> AdapterExport:
-    """Plans the export of an adapter; the release that it is for is found as for any checkpoint.
-
-    Raises:
-      Refused: the release can't be read, or an option has no meaning for factors, which are written as they are.
-    """
-    if vain := [f"--{name}" for name in OF_MODELS if getattr(asked, name) not in (None, AUTO, (), False)]:
-        raise Refused(
-            f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
-        )
-    with refusing(StorageError):
-        form, *_ = find_form(checkpoint, asked.like)
-    return plan_adapter(checkpoint, form, asked.lora_alpha, asked.maxtext_model, asked.param_scan_axis)
-
-
 @takes(asked=ExportOptions)
 def plan(
     source: str | OrbaxCheckpoint, *, asked: ExportOptions, output: str | None = None, slots: int | None = None
@@ -163,11 +144,13 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
+    checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, asked.step)
+    if is_adapter(checkpoint):
+        return _plan_adapter(checkpoint, asked, output, slots)
     if asked.maxtext_config and asked.like:
         raise Refused(
             "--maxtext_config and --like are both given; name what config.json should be made of, or the release that it is taken from"
         )
-    checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, asked.step)
     if asked.lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
     (form, small, parts, named), tokenizer, adapters = try_each(
@@ -184,6 +167,24 @@ def plan(
         return planned
     with refusing(StorageError):  # they are read only now
         return dataclasses.replace(planned, small=make_small(planned, small, output))
+
+
+def _plan_adapter(
+    checkpoint: OrbaxCheckpoint, asked: ExportOptions, output: str | None, slots: int | None
+) -> AdapterExport:
+    """Plans the export of an adapter; the release that it is for is found as for any checkpoint. Raises Refused where that
+    can't be read, or an option has no meaning for factors.
+    """
+    if vain := [f"--{name}" for name in OF_MODELS if getattr(asked, name) not in (None, AUTO, (), False)]:
+        raise Refused(
+            f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
+        )
+    with refusing(StorageError):
+        form, *_ = find_form(checkpoint, asked.like)
+        planned = plan_adapter(going_to(output, asked), checkpoint, form, slots)
+    if planned.plan.problems:
+        return planned
+    return dataclasses.replace(planned, small=small_files(planned, output or ""))
 
 
 def _find_form(
@@ -207,6 +208,8 @@ def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
     yield "like", planned.like.root or "the table alone"
     named = f"{plan.family}, MaxText's {plan.model}" if plan.model else plan.family
     yield "family", f"{named}: {plan.note}" if plan.note else named
+    if isinstance(planned, AdapterExport):
+        yield "adapter", planned.scaling
     if planned.chunks:
         nbytes = sum(array.nbytes for array in planned.unpacked)
         of = f"{count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')}"
@@ -292,20 +295,10 @@ def _sum_up(reasons: Mapping[str, str]) -> str:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
-        use_secret(args.hf_token_secret)
         asked = asked_of(args, ExportOptions)
-        checkpoint = _open(args.source, asked.step)
-        if is_adapter(checkpoint):
-            check_beam(rest, "export", {"source": args.source, "output": args.output})
-            adapter = plan_adapter_with(checkpoint, asked)
-            refuse(adapter.problems)
-            check_hub(args.output, args.create_pr)
-            what = f"an adapter for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}"
-            print(ready_text(args, rest, checkpoint.root, what).lstrip())
-            return 0
 
         def planned(slots: int | None) -> Export:
-            return plan(checkpoint, asked=asked, output=args.output, slots=slots)
+            return plan(args.source, asked=asked, output=args.output, slots=slots)
 
         return dry_run(args, rest, asked, planned, plan_rows)
     say(args, export(**keywords_of(args, export), beam=rest))

@@ -5,9 +5,7 @@ what can be sent, and imports what it needs there.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,26 +125,10 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
     """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
     Raises Refused where it has problems.
     """
-    from weightbeam.formats.record.naming import digest
-    from weightbeam.pipelines.commands.export import plan_adapter_with
-    from weightbeam.pipelines.running.prepare import refuse
+    from weightbeam.pipelines.commands import export
 
-    adapter = plan_adapter_with(checkpoint, dataclasses.replace(asked, max_shard_size=None, family=None))
-    refuse(adapter.problems)
-    told = hashlib.sha256(
-        json.dumps([checkpoint.files.hash, adapter.like.root, adapter.rank, adapter.alpha]).encode()
-    ).hexdigest()
-    nbytes = sum(array.nbytes for array in checkpoint.weights.values())
-    return {
-        "plan": told,
-        "family": "an adapter",
-        "target_bytes": nbytes,
-        "warnings": [],
-        "lora": True,
-        "read": digest(adapter.source),
-        "form": adapter.like.root,
-        "form_told": adapter.like.told,
-    }
+    planned = export.plan(checkpoint, asked=dataclasses.replace(asked, max_shard_size=None, family=None))
+    return _planned(planned) | {"family": "an adapter", "lora": True}
 
 
 def _planned(planned: Any) -> dict[str, Any]:
@@ -203,7 +185,6 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
     from weightbeam.formats.record.naming import digest
     from weightbeam.formats.storage import open_store
     from weightbeam.formats.targets.release import HOLDS_OTHERS
-    from weightbeam.pipelines.commands.adapters import ExportedAdapter
     from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
 
     function = getattr(importlib.import_module(f"weightbeam.pipelines.commands.{command}"), command)
@@ -219,10 +200,7 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
         how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
         made = function(**{**keywords, "how": how}, progress=False)
     print(made)
-    if isinstance(made, ExportedAdapter):
-        held, (root, now) = [made.source], ("", "")
-    else:
-        held, (root, now) = [digest(source) for source in made.planned.sources], made.planned.pattern
+    held, (root, now) = [digest(source) for source in made.planned.sources], made.planned.pattern
     changed = [root] if told and now and now != told else []
     if read and read not in held:
         changed.append(keywords["source"])

@@ -56,7 +56,7 @@ def test_an_adapter_whose_writer_was_killed_once_it_was_published(
     before = sorted(path.name for path in out.iterdir())
     (out / PLAN).write_bytes(gzip.compress(json.dumps({"hash": "0" * 64}).encode()))
     assert call(*words) == 2
-    assert "--overwrite replaces an adapter" in capsys.readouterr().err
+    assert "--overwrite replaces it" in capsys.readouterr().err
     assert call(*words, "--overwrite") == 0
     assert sorted(path.name for path in out.iterdir()) == before
     (out / PLAN).write_text("mine")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
+from safetensors.numpy import save_file
 from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -20,10 +21,12 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.commands.adapters import export_adapter
+from weightbeam.pipelines.commands.export import export, plan
+from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
-from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.adapters import is_adapter, read_adapter
+from weightbeam.transforms.planning.options import Delivery
+from weightbeam.transforms.stages.staged import load
 
 
 def there(folder: Path, output: Path, *options: str) -> Path:
@@ -35,9 +38,8 @@ def there(folder: Path, output: Path, *options: str) -> Path:
 
 def back(checkpoint: Path, base: Path, output: Path, **options: object) -> Path:
     """MaxText's checkpoint as a PEFT adapter."""
-    opened = open_orbax(checkpoint)
-    assert is_adapter(opened)
-    export_adapter(plan_adapter(opened, Like(str(base), read_config(base)), **options), str(output))
+    assert is_adapter(open_orbax(checkpoint))
+    export(str(checkpoint), str(output), like=str(base), progress=False, **options)
     return output
 
 
@@ -134,11 +136,11 @@ def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> 
     with pytest.raises(Refused, match=r"\blora_alpha"):
         back(checkpoint, folder / "base", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
-    back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
+    back(checkpoint, folder / "base", tmp_path / "adapter", lora_alpha=6)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 6)
     with pytest.raises(Refused, match="exists"):
-        back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
+        back(checkpoint, folder / "base", tmp_path / "adapter", lora_alpha=6)
 
 
 def test_without_a_record_the_axis_of_the_layers_follows_from_the_shapes(written: Path, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_into_a_bucket_and_onto_the_hub(
             assert call("export", checkpoint, "gs://bucket/run/adapter", *options) == status
             held = {name.removeprefix("run/adapter/"): bytes(made.data) for name, made in objects.items()}
             assert same(held) == wanted
-        assert "gs://bucket/run/adapter: exists; --overwrite replaces an adapter" in capsys.readouterr().err
+        assert "gs://bucket/run/adapter: exists" in capsys.readouterr().err
         stranger = open_store("gs://bucket/run/theirs")
         stranger.write("model.safetensors", b"")
         assert call("export", checkpoint, "gs://bucket/run/theirs", "--overwrite") == 2
@@ -225,11 +227,35 @@ def test_into_a_bucket_and_onto_the_hub(
         close_session()
 
 
+def test_workers_make_the_same_plan(adapter: Path, written: Path, tmp_path: Path) -> None:
+    """With an alpha that only the command names, too, and in units of a few rows, whose results are the same."""
+    shutil.copytree(adapter / "0" / "items", tmp_path / "copy" / "0" / "items")
+    for path in (tmp_path / "copy").rglob("_CHECKPOINT_METADATA"):
+        path.unlink()
+    asked = dict(like=str(written / "plain" / "base"), maxtext_model="llama3.1-8b")
+    made = back(adapter, written / "plain" / "base", tmp_path / "whole") / "adapter_model.safetensors"
+    planned = plan(str(tmp_path / "copy"), **asked, lora_alpha=6.5, param_scan_axis=1, unit_bytes=2000)
+    assert len(planned.units) > 4
+    assert load(planned.stage()).hash == planned.hash
+    carry(planned, str(tmp_path / "parts"), Delivery(), progress=False)
+    assert json.loads((tmp_path / "parts" / "adapter_config.json").read_text())["lora_alpha"] == 6.5
+    assert (tmp_path / "parts" / "adapter_model.safetensors").read_bytes() == made.read_bytes()
+
+
+def test_nothing_but_zeros_is_no_adapter(written: Path, tmp_path: Path) -> None:
+    """PEFT could do nothing with a file without tensors."""
+    folder = shutil.copytree(written / "plain", tmp_path / "zeros")
+    path = folder / "adapter" / "adapter_model.safetensors"
+    save_file({name: np.zeros_like(values) for name, values in read_file(path).items()}, path)
+    checkpoint = there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
+    with pytest.raises(Refused, match="nothing but zeros"):
+        back(checkpoint, folder / "base", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:
     """Shapes by config.json, and kernels that its table doesn't have."""
     checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
-    planned = plan_adapter(
-        open_orbax(checkpoint),
-        Like("base", read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}),
-    )
+    config = read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}
+    planned = read_adapter(open_orbax(checkpoint), config)
     assert {problem.kind for problem in planned.problems} == {"shape"}

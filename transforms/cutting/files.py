@@ -87,6 +87,7 @@ def plan_files(
     tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
     like: Mapping[str, str] | None = None,
     max_shard_size: int | None = None,
+    single: str = SINGLE,
 ) -> FileLayout:
     """Places tensors in files.
 
@@ -101,6 +102,7 @@ def plan_files(
         known.
       max_shard_size: bytes of tensors in a file, unless a single tensor has more; files of `like` that have more are
         split. By default files of `like` are as large as they become, and others have at most 5 GB.
+      single: the name of the file where there is one.
 
     Raises:
       ValueError: two tensors have one name.
@@ -113,7 +115,7 @@ def plan_files(
     groups = _group_like(entries, like) if like else [sorted(entries.values(), key=lambda entry: natural(entry.name))]
     most = max_shard_size if max_shard_size is not None else None if like else MAX_SHARD_SIZE
     split = [part for group in groups for part in _split(group, most)] or [[]]
-    names = _names(split, like)
+    names = [single] if len(split) == 1 else _names(split, like)
     files = tuple(
         _plan_file(name, group) for name, group in sorted(zip(names, split, strict=True), key=lambda pair: pair[0])
     )
@@ -165,22 +167,19 @@ def _split(group: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
 
 
 def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) -> list[str]:
-    """The files' names: those of `like` where its files are the same, as many as they say, and named as all loaders want
+    """The names of several files: those of `like` where its files are the same, as many as they say, and named as all loaders want
     them, else as transformers numbers them.
 
     llama.cpp takes only files whose names begin with `model`.
     """
-    if like and len(groups) > 1:
+    if like:
         held = [{like[entry.name] for entry in group if entry.name in like} for group in groups]
         names = [name for names in held for name in names]
         whole = len(names) == len(groups) and sorted(names) == sorted(set(like.values()))
         said = {int(found[1]) for name in names if (found := re.search(r"-of-(\d+)\.safetensors$", name))}
         if whole and said <= {len(groups)} and all(re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in names):
             return names
-    count = len(groups)
-    return (
-        [SINGLE] if count == 1 else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    )
+    return [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
 
 
 def _plan_file(name: str, group: Sequence[Entry]) -> PlannedFile:

@@ -20,8 +20,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Beside
-from weightbeam.transforms.planning.adapters import is_adapter, plan_adapter
-from weightbeam.transforms.planning.exporting import Like
+from weightbeam.transforms.planning.adapters import is_adapter, read_adapter
 from weightbeam.transforms.planning.tree_layouts import find_parts
 from weightbeam.transforms.planning.tree_model import Model
 
@@ -124,9 +123,7 @@ def adapt(
                 )
             )
             continue
-        planned = plan_adapter(
-            adapter.files, Like(source.root, model.config), adapter.alpha, maxtext_model or model.name
-        )
+        planned = read_adapter(adapter.files, model.config, adapter.alpha, maxtext_model or model.name)
         found = [
             dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
         ]

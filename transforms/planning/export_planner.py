@@ -31,7 +31,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, merge
 from weightbeam.formats.adapters.ties import find_ties
-from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.encodings import Encoding, Plain, StoredArray
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.release.source import stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -427,12 +427,18 @@ def _lossy(
     view: ExportView,
 ) -> dict[str, str]:
     """By tensor, why its values aren't those of the array to the bit."""
-    rounded = {one: reason for name, reason in _rounded(arrays, written.dtypes, view).items() for one in names[name]}
+    rounded = {
+        one: reason
+        for name, reason in find_rounded(arrays, written.dtypes, view.weights).items()
+        for one in names[name]
+    }
     rounded |= {one: "merged in float32, rounded once" for name in merged for one in names[name]}
     return rounded | dict.fromkeys(sorted(written.quantized), REASON)
 
 
-def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype], view: ExportView) -> dict[str, str]:
+def find_rounded(
+    arrays: Iterable[Array], dtypes: Mapping[str, np.dtype], weights: Mapping[str, StoredArray]
+) -> dict[str, str]:
     """By the table's name of a tensor, which operation or which cast rounds its values."""
     reasons: dict[str, str] = {}
     for array in arrays:
@@ -443,7 +449,7 @@ def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype], view: Expo
                 if inexact:
                     reasons[name] = "; ".join(f"{op}, rounded once to {dtype.name}" for op in inexact)
                 elif is_float(array.dtype) and is_float(dtype) and not holds(dtype, array.dtype):
-                    stored = view.weights[array.key].label or array.dtype.name
+                    stored = weights[array.key].label or array.dtype.name
                     reasons[name] = f"{stored}, rounded to {dtype.name}"
     return reasons
 
@@ -458,17 +464,21 @@ def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) ->
     return reasons
 
 
+def like_from(staged: Mapping[str, Any]) -> Like:
+    """The release, as it was staged, whose form an export takes."""
+    tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in staged["tensors"].items()}
+    return Like(**{**staged, "tensors": tensors})
+
+
 def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
-    tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
-    like = Like(**{**inputs["like"], "tensors": tensors})
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
     made = plan_export(
         options_from(ExportOptions, inputs["options"]),
         load_checkpoint(inputs["source"]),
-        like,
+        like_from(inputs["like"]),
         adapters,
         given,
         inputs.get("slots"),

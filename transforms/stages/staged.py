@@ -12,11 +12,18 @@ from typing import Any
 
 from weightbeam.formats.staging import Staging
 from weightbeam.transforms.execution.arithmetic import FLUSHES, flushes
-from weightbeam.transforms.planning import conversion_planner, export_planner, merge_planner, reshard_planner
+from weightbeam.transforms.planning import (
+    adapter_export,
+    conversion_planner,
+    export_planner,
+    merge_planner,
+    reshard_planner,
+)
 from weightbeam.transforms.planning.inputs import this_code, unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer
 
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Transfer]] = {
+    "adapter": adapter_export.load,
     "convert": conversion_planner.load,
     "export": export_planner.load,
     "merge": merge_planner.load,
