@@ -19,7 +19,7 @@ from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, prepare_conversion
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
 from weightbeam.pipelines.terminal import report
 from weightbeam.pipelines.terminal.arguments.parser import command_line
@@ -179,11 +179,17 @@ def convert(
         conversion = source.conversion
         _check_planned(conversion)
     else:
-        slots = slots_of(beam, asked.unit_bytes, None, source, output)
-        conversion = prepare_conversion(
-            source, asked, how.hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
-        )
+        slots = _slots(asked, beam, source, output, how.resume)
+        conversion = prepare_conversion(source, asked, how.hf_token_secret, slots)
     return carry_out(conversion, output, how, beam, progress)
+
+
+def _slots(asked: Options, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
+    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
+    be resumed.
+    """
+    slots = slots_of(beam, asked.unit_bytes, None, source, output)
+    return slots_of_checkpoint(output, asked.step, slots) if resume else slots
 
 
 def carry_out(
@@ -238,7 +244,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         check_beam(rest, "convert", {"source": args.source, "output": args.output})
         asked = asked_of(args, Options)
         check_linking(asked, asked_of(args, Linking))
-        slots = slots_of(rest, asked.unit_bytes, None, args.source, args.output or "")
+        slots = _slots(asked, rest, args.source, args.output or "", args.resume)
         conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
         places = conversion.source.root, args.output or "OUTPUT"
         dry_run(args, conversion, rest, command_line(args, rest, places=places))
@@ -249,7 +255,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str) -> None:
     """Shows what a command would do, and everything that stands against it, its output among it."""
-    threads = threads_of(thread_options(rest))
+    threads = threads_in(rest)
     made = placed(Plan(conversion, threads, output=args.output), args, command)
     say(args, made)
     made.check()

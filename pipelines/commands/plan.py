@@ -14,10 +14,10 @@ from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.running.prepare import check_beam, prepare_conversion, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
+from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.terminal import report, tables
 from weightbeam.pipelines.terminal.arguments.parser import command_line
-from weightbeam.pipelines.terminal.errors import Busy, Refused, reworded
+from weightbeam.pipelines.terminal.errors import Refused, reworded
 from weightbeam.pipelines.terminal.keywords import arguments_of, asked_of, takes
 from weightbeam.pipelines.terminal.shell import STDOUT, say, write_json, write_text
 from weightbeam.pipelines.terminal.shown import Shown
@@ -226,7 +226,7 @@ def _plan(
     simulated = max(workers) * worker.threads if workers else None
     slots = slots_of(beam, asked.unit_bytes, simulated, source, output or "")
     conversion = prepare_conversion(source, asked, hf_token_secret, slots)
-    threads = threads_of(thread_options(beam))
+    threads = threads_in(beam)
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
         efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
@@ -241,15 +241,10 @@ def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
     made = dataclasses.replace(made, as_command=command)
     if not args.output:
         return made
-    from weightbeam.pipelines.running.output import check_output
-    from weightbeam.pipelines.running.writing import find_place
+    from weightbeam.pipelines.commands.dry_run import problems_there  # only now: what writes takes a while to import
 
-    place = find_place(made.conversion, args.output)
-    try:
-        found = check_output(place, made.conversion, asked_of(args, Linking if hasattr(args, "link") else Delivery))
-    except Busy as e:
-        found = [Problem("output", str(place.final), str(e.__cause__))]
-    return dataclasses.replace(made, against=tuple(found))
+    how = asked_of(args, Linking if hasattr(args, "link") else Delivery)
+    return dataclasses.replace(made, against=tuple(problems_there(made.conversion, args.output, how)))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -16,22 +16,20 @@ from weightbeam.formats.release.files import edit_config, model_card, role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
-from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import check_beam, refuse
+from weightbeam.pipelines.commands.dry_run import conclude
+from weightbeam.pipelines.running.prepare import check_beam
 from weightbeam.pipelines.running.slots import slots_of, slots_of_release
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
-from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written, find_place
-from weightbeam.pipelines.terminal.arguments.parser import command_line
+from weightbeam.pipelines.running.without_beam import threads_in
+from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of
 from weightbeam.pipelines.terminal.report import memory_text, units_text
-from weightbeam.pipelines.terminal.shell import STDOUT, say
+from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
-from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
 from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
 from weightbeam.transforms.planning.to_release import ToRelease
 
@@ -169,17 +167,11 @@ def dry_run(
     use_secret(args.hf_token_secret)
     planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
     check_stays(args.source, planned.source.root, args.output, args.create_pr)
-    sizes = size_rows(planned, threads_of(thread_options(rest)), args.output)
+    sizes = size_rows(planned, threads_in(rest), args.output)
     say(args, Planned(planned, Table.of((*rows(planned), *sizes))))
-    problems = list(planned.plan.problems)
     check_hub(args.output, args.create_pr)
-    if args.output and not args.output.startswith("hf://") and not problems:
-        problems = check_output(find_place(planned, args.output), planned, asked_of(args, ToHub))
-    refuse(problems)
-    if args.json != STDOUT and not args.quiet:
-        size = planned.files.size if planned.files else 0
-        print(ready_text(args, rest, planned.inputs[0], f"{human(size)} to write"))
-    return 0
+    size = planned.files.size if planned.files else 0
+    return conclude(args, rest, planned, asked_of(args, ToHub), human(size))
 
 
 def check_hub(output: str | None, create_pr: bool) -> None:
@@ -198,12 +190,7 @@ def check_hub(output: str | None, create_pr: bool) -> None:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
 
 
-def ready_text(args: argparse.Namespace, rest: Sequence[str], source: str, what: str) -> str:
-    """The last lines of a dry run, as a plan's: what is written, and the command that does it."""
-    return f"\nready: {what}\n  {command_line(args, rest, places=(source, args.output or 'OUTPUT'))}"
-
-
-def size_rows(planned: ToRelease, threads: int, output: str | None = None) -> Iterator[tuple[str, str]]:
+def size_rows(planned: ToRelease, threads: int, output: str | None) -> Iterator[tuple[str, str]]:
     """What a release takes, for a person: its files, the units, the memory."""
     if files := planned.files:
         yield (
@@ -212,7 +199,7 @@ def size_rows(planned: ToRelease, threads: int, output: str | None = None) -> It
         )
     if planned.units:  # else something stands against it
         yield "units", units_text(planned)
-        yield "memory", memory_text(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
+        yield "memory", memory_text(planned, threads, output)
 
 
 def slots_for(

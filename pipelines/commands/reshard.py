@@ -21,15 +21,14 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.commands.releases import ready_text
+from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config
-from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading, refuse
+from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.without_beam import thread_options, threads_of
-from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, find_place
+from weightbeam.pipelines.running.without_beam import threads_in
+from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
 from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
@@ -42,13 +41,12 @@ from weightbeam.pipelines.terminal.report import (
     storage_flags,
     units_text,
 )
-from weightbeam.pipelines.terminal.shell import STDOUT, say
+from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.adapting import MaxTextAdapter
-from weightbeam.transforms.planning.memory import BASE_BYTES, spare_bytes
 from weightbeam.transforms.planning.options import FULL, FromHub, ReshardOptions
 from weightbeam.transforms.planning.reshard_planner import plan_reshard
 from weightbeam.transforms.planning.resharding import Reshard
@@ -366,7 +364,7 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
     if planned.chunks:
         scratch = sum(array.nbytes for array in planned.unpacked)
         yield "unpacked", f"{count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile"
-    yield "memory", memory_text(threads, planned.thread_bytes, spare_bytes(planned, output), BASE_BYTES)
+    yield "memory", memory_text(planned, threads, output)
     for title, reasons in (("rounded", _rounded(planned)), ("left out", Counter(plan.dropped.values()))):
         for reason, times in reasons.items():
             yield title, f"{count(times, 'array')}: {reason}"
@@ -398,7 +396,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
         "unit_bytes": planned.unit_working_bytes,
         "left_out": dict(planned.plan.dropped),
         "adapters": list(planned.adapted.adapters),
-        "problems": [dataclasses.asdict(problem) for problem in planned.plan.problems],
+        "problems": [problem.to_dict() for problem in planned.plan.problems],
         "warnings": by_mesh(planned.warnings),
     }
 
@@ -410,18 +408,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         asked = asked_of(args, ReshardOptions)
         slots = _slots(asked, rest, args.source, args.output or "", args.resume)
         shown = dataclasses.replace(
-            plan(args.source, asked=asked, slots=slots),
-            threads=threads_of(thread_options(rest)),
-            output=args.output or "",
+            plan(args.source, asked=asked, slots=slots), threads=threads_in(rest), output=args.output or ""
         )
         say(args, shown)
-        problems = list(shown.problems)
-        if args.output and not problems:
-            problems += check_output(find_place(shown.planned, args.output), shown.planned, asked_of(args, FromHub))
-        refuse(problems)
-        if args.json != STDOUT and not args.quiet:
-            size = f"{human(shown.planned.target_bytes)} to write"
-            print(ready_text(args, rest, shown.planned.source.root, size))
-        return 0
+        size = human(shown.planned.target_bytes)
+        return conclude(args, rest, shown.planned, asked_of(args, FromHub), size)
     say(args, reshard(**keywords_of(args, reshard), beam=rest))
     return 0

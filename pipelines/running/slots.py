@@ -12,14 +12,7 @@ from weightbeam.formats.orbax import record_of
 from weightbeam.formats.staging import ITEMS, Staging, staging_at
 from weightbeam.formats.targets.published import record_of as record_of_release
 from weightbeam.formats.targets.release import release_staging
-from weightbeam.pipelines.running.without_beam import (
-    THREADS_PER_CORE,
-    is_local,
-    runner_of,
-    said,
-    thread_options,
-    threads_of,
-)
+from weightbeam.pipelines.running.without_beam import THREADS_PER_CORE, is_local, runner_of, said, threads_in
 from weightbeam.transforms.execution.overlap import overlaps
 from weightbeam.transforms.planning.inputs import unpack_inputs
 from weightbeam.transforms.planning.makespan import CLUSTER_SLOTS, CLUSTER_START, Worker
@@ -36,7 +29,7 @@ def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None
     if simulated:
         return simulated
     if is_local(arguments):
-        return threads_of(thread_options(arguments)) if overlaps(*places) else None
+        return threads_in(arguments) if overlaps(*places) else None
     numbers = said(arguments, int, "parallelism", "max_num_workers", "num_workers")
     workers = numbers["max_num_workers"] or numbers["num_workers"]
     return numbers["parallelism"] or (workers * worker_of(arguments, 1, 0).threads if workers else None)
@@ -71,7 +64,5 @@ def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worke
     """
     engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner_of(arguments))
     if engine is None:
-        return Worker(gbps, hour_price, threads_of(thread_options(arguments), THREADS_PER_CORE * Worker.cores))
-    return Worker(
-        gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START
-    )
+        return Worker(gbps, hour_price, threads_in(arguments, THREADS_PER_CORE * Worker.cores))
+    return Worker(gbps, hour_price, threads_in(arguments, CLUSTER_SLOTS), engine=engine, start=CLUSTER_START)

@@ -84,9 +84,9 @@ def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
     )
 
 
-def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
-    """What `threads_of` wants to know, without Beam."""
-    return said(arguments, int, "direct_num_workers", "number_of_worker_harness_threads")
+def threads_in(arguments: Sequence[str], default: int | None = None) -> int:
+    """The same by Beam's options as they were typed, without Beam."""
+    return threads_of(said(arguments, int, "direct_num_workers", "number_of_worker_harness_threads"), default)
 
 
 def leave_out_services() -> None:

@@ -57,16 +57,17 @@ def kind_and_layer(name: str) -> tuple[str, int]:
     return (match["after"], int(match["layer"])) if match else (name, -1)
 
 
-def memory_text(threads: int, thread: int, spare: int, base: int) -> str:
-    """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way
-    besides, of the rest.
+def memory_text(planned: Transfer, threads: int, output: str | None) -> str:
+    """A worker's bound on memory, and what it is the sum of: each thread, the units that are under way besides, the
+    rest.
     """
+    spare = spare_bytes(planned, output)
     parts = (
-        f"{threads} threads × {human(thread)}",
+        f"{threads} threads × {human(planned.thread_bytes)}",
         f"{human(spare)} read ahead, written behind or on the way" if spare else "",
-        human(base),
+        human(base_bytes(planned)),
     )
-    return f"at most {human(threads * thread + spare + base)} a worker: {' + '.join(filter(None, parts))}"
+    return f"at most {human(memory_bound(planned, threads, output))} a worker: {' + '.join(filter(None, parts))}"
 
 
 def units_text(planned: Transfer) -> str:
@@ -171,8 +172,7 @@ def _size_totals(conversion: Conversion, threads: int, output: str | None) -> It
     if conversion.units:
         yield "units", units_text(conversion)
         yield "reads", f"{human(read)}, {read / size:.3f} × the source"
-        spare, base = spare_bytes(conversion, output), base_bytes(conversion)
-        yield "memory", memory_text(threads, conversion.thread_bytes, spare, base)
+        yield "memory", memory_text(conversion, threads, output)
 
 
 def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:
