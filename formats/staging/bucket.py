@@ -144,6 +144,10 @@ class BucketStaging(Staging):
     def exists(self) -> bool:
         return self.is_staged()
 
+    def is_public(self) -> bool:
+        """The marker is the publication; the plan lies there until all that it was made in is removed."""
+        return self.is_complete() or not self.exists()
+
     def beside(self) -> Sequence[Bucket]:
         return [self.desk]
 

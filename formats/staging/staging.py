@@ -224,6 +224,10 @@ class Staging(abc.ABC):
         """Whether only publishing is left."""
         return self.checkpoint.exists(self.marker)
 
+    def is_public(self) -> bool:
+        """Whether nothing of what was made is left to be published."""
+        return not self.exists()
+
     def check(self) -> None:
         """Makes sure that the place is still this one's.
 

@@ -27,8 +27,10 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
         patience.hurry()
         with contextlib.suppress(OSError):
             staging.stop()
-            if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
+            if staging.is_held() and staging.is_public() and made_by(staging.final) == plan_hash:
                 staging.tidy()
                 staging.clean()
+                if staging.exists():
+                    staging.publish()
                 raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
         raise

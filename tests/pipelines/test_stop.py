@@ -397,6 +397,35 @@ def test_an_interrupt_after_the_publication_says_so(
         command(source, checkpoint, str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("name", ["commit_success.txt", "weightbeam.json"])
+@pytest.mark.parametrize("removes", [False, True])
+def test_an_interrupt_once_the_marker_is_there_says_so(
+    name: str, removes: bool, source: Path, checkpoint: Path, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its answer is, and while the right to publish is given back: the plan is staged still, and yet stock Orbax
+    restores what is there.
+    """
+    method = "delete" if removes else "copy_all"
+    does, published = getattr(Bucket, method), threading.Event()
+
+    def linger(self: Bucket, what: Any, *more: Any) -> None:
+        does(self, what, *more)
+        if removes:
+            is_it = str(what).startswith("claim.") and gcs.objects["bucket"].keys() & {f"out/{name}", f"out/0/{name}"}
+        else:
+            is_it = more and [file.name for file in more[0]] == [name]
+        if is_it:
+            published.set()
+            time.sleep(2)
+
+    monkeypatch.setattr(Bucket, method, linger)
+    interrupt_when(published.is_set)
+    with pytest.raises(KeyboardInterrupt, match="was published already"):
+        (by_export if name == "weightbeam.json" else by_convert)(source, checkpoint, "gs://bucket/out")
+    time.sleep(2)  # threads of what was stopped
+    assert not [name for name in gcs.objects["bucket"] if ".weightbeam" in name]
+
+
 @pytest.mark.parametrize("command", [by_convert, by_export])
 def test_an_interrupt_while_it_cleans_up_in_a_bucket_leaves_nothing_beside(
     command: Callable[..., str], source: Path, checkpoint: Path, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
