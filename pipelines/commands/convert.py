@@ -179,17 +179,17 @@ def convert(
         conversion = source.conversion
         _check_planned(conversion)
     else:
-        slots = _slots(asked, beam, source, output, how.resume)
-        conversion = prepare_conversion(source, asked, how.hf_token_secret, slots)
+        conversion = plan_into(source, output, asked, how, beam)
     return carry_out(conversion, output, how, beam, progress)
 
 
-def _slots(asked: Options, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
-    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
-    be resumed.
+def plan_into(source: str, output: str, asked: Options, how: Linking, beam: Sequence[str]) -> Conversion:
+    """Plans a conversion whose units are cut for the workers, as far as these are known, or as a command cut them that is
+    to be resumed; problems stay in the plan. The output may be empty.
     """
     slots = slots_of(beam, asked.unit_bytes, None, source, output)
-    return slots_of_checkpoint(output, asked.step, slots) if resume else slots
+    slots = slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
+    return prepare_conversion(source, asked, how.hf_token_secret, slots)
 
 
 def carry_out(
@@ -242,10 +242,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
     if args.dry_run:
         check_beam(rest, "convert", {"source": args.source, "output": args.output})
-        asked = asked_of(args, Options)
-        check_linking(asked, asked_of(args, Linking))
-        slots = _slots(asked, rest, args.source, args.output or "", args.resume)
-        conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
+        asked, how = asked_of(args, Options), asked_of(args, Linking)
+        check_linking(asked, how)
+        conversion = plan_into(args.source, args.output or "", asked, how, rest)
         places = conversion.source.root, args.output or "OUTPUT"
         dry_run(args, conversion, rest, command_line(args, rest, places=places))
         return 0

@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self, cast
 
 from weightbeam.pipelines.running.output import AGAIN
@@ -27,6 +28,7 @@ from weightbeam.pipelines.terminal.wording import at_the_shell
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 CONTEXT = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
+STOP_SECONDS = 20.0  # that a process has to give up what it is about to publish; a bucket is asked for ten of them
 TAIL = 2000  # characters of what a process that died had printed
 
 
@@ -59,6 +61,7 @@ class WorkerProcess:
     def __init__(self, prepare: Prepare | None = None) -> None:
         self._prepare = prepare
         self._process: BaseProcess | None = None
+        self._is_stopping = False
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.was_used = False
 
@@ -79,7 +82,7 @@ class WorkerProcess:
             process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
             with _without_interrupts():
                 process.start()
-            self._process = process
+            self._process, self._is_stopping = process, False
             self.was_used = False
             theirs.close()
 
@@ -106,9 +109,17 @@ class WorkerProcess:
             self.end()
         return outcome
 
+    def stop(self) -> None:
+        """Has the process give up its work, as a command does that is stopped; `end` waits for that, but not for long."""
+        if self._process is not None:
+            self._process.terminate()
+            self._is_stopping = True
+
     def end(self) -> None:
         """Ends the process, if there is one."""
         if self._process is not None:
+            if self._is_stopping:
+                self._process.join(STOP_SECONDS)
             self._process.kill()  # it has said all there is to say, or isn't to go on
             self._process.join()
             self.connection.close()
@@ -157,6 +168,10 @@ class Workers:
                     outcomes[process] = process.answer()
                     if outcomes[process].status != DONE:
                         return [outcomes[process]]
+        except KeyboardInterrupt:  # nothing is published once this is told
+            for process in at_work.values():
+                process.stop()
+            raise
         finally:
             for process in at_work.values():
                 process.end()
@@ -195,8 +210,9 @@ def _without_interrupts() -> Iterator[None]:
 def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
     """What the process does: work, until nobody asks for it."""
     threading.Thread(target=_follow, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then stops this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGTERM, _give_up)
     printed = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -204,8 +220,17 @@ def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
         prepare()
     with at_the_shell():
         while True:
-            action, keywords = connection.recv()
-            connection.send(_outcome(action, keywords))
+            try:
+                action, keywords = connection.recv()
+                connection.send(_outcome(action, keywords))
+            except KeyboardInterrupt:
+                os._exit(1)  # whatever is at work in its threads
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    """What a process does that is to stop; a second time nothing more."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:

@@ -270,6 +270,7 @@ class History:
 
         Raises:
           LostError: there is one already.
+          DamagedRecordError: something else has its name.
         """
         known = {name: self.facts[name] for name in ("commit", "target")} if self.records else {}
         said = {"attempt": self.attempt} | known | facts | ({"reason": reason} if reason else {})
@@ -277,7 +278,9 @@ class History:
         record = json.loads(json.dumps(record))  # as others will read it
         self.store.make()
         written = json.dumps(self.naming({**self.facts, **record}).told(record), indent=1)
-        if not self.store.create(_name(len(self.records) + 1), written.encode()):
+        if not self.store.create(name := _name(len(self.records) + 1), written.encode()):
+            if name in self.store.folders():
+                raise DamagedRecordError(f"{self.store.path(name)}: is a folder, and no record; move it away")
             raise LostError(f"{self.store}: another watcher has gone on with it")
         self.records.append(record)
         return record

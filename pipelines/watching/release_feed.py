@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from weightbeam import __version__
 from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import releases, works
@@ -168,6 +170,7 @@ class ReleaseFeed(Feed):
             "asked": asked,
             "how": how,
             "beam": config.runner_arguments(),
+            "made_of": history.facts.get("made_of", ""),  # none of an earlier version
         }
         yield (FeedTask(works.convert, convert),)
         if config.verify:
@@ -194,8 +197,14 @@ class ReleaseFeed(Feed):
             "history": history.outline,
         }
         told = json.dumps(history.naming().told(report), indent=1).encode()
+        name = self._report_of(checkpoint)
+        unknown = f"{checkpoint} was being published; it is if {REPORT} is there"
         try:
-            is_there = self.output.create(self._report_of(checkpoint), told) or self._report(checkpoint)
+            is_there = uninterrupted(
+                lambda: self.output.create(name, told) or self._report(checkpoint) is not None,
+                lambda is_there: f"but {checkpoint} is published" if is_there else "",
+                unknown,
+            )
         except OSError as e:
             raise Failed(f"{checkpoint}/{REPORT}: {reason(e)}") from e
         if not is_there:
@@ -221,7 +230,9 @@ class ReleaseFeed(Feed):
             if there is not None and not is_pointer(there):
                 warn(told_foreign(output.path(pointer), json.loads(newest)["checkpoint"]))
                 return False
-            if output.write_over(pointer, newest, before):
+            write = functools.partial(output.write_over, pointer, newest, before)
+            unknown = f"{output.path(pointer)} was being written"
+            if uninterrupted(write, lambda _: "", unknown):
                 return True
 
     def _published(

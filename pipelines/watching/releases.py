@@ -200,8 +200,11 @@ def _as_said(repo: str, info: ModelInfo) -> ReleaseCommit:
 
 
 def quiet_at(release: ReleaseCommit, minutes: float) -> datetime.datetime:
-    """When nobody will have committed to it for so many minutes."""
-    return release.updated + datetime.timedelta(minutes=minutes)
+    """When nobody will have committed to it for so many minutes; never, if the hub dates it to the end of all time."""
+    try:
+        return release.updated + datetime.timedelta(minutes=minutes)
+    except OverflowError:
+        return datetime.datetime.max.replace(tzinfo=datetime.UTC)
 
 
 def objections(release: ReleaseCommit, max_bytes: int | None, licenses: Iterable[str] | None) -> list[str]:

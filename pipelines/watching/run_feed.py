@@ -14,17 +14,7 @@ from typing import Any
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
-from weightbeam.pipelines.watching.config import (
-    EXPORT,
-    HOLD,
-    MERGED,
-    NEWEST,
-    QUANTIZE,
-    RESHARD,
-    Run,
-    RunTarget,
-    WatchConfig,
-)
+from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
@@ -275,10 +265,8 @@ class RunFeed(Feed):
         return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
 
     def _work(self, history: History) -> Store:
-        """Where a step's result grows: an adapter on this machine, since it is written by no Beam pipeline."""
-        target = self.target(history)
-        is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
-        return self.places.of(history).workplace(history.key, here=bool(is_adapter))
+        """Where a step's result grows."""
+        return self.places.of(history).workplace(history.key)
 
     def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
         assert isinstance(target, RunTarget)

@@ -49,7 +49,10 @@ class StepWorks:
     def plan(self, source: str, target: RunTarget) -> FeedTask:
         """Plans what is made of a step that is read from `source`."""
         plans: dict[str, Action] = {RESHARD: works.plan_reshard, QUANTIZE: works.plan_quantize}
-        return FeedTask(plans.get(target.kind, works.plan_export), {"source": source, "asked": self._asked(target)})
+        asked = {"source": source, "asked": self._asked(target)}
+        if target.kind in plans:
+            return FeedTask(plans[target.kind], asked)
+        return FeedTask(works.plan_export, {**asked, "lora": target.lora})
 
     def _asked(
         self, target: RunTarget, history: History | None = None
@@ -87,12 +90,10 @@ class StepWorks:
         elif facts.get("lora"):
             here = self._places.of(history).workplace(history.key, here=True)
             adapter = here / ADAPTER if target.lora == MERGED else release
-            # it appears there whole, and is what the stopped merge was planned with
-            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
-                here.delete_folder(adapter.url.rpartition("/")[2])
-                here.make()
-                asked = self._adapter(target, history)
-                yield (_write("export", made, output=adapter.url, asked=asked, how=ToHub()),)
+            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):  # it appears there whole
+                adapter.parent.make()
+                how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret)
+                yield (_write("export", made, output=adapter.url, asked=self._adapter(target, history), how=how),)
             if target.lora == MERGED:
                 yield (self._merging(release.url, adapter.url, history, target),)
         else:
@@ -112,9 +113,9 @@ class StepWorks:
         yield (FeedTask(works.describe, about, "changes"),)
 
     def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
-        """How a LoRA run's step becomes an adapter for PEFT: on this machine, also for a bucket."""
+        """How a LoRA run's step becomes an adapter for PEFT."""
         asked = self._asked(target, history)
-        names = ("like", "maxtext_config", "maxtext_model", "lora_alpha")
+        names = ("like", "maxtext_config", "maxtext_model", "param_scan_axis", "lora_alpha")
         known = {name: getattr(asked, name) for name in names if hasattr(asked, name)}
         is_far = "://" in self._places[target.name].url and asked.full_paths is None
         return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)

@@ -5,7 +5,9 @@ what can be sent, and imports what it needs there.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,13 +15,16 @@ from typing import Any
 from weightbeam.pipelines.running.without_beam import leave_out_services
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
+from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.transforms.planning.options import (
     Delivery,
     ExportOptions,
+    Linking,
     Options,
     QuantizeOptions,
     ReshardOptions,
     VerifyOptions,
+    hashed,
     taken,
 )
 
@@ -63,14 +68,36 @@ def plan(source: str, asked: Options) -> dict[str, Any]:
         "family": conversion.plan.family,
         "target_bytes": conversion.target_bytes,
         "warnings": list(conversion.warnings),
+        "made_of": _made_of(conversion),
     }
 
 
-def convert(**keywords: Any) -> dict[str, Any]:
-    """Converts, or goes on with it."""
-    from weightbeam.pipelines.commands.convert import convert
+def _made_of(conversion: Any) -> str:
+    """What tells the content of a conversion's sources, and how its arrays are made of them, however its units are cut."""
+    from weightbeam.formats.record.naming import digest
 
-    print(convert(**keywords))
+    told = [[digest(source) for source in conversion.sources], conversion.making]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def convert(
+    source: str, output: str, asked: Options, how: Linking, beam: Sequence[str] = (), made_of: str = ""
+) -> dict[str, Any]:
+    """Converts, or goes on with it.
+
+    Args:
+      made_of: as `plan` found it; empty where an earlier version planned it.
+
+    Raises:
+      Failed: it would be made of others by now; the next attempt plans anew.
+    """
+    from weightbeam.pipelines.commands.convert import carry_out, plan_into
+
+    conversion = plan_into(source, output, asked, how, beam)
+    if made_of and not conversion.plan.problems and _made_of(conversion) != made_of:
+        also = ", or what is merged into it," if asked.lora else ", or its table,"
+        raise Failed(f"{source}{also} isn't what the conversion was planned with any more")
+    print(carry_out(conversion, output, how, beam))
     return {}
 
 
@@ -93,8 +120,8 @@ def verify(source: str, checkpoint: str, asked: VerifyOptions, beam: Sequence[st
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
-def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
-    """Plans an export; returns what is worth knowing of it.
+def plan_export(source: str, asked: ExportOptions, lora: str) -> dict[str, Any]:
+    """Plans an export; returns what is worth knowing of it. `lora` says what becomes of an adapter.
 
     Raises:
       Refused: it has problems.
@@ -105,7 +132,7 @@ def plan_export(source: str, asked: ExportOptions) -> dict[str, Any]:
 
     checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, asked)
+        return _planned_adapter(checkpoint, asked, [lora, hashed(asked)] if lora == MERGED else [])
     return _planned(export.plan(checkpoint, asked=asked))
 
 
@@ -117,18 +144,22 @@ def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
 
     checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, taken(ExportOptions, asked))
+        return _planned_adapter(checkpoint, taken(ExportOptions, asked), ["quantize", hashed(asked)])
     return _planned(quantize.plan(source, asked=asked))
 
 
-def _planned_adapter(checkpoint: Any, asked: ExportOptions) -> dict[str, Any]:
-    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
-    Raises Refused where it has problems.
+def _planned_adapter(checkpoint: Any, asked: ExportOptions, merged: Sequence[Any]) -> dict[str, Any]:
+    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for, by a
+    command and options. Raises Refused where it has problems.
     """
     from weightbeam.pipelines.commands import export
 
     planned = export.plan(checkpoint, asked=dataclasses.replace(asked, max_shard_size=None, family=None))
-    return _planned(planned) | {"family": "an adapter", "lora": True}
+    about = _planned(planned)
+    if merged:
+        told = [about["plan"], about["form_told"], *merged]
+        about["plan"] = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return about | {"family": "an adapter", "lora": True}
 
 
 def _planned(planned: Any) -> dict[str, Any]:

@@ -484,6 +484,11 @@ def test_a_lora_run(
     assert not list(tmp_path.rglob(".weightbeam/work/*"))
     base = transformers.LlamaForCausalLM.from_pretrained(like)
     assert peft.PeftModel.from_pretrained(base, out / "adapter" / "step-5").peft_config["default"].r == 4
+    about["targets"] = [dict(name="adapter", lora="merged", maxtext_model="llama2-7b")]  # under the same name
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
+    assert call("watch", "--config", file, "--once") == 0
+    (merged,) = (out / "adapter").glob("step-5-*")
+    assert_same_bits(read_tensors(merged), read_tensors(tmp_path / "merged"))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ import socketserver
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +55,7 @@ from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import notices, works
+from weightbeam.pipelines.watching import releases as watch_releases
 from weightbeam.pipelines.watching.config import TargetConfig, read_config
 from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
@@ -296,6 +300,33 @@ def test_an_adapter_that_is_written_anew_while_the_watcher_is_away(watch: Watch,
     record = json.loads((Path(report["checkpoint"]) / "0" / "conversion.json").read_text())
     assert record["plan"] == report["plan"] != planned["plan"]
     assert Path(report["checkpoint"]).name == f"t-{report['plan'][:8]}"
+
+
+def test_an_adapter_that_is_written_anew_once_it_is_planned(
+    watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would be made into isn't what the plan's name says: nothing is written there, and it is planned anew."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    shape = read_tensors(tmp_path / "hf")["model.layers.0.self_attn.v_proj.weight"].shape
+    adapter, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.v_proj": shape})
+    watch.set(targets=[dict(name="t", lora=str(adapter))], retry_minutes=0)
+    plans, tasks = list[str](), ReleaseFeed.tasks
+
+    def written_anew(self: ReleaseFeed, history: History, *more: Any) -> Iterator[Any]:
+        if not plans:
+            shutil.rmtree(adapter)
+            peft_adapter(adapter, {"model.layers.0.self_attn.v_proj": shape}, rank=8)
+        plans.append(history.facts["plan"])
+        return tasks(self, history, *more)
+
+    monkeypatch.setattr(ReleaseFeed, "tasks", written_anew)
+    assert watch.once() == 1
+    assert "isn't what the conversion was planned with any more" in watch.last()["reason"]
+    assert not list(watch.output.rglob("conversion.json"))
+    assert watch.once() == 0
+    report = watch.published("t")
+    record = json.loads((Path(report["checkpoint"]) / "0" / "conversion.json").read_text())
+    assert plans[0] != plans[1] == record["plan"] == report["plan"]
 
 
 def test_a_table_that_was_mended(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
@@ -777,6 +808,79 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
     hub.cdn.faults = []
     assert watch.once() == 0
     assert watch.states() == [["discovered", "planned", "converting", "planned", "converting", "verified", "published"]]
+
+
+class LateGcs(FakeGcs):
+    """A bucket that is late with one request: with what it does, or only with its answer."""
+
+    def __init__(self, matching: str, acts_late: bool) -> None:
+        super().__init__("bucket")
+        self._matching, self._acts_late, self.asked = matching, acts_late, threading.Event()
+
+    def answer(self, call: Call) -> Reply:
+        said = f"{urllib.parse.unquote(call.path)} {call.query} {call.body[:2000].decode('latin1')}"
+        is_it = call.method in ("POST", "PUT") and re.search(self._matching, said) and not self.asked.is_set()
+        if is_it and self._acts_late:
+            self.asked.set()
+            time.sleep(3)
+        reply = super().answer(call)
+        if is_it and not self._acts_late:
+            self.asked.set()
+            time.sleep(3)
+        return reply
+
+
+@pytest.mark.parametrize("acts_late", [True, False])
+@pytest.mark.parametrize(
+    ("matching", "name"),
+    [("release.json", "release.json"), ("rewriteTo.*/0/commit_success", "0/commit_success.txt")],
+    ids=["report", "checkpoint"],
+)
+def test_nothing_is_published_once_a_stop_is_told(
+    hub: FakeHub, tmp_path: Path, matching: str, name: str, acts_late: bool
+) -> None:
+    """While a bucket is asked to publish: the report, which says that a release is there, or the checkpoint."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    with LateGcs(matching, acts_late) as gcs:
+        watch = Watch(tmp_path, hub, "gs://bucket/models")
+        with watch.start("--once", **gcs.env()) as process:
+            wait_until(gcs.asked.is_set, process=process)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=PATIENCE)
+        there = [each for each in gcs.objects["bucket"] if each.endswith(f"/{name}")]
+        assert (process.returncode, "Traceback" in said) == (130, False)
+        assert ("is published" in said) == (name == "release.json")
+        time.sleep(4)
+        assert [each for each in gcs.objects["bucket"] if each.endswith(f"/{name}")] == there
+        with watch.start("--once", **gcs.env()) as process:
+            process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert f"models/{REPO}/fsdp2.json" in gcs.objects["bucket"]
+
+
+def test_a_release_of_the_end_of_time_and_a_folder_as_a_record(
+    watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each harms itself alone."""
+    for name in ("acme/late", "acme/odd", REPO):
+        hub.add(name, make_release(tmp_path / name, files=1))
+    find = watch_releases.find_release
+
+    def dated(repo: str, revision: str) -> Any:
+        moment = datetime.datetime(9999 if repo == "acme/late" else 2020, 12, 31, 23, 59, tzinfo=datetime.UTC)
+        return dataclasses.replace(find(repo, revision), updated=moment)
+
+    monkeypatch.setattr(watch_releases, "find_release", dated)
+    found, target = dated("acme/odd", "main"), read_config(str(watch.file)).targets[0]
+    record = watch.output / ROOT / "acme/odd" / key_of("acme/odd", found.weights, target) / "0001.json"
+    record.mkdir(parents=True)
+    watch.set(quiet_minutes=30)
+    assert watch.once() == 1
+    assert watch.states() == [WHOLE]
+    said = capsys.readouterr()
+    assert "0001.json: is a folder, and no record; move it away" in said.err + said.out
+    assert not watch.records("acme/late")
 
 
 def test_what_failed_is_tried_again_so_often(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
