@@ -59,6 +59,7 @@ MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a r
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 DESCRIBED = 1000  # files that a description of a repository lists for certain
+OURS = "weightbeam"  # as the hub's client names us in each request
 MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
 MAX_ANSWER = 32 << 20  # bytes of one answer; what the hub says of 10,000 files has 5 MB
 P = ParamSpec("P")
@@ -323,8 +324,7 @@ class _Locations:
         place = urlsplit(location)
         if place.username is not None:
             raise ValueError(f"a file that lies at {place.hostname}, for a user of that host")
-        ours = place[:2] == urlsplit(_endpoint())[:2]
-        return location, build_hf_headers(token=token() or False if ours else False)
+        return location, build_hf_headers(token=token() or False if _is_hub(location) else False)
 
     def forget(self, repo: str, commit: str, name: str, location: str | None = None) -> None:
         """Asks anew next time, unless someone has done so already: it isn't `location` any more."""
@@ -345,6 +345,12 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
 
 
+def _is_hub(url: str) -> bool:
+    """Whether an address is the hub's, whom its token is for."""
+    hub, there = urlsplit(_endpoint()), urlsplit(url)
+    return (hub.scheme, hub.hostname, hub.port) == (there.scheme, there.hostname, there.port)
+
+
 def _told_endpoint() -> str:
     """The hub's address as people are told it."""
     return without_user(_endpoint())
@@ -353,7 +359,7 @@ def _told_endpoint() -> str:
 def api() -> HfApi:
     """The hub's interface, as us."""
     _silence()
-    return HfApi(endpoint=_endpoint(), token=token() or False, library_name="weightbeam")
+    return HfApi(endpoint=_endpoint(), token=token() or False, library_name=OURS)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -421,8 +427,11 @@ def _look_at(answer: httpx2.Response) -> None:
 
 def _bound(request: httpx2.Request) -> None:
     """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end. Raises ValueError
-    where a list has too many pages.
+    where a list has too many pages, or an answer names another host, to which its client would send our token.
     """
+    is_ours = OURS in request.headers.get("User-Agent", "")  # anyone's requests go this way
+    if is_ours and "Authorization" in request.headers and not _is_hub(str(request.url)):
+        raise ValueError(f"an answer that names {request.url.host}, where its client would send the token for the hub")
     if (left := getattr(_PAGES, "left", None)) is not None:
         request.headers["Accept-Encoding"] = "identity"
         _PAGES.left = left - (request.method == "GET")
@@ -490,7 +499,7 @@ def _host_of(error: BaseException | None) -> str:
         asked = urlsplit(str(error.request.url)) if isinstance(error, httpx2.HTTPError) else None
     except RuntimeError:  # the error knows no request
         asked = None
-    return asked.hostname if asked and asked.hostname and asked[:2] != urlsplit(_endpoint())[:2] else _told_endpoint()
+    return asked.hostname if asked and asked.hostname and not _is_hub(asked.geturl()) else _told_endpoint()
 
 
 _PAGES = threading.local()  # `left`: how many pages a question of this thread to the hub may still ask for

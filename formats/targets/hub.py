@@ -499,4 +499,6 @@ def told(target: HubAddress) -> Iterator[None]:
     except (httpx2.HTTPError, RuntimeError) as e:  # RuntimeError: of an upload
         answer = getattr(e.__cause__, "response", None)
         why = f"the hub, or the host of its files, can't be reached: {type(e).__name__}"
+        if isinstance(e.__cause__, ValueError):  # of an upload's answer, as above
+            why = str(e.__cause__)
         raise StorageError(f"{target}: {why if answer is None else answered(answer)}") from None

@@ -16,7 +16,7 @@ from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
 from servers.clients import TOKEN, at_quick_hub
 from servers.hub import FakeHub
-from servers.server import Call, Reply, json_reply
+from servers.server import Call, Reply, Server, json_reply
 from support import files_of, make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
@@ -508,3 +508,37 @@ def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
     with pytest.raises(StorageError, match="someone else committed there"):
         publish(URL, TITLE, files, overwrite=True, is_wanted=publish_newer)
     assert hub.held(REPO) == {"model.safetensors": b"newer"}
+
+
+class _Elsewhere(Server):
+    """Another host, which an answer of the hub's names."""
+
+    def answer(self, call: Call) -> Reply:
+        return json_reply([])
+
+
+@pytest.mark.parametrize("names", ["a page", "an action of LFS"])
+def test_the_token_is_for_the_hub_alone(
+    hub: FakeHub, files: dict[str, bytes | Path], monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    """As behind a mirror that passes on another hub's addresses: that host isn't asked."""
+    answer = hub.answer
+    with _Elsewhere() as other:
+        there = other.url.replace("127.0.0.1", "localhost")
+
+        def answered(call: Call) -> Reply:
+            reply = answer(call)
+            if names == "a page" and "/commits/" in call.path:
+                reply.headers = {**reply.headers, "Link": f'<{there}/next>; rel="next"'}
+            if names != "a page" and call.path.endswith("objects/batch"):
+                said = json.loads(bytes(reply.body))
+                for each in said["objects"]:
+                    if "actions" in each:
+                        each["actions"]["verify"] = {"href": f"{there}/verify", "header": {}}
+                reply.body = json.dumps(said).encode()
+            return reply
+
+        monkeypatch.setattr(hub, "answer", answered)
+        with pytest.raises(StorageError, match="an answer that names localhost"):
+            [attempt(files) for _ in range(2)]  # the first makes the repository
+        assert not list(other.log)
