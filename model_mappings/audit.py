@@ -113,8 +113,8 @@ def _check_tensor(
         return [
             Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")
         ]
-    # training holds integers as floats, from which an export takes them, if that is what they are
-    fits = spec.dtype == array.dtype or is_float(array.dtype)
+    # training holds integers as floats, and JAX as narrower ones, from which an export takes them, if that is what they are
+    fits = is_float(array.dtype) or np.can_cast(array.dtype, spec.dtype)
     if not (fits and np.issubdtype(spec.dtype, np.integer) if part.rule.integer else is_float(spec.dtype)):
         wanted = f"integers of one dtype, {array.dtype.name}" if part.rule.integer else "floating-point weights"
         return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of {wanted}")]

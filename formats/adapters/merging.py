@@ -16,13 +16,14 @@ from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, Modu
 from weightbeam.formats.adapters.patterns import PatternError
 from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import Tensor
+from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, meet
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.plan import Problem
 
 LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
 FLOAT32_MAX = 3.4e38
+COMPARED_BYTES = 16 << 20  # of two tensors at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,10 +484,12 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
                 f"is replaced by {change.whole[0].name}, and changed by another tensor of the adapters too"
             )
         return Replaced(change.whole[0])
-    if len(change.copies) > 1:
-        raise _RefusedError(
-            f"is replaced by {change.copies[0].name} of one adapter and by {change.copies[1].name} of another; merge one after the other"
-        )
+    for other in change.copies[1:]:
+        if not _is_same(change.copies[0], other):
+            raise _RefusedError(
+                f"has a copy in two adapters that isn't the same ({change.copies[0].path} and {other.path}): they were trained on "
+                "different bases, and each would take the place of what the other is added to"
+            )
     if change.copies:
         base = OwnBase(change.copies[0])
     if change.added:
@@ -496,3 +499,18 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
             "has a DoRA, whose norm is the base's, and another adapter; merge one first, and the other into the result"
         )
     return MergedWeight(base, tuple(change.deltas), change.magnitudes[0] if change.magnitudes else None)
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bytes: copies of an embedding, which PEFT saves with every adapter that reaches
+    it. Read some rows at a time.
+    """
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    rows = max(1, COMPARED_BYTES * tensor.shape[0] // max(1, tensor.nbytes))
+    for start in range(0, tensor.shape[0], rows):
+        box = ((start, min(start + rows, tensor.shape[0])), *((0, size) for size in tensor.shape[1:]))
+        (values, others), _ = read_boxes([BoxRead(tensor, box), BoxRead(other, box)])
+        if values.tobytes() != others.tobytes():
+            return False
+    return True

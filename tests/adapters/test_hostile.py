@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import support
 from safetensors.numpy import save_file
-from support import call, decoded, read_file
+from support import call, decoded, read_file, read_tensors
 
+import weightbeam as wb
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.config import read_config
 from weightbeam.formats.encodings import ContentError
@@ -133,6 +134,24 @@ def test_every_tensor_is_used_or_refused(written: Path, tmp_path: Path) -> None:
     assert "no such part of a LoRA is known" in said
     assert "has no lora_B beside it" in said
     assert "isn't a name that PEFT writes" in said
+
+
+def test_copies_of_an_embedding_in_two_adapters(written: Path, tmp_path: Path) -> None:
+    """PEFT saves one with every adapter that reaches it: the same base's are one base, to which both are added; of two
+    bases each would take the place of what the other is added to.
+    """
+    base, adapter = written / "embedding" / "base", written / "embedding" / "adapter"
+    for number in (1, 2):
+        wb.merge(str(base), str(tmp_path / str(number)), lora=[str(adapter)] * number, progress=False)
+    held, once, twice = (read_tensors(folder) for folder in (base, tmp_path / "1", tmp_path / "2"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert (once[name] != held[name]).all()
+        np.testing.assert_allclose(twice[name] - held[name], 2 * (once[name] - held[name]), atol=1e-6)
+    copy = "base_model.model.lm_head.base_layer.weight"
+    values = read_file(adapter / "adapter_model.safetensors")[copy]
+    other = copy_adapter(adapter, tmp_path / "other", {copy: values + np.eye(*values.shape, dtype=values.dtype)})
+    with pytest.raises(wb.Refused, match="they were trained on different bases"):
+        wb.merge(str(base), str(tmp_path / "none"), lora=[str(adapter), str(other)], progress=False)
 
 
 def test_a_copy_of_an_embedding_must_fit(written: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from weightbeam.formats.targets import release as release_target
 
 ocp = lazily("orbax.checkpoint")
 torch = lazily("torch")
+jax = lazily("jax")
 transformers = lazily("transformers")
 
 CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
@@ -497,6 +498,25 @@ def test_routing_tables_need_no_release(generated: Path, tmp_path: Path) -> None
     assert tables
     assert all(values.dtype == np.int64 and values.any() for values in tables.values())
     assert call("verify", tmp_path / "out") == 0
+
+
+def test_routing_tables_of_a_state_that_jax_saved(generated: Path, tmp_path: Path) -> None:
+    """Without its 64-bit integers; they are written as the release has them."""
+    source = generated / "models" / "deepseek_v4"
+    step = convert(source, tmp_path / "ours", "--scan_layers", "false")
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = jax.tree.map(
+        lambda each: np.int32(each) if getattr(each, "dtype", None) == np.int64 else each,
+        checkpointer.restore(step / "items"),
+    )
+    checkpointer.save(tmp_path / "saved" / "0" / "items", tree)
+    assert call("export", tmp_path / "saved", tmp_path / "out", "--like", source, "--save_dtype", "float32") == 0
+    wanted = read_tensors(source)
+    tables = {name: values for name, values in read_tensors(tmp_path / "out").items() if "tid2eid" in name}
+    assert tables
+    for name, values in tables.items():
+        assert values.dtype == wanted[name].dtype
+        assert np.array_equal(values, wanted[name])
 
 
 def test_rows_of_tokens_that_the_release_lacks_are_not_lost(
