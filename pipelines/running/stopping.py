@@ -18,12 +18,13 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
 
     Raises:
       KeyboardInterrupt: it was; the message says so where the plan with this hash was published before.
+      SystemExit: the same, of a handler of a signal that ends the process; a note says so.
     """
     said = f"but {staging.final} was published already"
     try:
         yield
         DONE.append(said)
-    except KeyboardInterrupt as e:
+    except (KeyboardInterrupt, SystemExit) as e:
         patience.hurry()
         with contextlib.suppress(OSError):
             staging.stop()
@@ -32,5 +33,7 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
                 staging.clean()
                 if staging.exists():
                     staging.publish()
-                raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
+                if isinstance(e, KeyboardInterrupt):
+                    raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
+                e.add_note(said)
         raise

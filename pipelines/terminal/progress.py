@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
@@ -303,14 +303,36 @@ def at_most_every(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
     return answer
 
 
+class _Noise(io.TextIOBase):
+    """What stands in the place of standard error: all that is caught at this moment gets what is printed."""
+
+    caught: ClassVar[list[io.StringIO]] = []  # of several calls at a time, each in a thread of its own
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    before: ClassVar[tuple[int, TextIO | None]] = logging.NOTSET, None
+
+    def write(self, text: str) -> int:
+        for noise in tuple(self.caught):
+            noise.write(text)
+        return len(text)
+
+
 @contextlib.contextmanager
 def quiet(noise: io.StringIO) -> Iterator[None]:
     """Context manager: catches what Beam prints and logs; on a failure that is hundreds of lines."""
     root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.CRITICAL)
+    with _Noise.lock:
+        if not _Noise.caught:
+            _Noise.before = root.level, sys.stderr
+            root.setLevel(logging.CRITICAL)
+            sys.stderr = _Noise()
+        _Noise.caught.append(noise)
     try:
-        with contextlib.redirect_stderr(noise):
-            yield
+        yield
     finally:
-        root.setLevel(level)
+        with _Noise.lock:
+            _Noise.caught[:] = [each for each in _Noise.caught if each is not noise]
+            if not _Noise.caught:
+                level, stderr = _Noise.before
+                root.setLevel(level)
+                if isinstance(sys.stderr, _Noise):  # else somebody has put another one there since
+                    sys.stderr = stderr

@@ -237,6 +237,8 @@ def test_workers_make_the_same_plan(adapter: Path, written: Path, tmp_path: Path
     planned = plan(str(tmp_path / "copy"), **asked, lora_alpha=6.5, param_scan_axis=1, unit_bytes=2000)
     assert len(planned.units) > 4
     assert load(planned.stage()).hash == planned.hash
+    other = plan(str(tmp_path / "copy"), **asked | {"maxtext_model": "llama2-7b"}, lora_alpha=6.5, param_scan_axis=1)
+    assert other.hash != plan(str(tmp_path / "copy"), **asked, lora_alpha=6.5, param_scan_axis=1).hash
     carry(planned, str(tmp_path / "parts"), Delivery(), progress=False)
     assert json.loads((tmp_path / "parts" / "adapter_config.json").read_text())["lora_alpha"] == 6.5
     assert (tmp_path / "parts" / "adapter_model.safetensors").read_bytes() == made.read_bytes()

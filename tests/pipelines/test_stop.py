@@ -29,6 +29,7 @@ from weightbeam.formats.staging.staging import PLAN
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets import made_by
+from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.pipelines.cli import Interrupts, main
 from weightbeam.pipelines.running import writing
 from weightbeam.pipelines.running.output import alone
@@ -289,14 +290,46 @@ def before_renaming() -> Iterator[tuple[threading.Event, threading.Event]]:
     may.set()
 
 
-def interrupt_when(ready: Callable[[], bool]) -> None:
-    """Gives this process Ctrl-C at that moment."""
+def interrupt_when(ready: Callable[[], bool], number: signal.Signals = signal.SIGINT) -> None:
+    """Gives this process a signal at that moment, Ctrl-C by default."""
 
     def wait() -> None:
         wait_until(ready, lambda: "it never came so far", every=0.005)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+class _TooLongError(Exception):
+    """What a handler of a signal raises, as time limits do."""
+
+
+@pytest.mark.parametrize("error", [_TooLongError, SystemExit])
+def test_what_a_handler_raises_ends_the_work(
+    error: type[BaseException], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the last unit is under way: nothing is published by its threads once the call has ended."""
+    write, writes = OrbaxTarget.write, threading.Event()
+
+    def slow(self: OrbaxTarget, *arguments: Any) -> None:
+        writes.set()
+        time.sleep(0.5)
+        write(self, *arguments)
+
+    def handle(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(OrbaxTarget, "write", slow)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        interrupt_when(writes.is_set, signal.SIGUSR1)
+        with pytest.raises(wb.Failed if error is _TooLongError else error):
+            wb.convert(source, tmp_path / "out", maxtext_model=MODEL_NAME, progress=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    time.sleep(2)
+    assert not (tmp_path / "out" / "0").exists()
+    wb.convert(source, tmp_path / "out", maxtext_model=MODEL_NAME, resume=True, progress=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -31,7 +32,7 @@ from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors
 from weightbeam.pipelines.commands.help import topics
 from weightbeam.pipelines.terminal import progress
 from weightbeam.pipelines.terminal.arguments.parser import make_parser, parse
-from weightbeam.pipelines.terminal.progress import Bar, Progress, say_above_bar
+from weightbeam.pipelines.terminal.progress import Bar, Progress, quiet, say_above_bar
 from weightbeam.pipelines.terminal.tables import Table
 
 ocp = lazily("orbax.checkpoint")
@@ -797,3 +798,18 @@ def test_what_is_asked_in_vain_is_refused(source: Path, tmp_path: Path, capfd: p
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "weightbeam", "plan", str(tmp_path / "nothing")]
         assert subprocess.run(words, stderr=full, cwd=Path(__file__).parents[2], check=False).returncode == 2
+
+
+def test_calls_at_a_time_leave_standard_error_as_it_was() -> None:
+    """Whichever of them ends first; what is printed meanwhile is caught by those at work."""
+    before, level = sys.stderr, logging.getLogger().level
+    first, second = io.StringIO(), io.StringIO()
+    one, other = quiet(first), quiet(second)
+    one.__enter__()
+    other.__enter__()
+    print("both", file=sys.stderr)
+    one.__exit__(None, None, None)
+    print("one", file=sys.stderr)
+    other.__exit__(None, None, None)
+    assert (first.getvalue(), second.getvalue()) == ("both\n", "both\none\n")
+    assert (sys.stderr, logging.getLogger().level) == (before, level)

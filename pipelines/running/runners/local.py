@@ -226,7 +226,8 @@ def run_threads(tasks: Iterable[Callable[[], T]], stop: Callable[[], object]) ->
       stop: tells the tasks to come to an end; called when one fails, or when waiting for them is interrupted.
 
     Raises:
-      BaseException: what the first task to fail raised, when the others have ended; or the interruption, at once.
+      BaseException: what the first task to fail raised, when the others have ended; or the interruption, at once. What
+        a handler of a signal raises, such as a time limit, looks like a failure: nothing goes on once that is told.
       RuntimeError: a thread can't be started; those that were have ended.
     """
     results: dict[int, T] = {}
@@ -251,8 +252,10 @@ def run_threads(tasks: Iterable[Callable[[], T]], stop: Callable[[], object]) ->
     try:
         for thread in threads:
             thread.join()
-    except BaseException:
+    except BaseException as e:
         stop()
+        for thread in threads if isinstance(e, Exception) else ():
+            thread.join()
         raise
     if errors:
         raise errors[0]
