@@ -45,7 +45,7 @@ from weightbeam.transforms.stages.chain import (
     WriteChunks,
 )
 from weightbeam.transforms.stages.handshake import GREETINGS, GreetWorkers
-from weightbeam.transforms.stages.staged import remember
+from weightbeam.transforms.stages.staged import AtWork, remember
 
 DELIVERY = Delivery()
 
@@ -70,35 +70,20 @@ def build(
       greeted: begin with a handshake: the workers aren't this process.
       compared_with: releases that the rows of a new one are compared with before they are written.
     """
-    units, chunks, overlapping = (
-        len(planned.units),
-        len(planned.chunks),
-        overlaps(*planned.places, staging.output.url),
-    )
+    at_work = AtWork(staging, planned.hash, secret())
+    units, chunks = len(planned.units), len(planned.chunks)
+    overlapping = overlaps(*planned.places, staging.output.url)
     if greeted:
-        counted = (
-            pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(staging, planned.hash, secret())
-        )
+        counted = pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(at_work)
         counted = counted | "Count" >> SayInstead(chunks or units)
     else:
         counted = pipeline | ("Chunks" if chunks else "Units") >> beam.Create([chunks or units])
     if chunks:
-        counted = counted | UnpackChunks(staging, planned.hash, units)
-    made = (
-        counted
-        | ExpandUnits(staging, planned.hash)
-        | ReadBoxes(staging, planned.hash, budget, secret(), overlapping)
-        | Dequantize()
-        | Reshape()
-        | Stack()
-    )
+        counted = counted | UnpackChunks(at_work, units)
+    made = counted | ExpandUnits(at_work) | ReadBoxes(at_work, budget, overlapping) | Dequantize() | Reshape() | Stack()
     if compared_with:
-        made = made | CompareRows(tuple(compared_with), secret())
-    return (
-        made
-        | WriteChunks(staging, planned.hash, overlapping)
-        | AssembleCheckpoint(staging, planned.hash, overwrite, secret())
-    )
+        made = made | CompareRows(tuple(compared_with), at_work.secret)
+    return made | WriteChunks(at_work, overlapping) | AssembleCheckpoint(at_work, overwrite)
 
 
 def run_units(

@@ -29,6 +29,7 @@ from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Delivery, Options
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.handshake import UnfitError, check_place, greet
+from weightbeam.transforms.stages.staged import AtWork
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_a_job_that_may_get_one_slot(options: str, told: bool) -> None:
 
 def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
     _, staging, conversion = stopped
-    packed = pickle.dumps((staging, conversion.hash, None))
+    packed = pickle.dumps(AtWork(staging, conversion.hash))
     here = "{}.{}".format(*sys.version_info)
     assert list(greet(7, __version__, here, packed)) == [7]
     with pytest.raises(
@@ -225,7 +226,7 @@ def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
 
 def test_a_worker_that_sees_no_plan(tmp_path: Path) -> None:
     """Its host hasn't the folder that the command has."""
-    packed = pickle.dumps((staging_at(tmp_path / "nowhere", 0, "1234"), "1234", None))
+    packed = pickle.dumps(AtWork(staging_at(tmp_path / "nowhere", 0, "1234"), "1234"))
     with pytest.raises(
         UnfitError, match=r"the worker on here doesn't see what the command sees: .*every host needs the same folders"
     ):
@@ -240,7 +241,7 @@ def test_a_worker_that_sees_no_source(stopped: tuple[Path, Staging, Conversion])
         UnfitError,
         match=rf"the worker on here doesn't see what the command sees: {source}: no such folder; every host needs the same folders",
     ):
-        check_place("the worker on here", pickle.dumps((staging, conversion.hash, None)))
+        check_place("the worker on here", pickle.dumps(AtWork(staging, conversion.hash)))
 
 
 def test_a_worker_that_cant_write_the_bucket(stopped: tuple[Path, Staging, Conversion]) -> None:
@@ -249,7 +250,7 @@ def test_a_worker_that_cant_write_the_bucket(stopped: tuple[Path, Staging, Conve
     with FakeGcs("bucket") as server, asking(server):
         staging = staging_at("gs://bucket/out", 0, conversion.hash)
         stage(conversion, staging, Delivery())
-        packed = pickle.dumps((staging, conversion.hash, None))
+        packed = pickle.dumps(AtWork(staging, conversion.hash))
         server.read_only = ["bucket"]
         with pytest.raises(
             UnfitError, match=r"the worker on here can't write to gs://bucket/out: .*roles/storage.objectUser"

@@ -37,6 +37,7 @@ from weightbeam.transforms.planning.conversion_planner import prepare
 from weightbeam.transforms.planning.options import Delivery, Options
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.chain import _assemble, _ExpandFn, _ReadBoxesFn
+from weightbeam.transforms.stages.staged import AtWork
 
 MODEL = LLAMA | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}
 MODEL_NAME = "llama2-7b"
@@ -214,14 +215,15 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, gcs: FakeGcs, t
     conversion, place = prepare(Options(), open_hf(source)), output.format(tmp=tmp_path)
 
     def stages(worker: Any) -> list[Callable[[], Any]]:
-        reading = _ReadBoxesFn(worker, conversion.hash, None, None, False)
+        at_work = AtWork(worker, conversion.hash)
+        reading = _ReadBoxesFn(at_work, None, False)
         reading.setup()
-        expanding = _ExpandFn(worker, conversion.hash)
+        expanding = _ExpandFn(at_work)
         expanding.setup()
         return [
             lambda: list(reading.process((0, False))),
             lambda: list(expanding.process(len(conversion.units))),
-            lambda: _assemble(0, worker, conversion.hash, False, None),
+            lambda: _assemble(0, at_work, False),
         ]
 
     staging = staging_at(place, 0, conversion.hash)

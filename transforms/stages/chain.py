@@ -24,17 +24,14 @@ from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
-from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.formats.targets import made_by
 from weightbeam.transforms.comparing import baselines
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution import boxes as execution
 from weightbeam.transforms.execution.arena import give_back, hand_over, let_go, release_free, take, take_now
 from weightbeam.transforms.execution.overlap import AHEAD, BEHIND, READERS, Background
 from weightbeam.transforms.stages.head_start import claim
-from weightbeam.transforms.stages.staged import load_staged
+from weightbeam.transforms.stages.staged import AtWork
 from weightbeam.transforms.stages.work import Tally, Work, total_bytes
 
 LOG = logging.getLogger("weightbeam")
@@ -80,18 +77,12 @@ class StageFn(beam.DoFn):
 
 
 class _ReadBoxesFn(StageFn):
-    def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None, overlapping: bool):
+    def __init__(self, at_work: AtWork, budget: int | None, overlapping: bool):
         super().__init__()
-        self.staging, self.plan_hash, self.budget, self.secret, self.ahead = (
-            staging,
-            plan_hash,
-            budget,
-            secret,
-            AHEAD * overlapping,
-        )
+        self.at_work, self.budget, self.ahead = at_work, budget, AHEAD * overlapping
 
     def setup(self) -> None:
-        name_secret(self.secret)
+        self.at_work.set_up()
         self.reading = Background[Done](self.ahead, READERS)
 
     def teardown(self) -> None:
@@ -104,22 +95,19 @@ class _ReadBoxesFn(StageFn):
         else:
             work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         if not work.unit.is_done:
-            work.notes = load_staged(self.staging, self.plan_hash).note_reads(work.unit, work.raw)
+            work.notes = self.at_work.plan.note_reads(work.unit, work.raw)
         return nbytes
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
+        staging = self.at_work.staging
         if not is_done:
-            self.staging.check()
-        if begun := claim(self.plan_hash, number):
+            staging.check()
+        if begun := claim(self.at_work.plan_hash, number):
             work = Work(begun.unit, begun.arena, begun.stored)
             yield from map(self.counted, self.reading.begin(self.measured, work))
             return
-        unit = (
-            Unit.done(number)
-            if is_done
-            else load_staged(self.staging, self.plan_hash).expand(number, self.staging.plan_folder)
-        )
+        unit = Unit.done(number) if is_done else self.at_work.plan.expand(number, staging.plan_folder)
         arena = take_now(unit.working_bytes, self.budget)
         if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
             yield from map(self.counted, self.reading.end())
@@ -174,9 +162,9 @@ class _CompareRowsFn(StageFn):
 
 
 class _WriteChunksFn(StageFn):
-    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool):
+    def __init__(self, at_work: AtWork, overlapping: bool):
         super().__init__()
-        self.staging, self.plan_hash, self.behind = staging, plan_hash, BEHIND * overlapping
+        self.at_work, self.behind = at_work, BEHIND * overlapping
 
     def setup(self) -> None:
         self.writing = Background[Done](self.behind)
@@ -184,7 +172,7 @@ class _WriteChunksFn(StageFn):
     def run(self, work: Work) -> int:
         nbytes = 0
         if not work.unit.is_done:
-            nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards, work.notes)
+            nbytes = self.at_work.plan.write(self.at_work.staging, work.unit, work.shards, work.notes)
             LOG.debug("unit %s is done: %s bytes written", work.unit.id, f"{nbytes:,}")
         work.shards = []
         give_back(work.arena)
@@ -209,27 +197,28 @@ class _WriteChunksFn(StageFn):
 class ExpandUnits(beam.PTransform):
     """How many units there are -> the number of each and whether it is done, spread over the workers in their order."""
 
-    def __init__(self, staging: Staging, plan_hash: str):
+    def __init__(self, at_work: AtWork):
         super().__init__()
-        self.staging, self.plan_hash = staging, plan_hash
+        self.at_work = at_work
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
             pcoll
-            | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(tuple[int, bool])
+            | "Expand" >> beam.ParDo(_ExpandFn(self.at_work)).with_output_types(tuple[int, bool])
             | beam.Reshuffle()
         )
 
 
 class _ExpandFn(beam.DoFn):
-    def __init__(self, staging: Staging, plan_hash: str):
-        self.staging, self.plan_hash = staging, plan_hash
+    def __init__(self, at_work: AtWork):
+        self.at_work = at_work
 
     def setup(self) -> None:
-        self.done = self.staging.done()  # once: asking for each unit would take a bucket longer than all of the rest
+        # once: asking for each unit would take a bucket longer than all of the rest
+        self.done = self.at_work.staging.done()
 
     def process(self, units: int) -> Iterator[tuple[int, bool]]:
-        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
+        if not self.at_work.is_published():  # else this bundle is a repeated one
             LOG.debug("%s of %s units are done already", f"{len(self.done):,}", f"{units:,}")
             for number in range(units):
                 # those too: so the assembly happens even if nothing else is left to do
@@ -252,29 +241,29 @@ class UnpackChunks(beam.PTransform):
     `formats/orbax/unpacking.py`.
     """
 
-    def __init__(self, staging: Staging, plan_hash: str, units: int):
+    def __init__(self, at_work: AtWork, units: int):
         super().__init__()
-        self.staging, self.plan_hash, self.units = staging, plan_hash, units
+        self.at_work, self.units = at_work, units
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
             pcoll
             | "Chunks" >> beam.FlatMap(lambda count: range(count)).with_output_types(int)
             | beam.Reshuffle()
-            | "Unpack" >> beam.ParDo(_UnpackFn(self.staging, self.plan_hash)).with_output_types(int)
+            | "Unpack" >> beam.ParDo(_UnpackFn(self.at_work)).with_output_types(int)
             | "AllChunks" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
             | "Units" >> SayInstead(self.units)
         )
 
 
 class _UnpackFn(beam.DoFn):
-    def __init__(self, staging: Staging, plan_hash: str):
-        self.staging, self.plan_hash = staging, plan_hash
+    def __init__(self, at_work: AtWork):
+        self.at_work = at_work
         self.bytes = Metrics.counter("UnpackChunks", "bytes")
 
     def process(self, number: int) -> Iterator[int]:
-        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
-            self.bytes.inc(load_staged(self.staging, self.plan_hash).unpack(number, self.staging.plan_folder))
+        if not self.at_work.is_published():  # else this bundle is a repeated one
+            self.bytes.inc(self.at_work.plan.unpack(number, self.at_work.staging.plan_folder))
         yield number
 
 
@@ -292,20 +281,12 @@ class _Stage(beam.PTransform):
 class ReadBoxes(_Stage):
     """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
 
-    Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the
-    hub's token. Where the plan is `overlapping`, the next unit is read while the thread does the rest of the one
-    before.
+    Waits while the units of this process would take more than `budget` bytes. Where the plan is `overlapping`, the next
+    unit is read while the thread does the rest of the one before.
     """
 
-    def __init__(
-        self,
-        staging: Staging,
-        plan_hash: str,
-        budget: int | None = None,
-        secret: str | None = None,
-        overlapping: bool = False,
-    ):
-        super().__init__(_ReadBoxesFn(staging, plan_hash, budget, secret, overlapping))
+    def __init__(self, at_work: AtWork, budget: int | None, overlapping: bool):
+        super().__init__(_ReadBoxesFn(at_work, budget, overlapping))
 
 
 class Dequantize(_Stage):
@@ -332,7 +313,7 @@ class Stack(_Stage):
 class CompareRows(_Stage):
     """Rows of a release -> the same, with a note of how far they are from those of other releases (`baselines.py`).
 
-    `secret` as of ReadBoxes: one of those may be on the hub.
+    `secret` names where the workers find the hub's token: one of those may be there.
     """
 
     def __init__(self, urls: Sequence[str], secret: str | None = None):
@@ -345,22 +326,22 @@ class WriteChunks(_Stage):
     Where the plan is `overlapping`, units are written while the thread goes on; the end of a bundle waits for them.
     """
 
-    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool = False):
-        super().__init__(_WriteChunksFn(staging, plan_hash, overlapping), int)
+    def __init__(self, at_work: AtWork, overlapping: bool):
+        super().__init__(_WriteChunksFn(at_work, overlapping), int)
 
 
 class AssembleCheckpoint(beam.PTransform):
-    """All unit ids -> the published checkpoint. `secret` as of ReadBoxes: the source is looked at once more."""
+    """All unit ids -> the published checkpoint."""
 
-    def __init__(self, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None = None):
+    def __init__(self, at_work: AtWork, overwrite: bool):
         super().__init__()
-        self.staging, self.plan_hash, self.overwrite, self.secret = staging, plan_hash, overwrite, secret
+        self.at_work, self.overwrite = at_work, overwrite
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
             pcoll
             | "AllUnits" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
-            | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite, self.secret)
+            | "Assemble" >> beam.Map(_assemble, self.at_work, self.overwrite)
         )
 
 
@@ -371,26 +352,11 @@ def in_global_window(value: Any) -> WindowedValue:
     return WindowedValue(value, window.max_timestamp(), windows)
 
 
-def is_published(staging: Staging, plan_hash: str) -> bool:
-    """Whether this conversion has been carried out to its end.
-
-    Raises:
-      StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it; or it is
-        another's by now, or was stopped.
-    """
-    if staging.is_staged():
-        staging.check()
-        return False
-    if plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
-        raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
-    return True
-
-
-def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None) -> int:
-    name_secret(secret)
-    if not is_published(staging, plan_hash):
+def _assemble(written: int, at_work: AtWork, overwrite: bool) -> int:
+    at_work.set_up()  # the source is looked at once more
+    if not at_work.is_published():
         release_free()
         LOG.debug("all units are done; what they made is put together")
-        load_staged(staging, plan_hash).assemble(staging, overwrite)
-        LOG.debug("published as %s", staging.final)
+        at_work.plan.assemble(at_work.staging, overwrite)
+        LOG.debug("published as %s", at_work.staging.final)
     return written

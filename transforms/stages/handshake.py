@@ -26,10 +26,8 @@ from weightbeam import __version__
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError, reason, store_and_name
 from weightbeam.formats.storage.identity import this_machine
-from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.text.installing import install
-from weightbeam.transforms.stages.chain import is_published
-from weightbeam.transforms.stages.staged import load_staged
+from weightbeam.transforms.stages.staged import AtWork
 
 GREETINGS = 32  # are dealt out to the workers: most of a few dozen get one
 
@@ -45,9 +43,9 @@ class GreetWorkers(beam.PTransform):
     sight.
     """
 
-    def __init__(self, staging: Staging, plan_hash: str, secret: str | None = None):
+    def __init__(self, at_work: AtWork):
         super().__init__()
-        self.packed = pickle.dumps((staging, plan_hash, secret))
+        self.packed = pickle.dumps(at_work)
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         ours = {"version": __version__, "python": "{}.{}".format(*sys.version_info), "packed": self.packed}
@@ -99,15 +97,15 @@ def check_place(worker: str, packed: bytes) -> None:
     if packed in _FIT:
         return
     try:
-        staging, plan_hash, secret = pickle.loads(packed)
-        name_secret(secret)
-        if not is_published(staging, plan_hash):  # else this bundle is a repeated one
-            inputs = filter(None, load_staged(staging, plan_hash).places)
+        at_work: AtWork = pickle.loads(packed)
+        at_work.set_up()
+        if not at_work.is_published():  # else this bundle is a repeated one
+            inputs = filter(None, at_work.plan.places)
             for store in {store.url: store for store, _ in map(store_and_name, inputs)}.values():
                 store.check_readable()
-            check_writable(worker, staging)
+            check_writable(worker, at_work.staging)
             with contextlib.suppress(OSError):  # it's for show
-                staging.note_worker(f"{this_machine()}-{os.getpid()}")
+                at_work.staging.note_worker(f"{this_machine()}-{os.getpid()}")
     except ImportError as e:
         raise UnfitError(
             f"{worker} lacks a client of the storage ({e}); there, {install('gcp')}, or run the image"

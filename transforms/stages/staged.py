@@ -6,11 +6,15 @@ its hash, and refuses to work if it comes out differently.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.targets import made_by
 from weightbeam.transforms.execution.arithmetic import FLUSHES, flushes
 from weightbeam.transforms.planning import (
     adapter_export,
@@ -59,17 +63,51 @@ def remember(plan: Transfer) -> None:
     _LOADED[plan.hash] = plan
 
 
-def load_staged(staging: Staging, plan_hash: str) -> Transfer:
-    """The plan with this hash that is staged in a folder; made once in a process, by the first thread that asks.
+@dataclasses.dataclass(frozen=True)
+class AtWork:
+    """A plan that is carried out, as every stage gets it.
 
-    Raises:
-      RuntimeError: another plan is staged there.
+    Attributes:
+      staging: where it is staged.
+      plan_hash: the plan's hash.
+      secret: names where the workers find the hub's token.
     """
-    return _loaded(staging.read_plan, plan_hash)
+
+    staging: Staging
+    plan_hash: str
+    secret: str | None = None
+
+    def set_up(self) -> None:
+        """Tells this process where the hub's token is."""
+        name_secret(self.secret)
+
+    @property
+    def plan(self) -> Transfer:
+        """The plan itself; made once in a process, by the first thread that asks.
+
+        Raises:
+          RuntimeError: another plan is staged there.
+        """
+        return _loaded(self.staging.read_plan, self.plan_hash)
+
+    def is_published(self) -> bool:
+        """Whether it has been carried out to its end.
+
+        Raises:
+          StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it; or it is
+            another's by now, or was stopped.
+        """
+        staging = self.staging
+        if staging.is_staged():
+            staging.check()
+            return False
+        if self.plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
+            raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
+        return True
 
 
 def load_bytes(staged: bytes, plan_hash: str) -> Transfer:
-    """The plan with this hash that was staged as these bytes; made once in a process, as by `load_staged`."""
+    """The plan with this hash that was staged as these bytes; made once in a process, as `AtWork.plan` is."""
     return _loaded(lambda: staged, plan_hash)
 
 
