@@ -27,6 +27,7 @@ import numpy as np
 
 from weightbeam.formats.orbax import ocdbt, plan_hash_of
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
+from weightbeam.formats.record import provenance
 from weightbeam.formats.staging import Staging, lease, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
 from weightbeam.formats.storage.store import as_base64
@@ -298,7 +299,8 @@ class World:
         self.output: Store = MemoryBucket("gs://bucket/out") if kind == "bucket" else LocalFolder(f"{self.root}/out")
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
-            orbax_units: dict(_write=_write, digest=lambda *_: 0, _written_files=lambda *_: {}),
+            orbax_units: dict(_write=_write, _written_files=lambda *_: {}),
+            provenance: dict(digest=lambda *_: 0),
             ocdbt: dict(merge=_merge),
         }
         if kind == "folder in two":

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightbeam.model_mappings.boxes import Box
+
 # the bits of infinity, by dtype; of the codes of FP8, which haven't got it, of NaN
 INFINITE = {
     "bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0 << 48, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7F,
@@ -56,3 +58,11 @@ def count_odd(values: np.ndarray, extremes: Extremes) -> tuple[int, int]:
         return 0, 0
     wide = values.astype(np.float32)
     return int(np.count_nonzero(np.isnan(wide))), int(np.count_nonzero(np.isinf(wide)))
+
+
+def see_infinite(key: str, box: Box, values: np.ndarray, extremes: Extremes) -> dict[str, tuple[int, int, int]]:
+    """What of values isn't finite: counts of NaN and of infinities, and of no zeros, by the key of what they are a share
+    of; empty where all are finite.
+    """
+    odd = count_odd(values, extremes)
+    return {key: (*odd, 0)} if any(odd) else {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,6 +34,9 @@ LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
 LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests", "not_finite", "zero")
 
 Digest = int
+MODULUS = 1 << 128  # of a sum of digests
+# what is to be said of a part of an array: its key, a box of it, the values, and what was seen of them
+See = Callable[[str, Box, np.ndarray, Extremes], Mapping[str, Any]]
 CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
 
 
@@ -68,12 +71,27 @@ def pieces(values: np.ndarray) -> Iterator[np.ndarray]:
             yield np.ascontiguousarray(values[start : start + step]).reshape(-1)
 
 
+def take_shares(
+    parts: Iterable[tuple[str, np.dtype, Box, np.ndarray]], see: See | None
+) -> tuple[dict[str, str], list[Mapping[str, Any]]]:
+    """The shares that parts of arrays, `(key, dtype, box, values)` each, have in the arrays' digests, `{key: hexadecimal
+    number}`; and what `see` has to say of each, where it says anything.
+    """
+    shares, seen = Counter[str](), list[Mapping[str, Any]]()
+    for key, dtype, box, values in parts:
+        extremes = Extremes(dtype) if see else None
+        shares[key] += digest(key, dtype, box, values, extremes)
+        if see and extremes and (found := see(key, box, values, extremes)):
+            seen.append(found)
+    return {key: f"{share % MODULUS:x}" for key, share in shares.items()}, seen
+
+
 def total(shares: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Sums the shares of units, `{key: hexadecimal number}` each, to the digests of whole arrays."""
     sums: Counter[str] = Counter()
     for unit in shares:
         for key, share in unit.items():
-            sums[key] = (sums[key] + int(share, 16)) % (1 << 128)
+            sums[key] = (sums[key] + int(share, 16)) % MODULUS
     return {key: f"{found:032x}" for key, found in sorted(sums.items())}
 
 

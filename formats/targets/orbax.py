@@ -40,7 +40,7 @@ from weightbeam.formats.orbax.others import others_in
 from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
-from weightbeam.formats.record.provenance import RECORD, record_json, summary, total
+from weightbeam.formats.record.provenance import RECORD, See, record_json, summary, total
 from weightbeam.formats.staging import (
     ITEMS,
     LOCK,
@@ -55,7 +55,7 @@ from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, Store
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point
-from weightbeam.formats.targets.orbax_units import See, Shard, find_changed, write_unit
+from weightbeam.formats.targets.orbax_units import Shard, find_changed, write_unit
 from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
 

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
-from weightbeam.formats.record.extremes import SEEN, Extremes
-from weightbeam.formats.record.provenance import digest
+from weightbeam.formats.record.extremes import SEEN
+from weightbeam.formats.record.provenance import See, take_shares
 from weightbeam.formats.staging import BucketStaging, Staging
 from weightbeam.formats.storage import File
 from weightbeam.model_mappings.boxes import Box
@@ -25,7 +25,6 @@ from weightbeam.model_mappings.boxes import Box
 STATE = "state"  # in a unit's ledger entry: sizes and times of the files that it wrote, in short
 FILES = "files"  # in a unit's ledger entry: their names, where they don't lie in a folder of their own
 Shard = tuple[ArraySpec, Box, np.ndarray]  # an array, a box of it, and its values
-See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
 
 
 def write_unit(
@@ -67,21 +66,14 @@ def write_unit(
             raise
         staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
         raise staging.taken_over() from e
-    shares: dict[str, int] = {}
-    seen: list[Mapping[str, Any]] = []
-    for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
-        extremes = Extremes(spec.dtype) if see else None
-        shares[spec.key] = shares.get(spec.key, 0) + digest(spec.key, spec.dtype, box, values, extremes)
-        if see and extremes and (found := see(spec, box, values, extremes)):
-            seen.append(found)
+    written = [*shards, *((copy.spec, copy.box, copy.values) for copy in copies)]
+    digests, seen = take_shares(((spec.key, spec.dtype, box, values) for spec, box, values in written), see)
     # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is
     # removed.
     entry = {
         "attempt": attempt,
-        **_written_files(
-            staging, attempt, [*(shard[:2] for shard in shards), *((c.spec, c.box) for c in copies)], format
-        ),
-        "digests": {key: f"{share:x}" for key, share in shares.items()},
+        **_written_files(staging, attempt, [(spec, box) for spec, box, _ in written], format),
+        "digests": digests,
         **(notes or {}),
         **({SEEN: seen} if seen else {}),
     }

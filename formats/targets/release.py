@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.orbax.metadata import checkpoint_around
-from weightbeam.formats.record.extremes import SEEN, Extremes, count_odd
-from weightbeam.formats.record.provenance import digest, total
+from weightbeam.formats.record.extremes import SEEN, see_infinite
+from weightbeam.formats.record.provenance import take_shares, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
@@ -189,12 +189,6 @@ def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Ma
         for offset, part in BoxRead(tensor, box).ranges(buffer)
     ]
     about = staging.write_stretches(stretches)
-    shares: dict[str, int] = {}
-    seen = []
-    for tensor, box, buffer in buffers:
-        values, extremes = np.frombuffer(buffer, tensor.dtype), Extremes(tensor.dtype)
-        shares[tensor.name] = shares.get(tensor.name, 0) + digest(tensor.name, tensor.dtype, box, values, extremes)
-        if any(odd := count_odd(values, extremes)):
-            seen.append({tensor.name: (*odd, 0)})
-    digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
+    written = ((tensor.name, tensor.dtype, box, np.frombuffer(buffer, tensor.dtype)) for tensor, box, buffer in buffers)
+    digests, seen = take_shares(written, see_infinite)
     staging.enter(unit, {"digests": digests, **about, **({SEEN: seen} if seen else {}), **(notes or {})})

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.record.extremes import NOT_FINITE, SEEN, Extremes, count_odd
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box
@@ -50,12 +49,6 @@ def find_odd(array: Array, box: Box, values: np.ndarray, extremes: Extremes) -> 
                 found[cell.tensor, 2] += share.size
     odd = sorted({tensor for (tensor, _), times in found.items() if times})
     return {tensor: (found[tensor, 0], found[tensor, 1], found[tensor, 2]) for tensor in odd}
-
-
-def see_array(spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes) -> dict[str, Counts]:
-    """What of a shard isn't finite, of an array that is told by its own name."""
-    odd = count_odd(values, extremes)
-    return {spec.key: (*odd, 0)} if any(odd) else {}
 
 
 def _none_is_zero(array: Array, values: np.ndarray) -> bool:

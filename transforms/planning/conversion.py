@@ -16,7 +16,7 @@ from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.encodings.made_codes import MadeScales
 from weightbeam.formats.orbax.references import Reference
-from weightbeam.formats.orbax.zarr import ArraySpec, Format
+from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.record.extremes import SEEN, Extremes
 from weightbeam.formats.release.files import SmallFiles, files_of, keep_files, kept_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
@@ -235,8 +235,8 @@ class Conversion(Transfer):
         """The checksums of what a unit read, where they are wanted."""
         return note_reads(unit.fetches, raw, self._summed) if self._summed else {}
 
-    def _see(self, spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes) -> Mapping[str, Any]:
-        return odd_values.find_odd(self._by_key[spec.key], box, values, extremes)
+    def _see(self, key: str, box: Box, values: np.ndarray, extremes: Extremes) -> Mapping[str, Any]:
+        return odd_values.find_odd(self._by_key[key], box, values, extremes)
 
     @functools.cached_property
     def _by_key(self) -> dict[str, Array]:

@@ -33,6 +33,7 @@ from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.state import Surroundings, array_metadatas
 from weightbeam.formats.orbax.unpacking import UnpackedArray, can_unpack
 from weightbeam.formats.orbax.zarr import EncodedChunk, Format
+from weightbeam.formats.record.extremes import see_infinite
 from weightbeam.formats.record.provenance import total
 from weightbeam.formats.release.files import ARCHIVE, name_in_archive
 from weightbeam.formats.staging import ITEMS, Staging
@@ -255,7 +256,7 @@ class Reshard(ComparesSource, Transfer):
             tree=self.tree.metadata if full else None,
             metadata=copied,
             handlers=self.around.handlers if full else {},
-            see=odd_values.see_array,
+            see=see_infinite,
         )
 
     @property
