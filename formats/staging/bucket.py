@@ -55,6 +55,7 @@ class BucketStaging(Staging):
     """
 
     output: Bucket
+    grows_in_place = True
     looked_for: frozenset[str] = frozenset()
     written: re.Pattern[str] | None = REMAINS
 
@@ -156,18 +157,13 @@ class BucketStaging(Staging):
         return bool(self.unknown() if self.exists() else self.final.entries() or self.final.folders())
 
     def is_remains(self) -> bool:
-        """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late; others
-        may have put something there since, see `unknown`.
-        """
         if self._left():
             return True
         names = [file.name for file in self.final.list()]
         return not names or (any(map(OWN_ATTEMPT.match, names)) and all(map(REMAINS.match, names)))
 
     def unknown(self) -> list[str]:
-        """The files where it will be read that aren't of what conversions have on the desk: neither noted, with this
-        content, nor of units.
-        """
+        """Those that aren't of what conversions have on the desk: neither noted, with this content, nor of units."""
         files = self.final.list()  # before what is known: that is noted first
         known = self._known(self._left())
         return [file.name for file in files if content_of(file) not in known and not self._is_written(file.name)]

@@ -48,6 +48,7 @@ class FolderStaging(Staging):
     """Staged beside its place in a folder; a rename is all that a reader ever sees."""
 
     output: LocalFolder
+    on_disk = True
 
     def __init__(self, output: LocalFolder, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
@@ -179,7 +180,6 @@ class FolderStaging(Staging):
 
     @property
     def has_looked(self) -> bool:
-        """Whether `look_there` noted what lies in the place."""
         return self._replaces is not None
 
     def exists(self) -> bool:

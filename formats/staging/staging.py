@@ -68,9 +68,12 @@ class Staging(abc.ABC):
       units: the ledger's folder in `plan_folder`; the plan's own.
       marker: the file that is written last, and says that all is there.
       growing: how the name of a folder ends that isn't published yet.
+      on_disk: whether it is in a folder of a file system.
+      grows_in_place: whether it grows where it will be read; else what is published replaces at once what is there.
     """
 
     marker, growing = MARKER, GROWING
+    on_disk = grows_in_place = False
 
     def __init__(self, output: Store, name: str, plan_hash: str):
         self.output, self.name = output, name
@@ -215,6 +218,21 @@ class Staging(abc.ABC):
 
     def look_there(self) -> None:  # noqa: B027
         """Notes what lies in the place, which may be replaced: what comes there later isn't. A bucket looks by itself."""
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether `look_there` noted what lies in the place."""
+        return False
+
+    def is_remains(self) -> bool:
+        """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late; others
+        may have put something there since, see `unknown`.
+        """
+        return False
+
+    def unknown(self) -> list[str]:
+        """The files that others have put where this grows, and beginning anew would delete."""
+        return []
 
     def is_staged(self) -> bool:
         """Whether the plan is there, so that units can be made."""

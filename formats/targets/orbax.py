@@ -41,18 +41,9 @@ from weightbeam.formats.orbax.reading import find_damage, is_unpublished
 from weightbeam.formats.orbax.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.provenance import RECORD, See, record_json, summary, total
-from weightbeam.formats.staging import (
-    ITEMS,
-    LOCK,
-    MARKER,
-    BucketStaging,
-    FolderStaging,
-    IncompleteError,
-    Staging,
-    staging_at,
-)
+from weightbeam.formats.staging import ITEMS, LOCK, MARKER, IncompleteError, Staging, staging_at
 from weightbeam.formats.staging.links import SOURCE
-from weightbeam.formats.storage import TEMPORARY, Store
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, Store
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point
 from weightbeam.formats.targets.orbax_units import Shard, find_changed, write_unit
@@ -156,7 +147,7 @@ class OrbaxTarget(Target[Staging]):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"
-        if isinstance(place, FolderStaging):
+        if isinstance(place.output, LocalFolder):
             if os.path.lexists(folder := place.output.folder) and not folder.is_dir():
                 return str(place.output), "is a file" if folder.exists() else "is a link to nothing"
             if not place.output.name:
@@ -182,7 +173,7 @@ class OrbaxTarget(Target[Staging]):
 
     def why_not_discard(self, place: Staging) -> str:
         """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""
-        if not isinstance(place, BucketStaging):
+        if not place.grows_in_place:
             return ""
         return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another, OTHERS)
 
@@ -202,7 +193,7 @@ def _weights_in(output: Store) -> list[str]:
 
 def _why_not_replace(place: Staging, another: str) -> str:
     foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
-    if isinstance(place, BucketStaging):
+    if place.grows_in_place:
         if not place.is_complete() and place.is_remains():
             return _deletes(place.unknown(), another, OTHERS)
         return _deletes(others_in(place.final), another) if is_checkpoint(place.final) else foreign

@@ -18,7 +18,7 @@ from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.formats.record.extremes import SEEN
 from weightbeam.formats.record.provenance import See, take_shares
-from weightbeam.formats.staging import BucketStaging, Staging
+from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import File
 from weightbeam.model_mappings.boxes import Box
 
@@ -142,7 +142,7 @@ def _written_files(
     """What the ledger says of the files that were written. In a bucket a look at each shard's would cost a request."""
     if format.use_ocdbt:
         return {STATE: _state(staging.items.list(f"{ocdbt.ATTEMPT}{attempt}/"))}
-    if isinstance(staging, BucketStaging):
+    if not staging.on_disk:
         return {}
     names = sorted({zarr.key_of(spec, box, format) for spec, box in boxes})
     return {FILES: names, STATE: _state(filter(None, map(staging.shards.stat, names)))}

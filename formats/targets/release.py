@@ -19,7 +19,6 @@ from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.extremes import SEEN, see_infinite
 from weightbeam.formats.record.provenance import take_shares, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
-from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point
@@ -67,7 +66,7 @@ class ReleaseTarget(Target[ReleasePlace]):
         place.note_small(self.texts)
 
     def find_changed(self, place: ReleasePlace) -> list[int]:
-        return place.find_changed(self.files) if isinstance(place, ReleaseFolder) else []
+        return place.find_changed(self.files)
 
     def write(
         self,
@@ -129,13 +128,13 @@ class ReleaseTarget(Target[ReleasePlace]):
     def why_not_replace(self, place: ReleasePlace) -> str:
         if plan_hash_of(place.final) is None:
             foreign = f"exists, {FOREIGN}, and isn't deleted; {self.another}"
-            return self._deletes(place.others_there()) if _is_empty(place) else foreign
+            return self._deletes(place.unknown()) if place.is_empty() else foreign
         return self._deletes({*others_in(place.final)} - self.own)
 
     def why_not_discard(self, place: ReleasePlace) -> str:
         if plan_hash_of(place.final) is not None:  # in a bucket, where one who slept staged a plan beside it
             return self.why_not_replace(place)
-        return self._deletes(place.others_there())
+        return self._deletes(place.unknown())
 
     def _deletes(self, others: Collection[str]) -> str:
         if not others:
@@ -146,13 +145,6 @@ class ReleaseTarget(Target[ReleasePlace]):
     def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:
         """None where files lie there at their full size already."""
         return 0 if place.exists() else sum(size for *_, size in self.files)
-
-
-def _is_empty(place: ReleasePlace) -> bool:
-    """Whether what lies in the place is nothing of anyone's: an empty folder, or what a stopped command left in a
-    bucket.
-    """
-    return place.is_remains() if isinstance(place, BucketStaging) else not any(Path(place.final.url).iterdir())
 
 
 def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePlace:

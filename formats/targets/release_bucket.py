@@ -44,14 +44,9 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         """Where components lie."""
         return self.plan_folder / PARTS
 
-    def is_remains(self) -> bool:
-        """Whether what lies in the place is what a command left that was thrown away; nothing gets there before all is
-        done.
-        """
+    def is_empty(self) -> bool:
+        """What a command left that was thrown away is nobody's; nothing gets there before all is done."""
         return bool(self._left())
-
-    def others_there(self) -> list[str]:
-        return self.unknown()
 
     def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Writes the small files, to be copied with the others."""

@@ -63,9 +63,13 @@ class ReleasePlace(Staging):
         name = f"{self.units}/{SMALL}"
         return json.loads(self.plan_folder.read(name)) if self.plan_folder.exists(name) else {}
 
-    def others_there(self) -> Sequence[str]:
-        """What others have put where the release will be read, and beginning anew would delete."""
-        return ()
+    @abc.abstractmethod
+    def is_empty(self) -> bool:
+        """Whether what lies in the place is nothing of anyone's."""
+
+    def find_changed(self, files: Iterable[tuple[str, bytes, int]]) -> list[int]:
+        """The units that wrote to a file which is gone since, or has another size."""
+        return []
 
     def drop_others(self, own: Container[str]) -> None:
         """Removes what others have put where the whole release lies, and only this command works: all but its own."""
@@ -90,6 +94,9 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
     def items(self) -> LocalFolder:
         """The release itself: it has no items."""
         return self.checkpoint
+
+    def is_empty(self) -> bool:
+        return not any(Path(self.final).iterdir())
 
     def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Makes the safetensors files at their full size, and the small ones."""
@@ -136,7 +143,6 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 os.close(fd)
 
     def find_changed(self, files: Iterable[tuple[str, bytes, int]]) -> list[int]:
-        """The units that wrote to a file which is gone since, or has another size."""
         held = {name: self.checkpoint.stat(name) for name, *_ in files}
         sizes = {name: size for name, _, size in files}
         changed = {name for name, file in held.items() if file is None or file.size != sizes[name]}

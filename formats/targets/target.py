@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError, Store
 
 PlaceT = TypeVar("PlaceT", bound=Staging)
@@ -141,7 +141,7 @@ class Target(abc.ABC, Generic[PlaceT]):
             return
         place.check_place()
         self.complete(place, units, record, conclude)
-        looks = overwrite and isinstance(place, FolderStaging) and place.has_looked and place.is_taken()
+        looks = overwrite and place.has_looked and place.is_taken()
         if looks and (why := self.why_not_replace(place)):  # of a bucket `check_place` looks
             raise StorageError(f"{place.final}: {why}")  # others' files would go with it by now
         place.publish(overwrite)

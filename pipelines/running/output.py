@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import CARD
-from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, patience, reason
@@ -141,7 +141,7 @@ def _find_problems(place: Staging, planned: Transfer, how: Delivery) -> list[Pro
     """What lies there already, and whether there is room: the first that is found, in the order of the steps."""
     if how.resume and is_finished(place, planned):
         return _check_finished(place, planned)
-    swaps = how.in_place and isinstance(place, FolderStaging)  # a bucket can't swap
+    swaps = how.in_place and not place.grows_in_place
     if problems := problem_at(place.final, planned.target.find_overlap(place, planned.places, swaps)):
         return problems
     stopped = place.exists()
@@ -172,7 +172,7 @@ def _check_stopped(place: Staging, planned: Transfer, how: Delivery) -> list[Pro
 
 def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool) -> list[Problem]:
     """Whether what lies in the place can be replaced, and should be."""
-    if stopped and how.resume and isinstance(place, BucketStaging):  # it grows where it will be read
+    if stopped and how.resume and place.grows_in_place:
         if planned.target.made_by(place.final) == planned.hash:
             return []
         what = f"what isn't of the stopped {planned.title.lower()} that grows there: {listed(place.unknown())}"
@@ -180,7 +180,7 @@ def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool
     if why := planned.target.why_not_replace(place):
         return problem_at(place.final, why)
     if how.overwrite:
-        if isinstance(place, FolderStaging) and is_anothers(Path(place.final)):
+        if place.on_disk and is_anothers(Path(place.final.url)):
             why = f"is another user's, and its folder is sticky: only its owner replaces it; {planned.target.another}"
             return problem_at(place.final, why)
         return []
@@ -196,19 +196,14 @@ def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool
 
 def _check_room(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
-    if not isinstance(place, FolderStaging) or (
-        how.resume and planned.target.made_by(place.checkpoint) == planned.hash
-    ):
+    if not place.on_disk or (how.resume and planned.target.made_by(place.checkpoint) == planned.hash):
         return []
     needed = planned.target.bytes_left(place, planned.made_bytes, how.resume)
-    return check_room(place.output, needed + (planned.linked_bytes if how.link == COPY else 0))
-
-
-def check_room(place: LocalFolder, needed: int) -> list[Problem]:
-    """Whether the disk has room for so many bytes."""
-    free = shutil.disk_usage(next(folder for folder in (place.folder, *place.folder.parents) if folder.exists())).free
+    needed += planned.linked_bytes if how.link == COPY else 0
+    output = Path(place.output.url)
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if free < needed:
-        return problem_at(place, f"needs {human(needed)}, the disk has {human(free)} left")
+        return problem_at(place.output, f"needs {human(needed)}, the disk has {human(free)} left")
     return []
 
 
@@ -221,7 +216,7 @@ def why_not_go_on(staging: Staging, wanted: Transfer) -> str:
     """Why `--resume` can't go on with what is staged: it is another user's, or of another plan, and how that differs; else
     empty.
     """
-    if isinstance(staging, FolderStaging) and not os.access(staging.plan_folder.folder, os.W_OK):
+    if staging.on_disk and not os.access(staging.plan_folder.url, os.W_OK):
         return "can't be written by this user; go on as the one who began it, or start anew with --overwrite"
     if differs := _difference(staging, wanted):
         return f"{ANOTHER_PLAN} ({differs}); --overwrite without --resume starts anew"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.staging import ITEMS, FolderStaging, Staging
+from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.targets.published import changed_in
@@ -142,7 +142,7 @@ def _replaced(planned: Transfer, place: Staging) -> str:
 def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:
     """What is to be said of a result that is there."""
     record = planned.target.record_of(place.final)
-    return Written(str(place.final), seconds, written, state, record, isinstance(place, FolderStaging))
+    return Written(str(place.final), seconds, written, state, record, place.on_disk)
 
 
 def _shown(planned: Transfer, output: str) -> dict[str, Any]:
