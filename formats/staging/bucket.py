@@ -50,7 +50,8 @@ class BucketStaging(Staging):
     """Staged where it will be read; the marker, which is written last, is what a reader looks for.
 
     Attributes:
-      looked_for: the files without which others' readers take nothing for a model; they go right after the marker.
+      looked_for: the files without which others' readers take nothing for a model; they are deleted
+        right after the marker, and copied after all others.
       written: the names of what units write where it will be read, which are random; None where they write nothing there.
     """
 
@@ -283,7 +284,10 @@ class BucketStaging(Staging):
         files = self.aside.list()
         self._note(map(content_of, files))
         self.check_place()
-        self._bring(self.aside, files)
+        self._bring(self.aside, [file for file in files if file.name not in self.looked_for])
+        if last := [file for file in files if file.name in self.looked_for]:
+            self.check_claim()
+            self._bring(self.aside, last)
 
     def announce(self, files: Mapping[str, bytes]) -> None:
         self._note((name, len(data), as_base64(google_crc32c.value(data))) for name, data in files.items())

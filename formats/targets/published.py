@@ -17,12 +17,12 @@ from weightbeam.formats.safetensors import INDEX, SINGLE, Shard
 from weightbeam.formats.safetensors.folder import open_shard
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
+from weightbeam.formats.staging.folder import HASH
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
 from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.storage.strict_json import read_json
 
 RECORD = "weightbeam.json"
-HASH = re.compile("[0-9a-f]{64}")  # of a plan
 MOST_READ = 64 << 20  # of a file, to tell what it holds
 DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
 # what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config, and how

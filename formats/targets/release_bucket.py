@@ -20,14 +20,12 @@ from typing import Any
 
 import google_crc32c
 
-from weightbeam.formats.release.files import remove_others
+from weightbeam.formats.release.files import CONFIG, remove_others
 from weightbeam.formats.staging import ASIDE, BucketStaging, IncompleteError
-from weightbeam.formats.staging.bucket import content_of
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.composing import Component, check_tiling, compose
 from weightbeam.formats.targets.release_place import ReleasePlace
 
-CONFIG = "config.json"  # no loader takes a folder without it for a model
 PARTS = "parts"
 PART_BYTES = 16 << 20  # of a component; a longer stretch is cut
 MAX_COMPOSED_FILES = 4  # that are composed at a time
@@ -37,7 +35,7 @@ MAX_UPLOADS = 2  # components that a unit uploads; with their copies 32 MiB
 class ReleaseBucket(ReleasePlace, BucketStaging):
     """The place of a release in a bucket."""
 
-    looked_for, written = frozenset({CONFIG}), None
+    looked_for, written = frozenset({CONFIG}), None  # no loader takes a folder without it for a model
 
     @property
     def parts(self) -> Bucket:
@@ -105,15 +103,6 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         with concurrent.futures.ThreadPoolExecutor(self.parts.at_a_time) as pool:
             list(pool.map(lambda part: self.parts.delete(part.name), components))
         self.plan_folder.delete_folder(joined)
-
-    def gather(self) -> None:
-        """Copies the files to their places, `config.json` last."""
-        files = self.aside.list()
-        self._note(map(content_of, files))
-        self.check_place()
-        self._bring(self.aside, [file for file in files if file.name != CONFIG])
-        self.check_claim()
-        self._bring(self.aside, [file for file in files if file.name == CONFIG])
 
 
 def join(stretches: Iterable[tuple[str, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:

@@ -22,11 +22,12 @@ from support import call, convert
 
 import weightbeam as wb
 from weightbeam.formats.orbax import others_in
+from weightbeam.formats.release.files import CONFIG
 from weightbeam.formats.staging import ASIDE, PLAN, BucketStaging, FolderStaging, lease
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import File, LocalFolder, StorageError, open_store
 from weightbeam.formats.storage.bucket import Bucket
-from weightbeam.formats.targets.release_bucket import CONFIG, ReleaseBucket
+from weightbeam.formats.targets.release_bucket import ReleaseBucket
 from weightbeam.formats.targets.release_place import ReleaseFolder
 from weightbeam.transforms.planning.inputs import MOST_BYTES, MOST_VALUES, unpack_inputs
 from weightbeam.transforms.planning.transfer import Transfer

@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from weightbeam.formats.release.files import role_of
+from weightbeam.formats.release.files import CONFIG, role_of
 from weightbeam.formats.safetensors import DTYPES, INDEX, Tensor
 from weightbeam.formats.storage import Store, reason
 from weightbeam.formats.storage.strict_json import MAX_BYTES, read_json
@@ -25,7 +25,6 @@ from weightbeam.model_mappings.config import QUANTIZATIONS
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 from weightbeam.model_mappings.plan import holds, is_float
 
-CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
 HASH = "SHA-256 "
 ADDED = "wasn't written by the export, and is taken for a part of it"
