@@ -62,7 +62,12 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+LOG = logging.getLogger("weightbeam")
 HOST, DEVICE = "host", "device"  # where codes become values
+# how an error of an exchange begins, which may be a ValueError, too (jaxlib 0.10, where a result is fetched)
+STATUS = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): ")
+# of a step, as they were read: for each block what its devices get
+Shares = list[dict["jax.Device", np.ndarray | Coded]]
 
 
 def load(
@@ -120,27 +125,15 @@ def load(
     """
     check_jax()
     with Meeting(timeout if _is_time(timeout) else TIMEOUT) as meeting:  # who refuses it has come, too
-        asked, chosen, most = meeting.agree(
-            "arguments",
-            lambda: _asked(like, mesh, unit_bytes, dequantize, options, timeout),
-            lambda read: _told(
-                read[1],
-                options,
-                mesh=mesh if isinstance(mesh, str) else type(mesh).__name__,
-                unit_bytes=read[2],
-                dequantize=dequantize,
-            ),
+        asked = meeting.agree(
+            "arguments", lambda: _ask(like, mesh, unit_bytes, dequantize, options, timeout), Asked.identity
         )
-        commits = meeting.decide("commits", lambda: find_commits(source, chosen, release))
+        commits = meeting.decide("commits", lambda: find_commits(source, asked.chosen, release))
         opened, chosen = meeting.agree(
-            "source",
-            lambda: _open(
-                commits.get(str(source), source), asked, options, commits, commits.get(str(release), release), most
-            ),
-            lambda found: found[0].identity(),
+            "source", lambda: _open(source, asked, commits, release), lambda found: found[0].identity()
         )
         loading, build = meeting.agree(
-            "arrays", lambda: _prepare(opened, chosen, asked, mesh, most, dequantize), lambda made: made[0].identity()
+            "arrays", lambda: _prepare(opened, chosen, asked), lambda made: made[0].identity()
         )
         return build(loading.run(meeting))
 
@@ -149,17 +142,44 @@ def _is_time(timeout: Any) -> bool:
     return isinstance(timeout, int | float) and timeout > 0
 
 
-def _asked(
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the arguments of a load ask for, as far as they say it without the source.
+
+    Attributes:
+      tree: what to load; None for all parameters.
+      chosen: the options of a plan.
+      given: those that were named, as they were given.
+      mesh, dequantize: as they were given.
+      unit_bytes: memory for a step.
+    """
+
+    tree: Abstract | None
+    chosen: Options
+    given: Mapping[str, Any]
+    mesh: Mesh | str | None
+    unit_bytes: int
+    dequantize: str
+
+    def identity(self) -> dict[str, str]:
+        """What the processes have to agree on; folders may have other names on other hosts."""
+        said = {name: getattr(self.chosen, name) for name in sorted(self.given)}
+        if "lora" in said:
+            said["lora"] = [weight for _, weight in self.chosen.lora]
+        said["mesh"] = self.mesh if isinstance(self.mesh, str) else type(self.mesh).__name__
+        said |= {"unit_bytes": self.unit_bytes, "dequantize": self.dequantize}
+        return {name: value if isinstance(value, str) else repr(value) for name, value in said.items()}
+
+
+def _ask(
     like: Any,
     mesh: Mesh | str | None,
     unit_bytes: int | str,
     dequantize: str,
     options: Mapping[str, Any],
     timeout: float,
-) -> tuple[Abstract | None, Options, int]:
-    """What the arguments ask for, as far as they say it without the source: the tree, the options, the bytes of a step.
-    Raises Refused where they can't be meant, or this process can't count.
-    """
+) -> Asked:
+    """What the arguments ask for. Raises Refused where they can't be meant, or this process can't count."""
     check_arithmetic()
     check_known(options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout"])
     refusals = Refusals()
@@ -171,50 +191,39 @@ def _asked(
             raise Refused(
                 f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
             )
-    asked, chosen, read = None, Options(), Options()
+    tree, chosen, read = None, Options(), Options()
     with refusals.kept():
         if like is None and mesh is None:
             raise Refused(
                 "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
             )
-        asked = read_tree(like) if like is not None else None
+        tree = read_tree(like) if like is not None else None
     with refusals.kept():
         chosen = choose(options)
     with refusals.kept():
         read = read_options({"unit_bytes": unit_bytes})
     refusals.check()
-    return asked, chosen, read.unit_bytes
-
-
-def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[str, str]:
-    """The arguments as the processes compare them; folders may have other names on other hosts."""
-    said = {name: getattr(chosen, name) for name in sorted(given)} | arguments
-    if "lora" in said:
-        said["lora"] = [weight for _, weight in chosen.lora]
-    return {name: value if isinstance(value, str) else repr(value) for name, value in said.items()}
+    return Asked(tree, chosen, options, mesh, read.unit_bytes, dequantize)
 
 
 def _open(
-    source: str | PathLike[str],
-    asked: Abstract | None,
-    given: Mapping[str, Any],
-    commits: Mapping[str, str],
-    release: str | PathLike[str] | None = None,
-    unit_bytes: int = UNIT_BYTES,
+    source: str | PathLike[str], asked: Asked, commits: Mapping[str, str], release: str | PathLike[str] | None
 ) -> tuple[ArraySource, Options]:
-    """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
-    vocabulary, its parts.
+    """The source at its commit, planned as the tree is where the options don't say it: with its layers scanned or not,
+    its vocabulary, its parts.
     """
+    source, release = commits.get(str(source), source), commits.get(str(release), release)
+    tree, given = asked.tree, asked.given
 
     def options(said: Mapping[str, Any]) -> Options:
-        return dataclasses.replace(at_commits(choose(said), commits), unit_bytes=max(unit_bytes, UNIT_BYTES))
+        return dataclasses.replace(at_commits(choose(said), commits), unit_bytes=max(asked.unit_bytes, UNIT_BYTES))
 
-    if asked is None:
+    if tree is None:
         chosen = options(given)
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
-    values = values_asked(given, has_scales(asked.keys))
-    shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
+    values = values_asked(given, has_scales(tree.keys))
+    shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in tree.targets}
     if rows := shapes.get("token_embedder.embedding", ())[:1]:
         told.setdefault("vocab_size", rows[0])
     told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
@@ -228,7 +237,7 @@ def _open(
         except Refused as e:
             refused = refused or e
             continue
-        lacking = len(asked.spelled_as(opened.arrays).keys - opened.arrays.keys())
+        lacking = len(tree.spelled_as(opened.arrays).keys - opened.arrays.keys())
         if best is None or lacking < best[0]:
             best = lacking, opened, chosen
         if not lacking:
@@ -240,25 +249,20 @@ def _open(
 
 
 def _prepare(
-    opened: ArraySource,
-    chosen: Options,
-    asked: Abstract | None,
-    mesh: Mesh | str | None,
-    unit_bytes: int,
-    dequantize: str,
+    opened: ArraySource, chosen: Options, asked: Asked
 ) -> tuple[Loading, Callable[[Sequence[jax.Array]], Any]]:
     """The load of what is asked for, and what makes the tree of its arrays. Raises Refused where the source hasn't what
     is asked for, or nobody says where it should lie.
     """
-    abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
-    if mesh is not None:
+    abstract = every_parameter(opened.arrays) if asked.tree is None else asked.tree.spelled_as(opened.arrays)
+    if asked.mesh is not None:
         rules = rules_of(chosen)
-        abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
+        abstract = _shard(abstract, opened, open_mesh(asked.mesh, rules), rules)
     lost = opened.lost if isinstance(opened, Orbax) else []
     refuse([*lost, *mismatches(abstract, opened.arrays)])
-    if dequantize == DEVICE and isinstance(opened, MappedRelease):
+    if asked.dequantize == DEVICE and isinstance(opened, MappedRelease):
         opened = cast(ArraySource, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
-    return Loading(opened, abstract.targets, unit_bytes), abstract.build
+    return Loading(opened, abstract.targets, asked.unit_bytes), abstract.build
 
 
 def _shard(abstract: Abstract, source: ArraySource, mesh: Mesh, rules: Any) -> Abstract:
@@ -284,13 +288,6 @@ def _shard(abstract: Abstract, source: ArraySource, mesh: Mesh, rules: Any) -> A
         named = ", ".join(map(str, mesh.axis_names))
         LOG.warning("no rule speaks of an axis of the mesh (%s), so that each device has all of each array", named)
     return dataclasses.replace(abstract, targets=tuple(targets))
-
-
-LOG = logging.getLogger("weightbeam")
-# how an error of an exchange begins, which may be a ValueError, too (jaxlib 0.10, where a result is fetched)
-STATUS = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): ")
-# of a step, as they were read: for each block what its devices get
-Shares = list[dict["jax.Device", np.ndarray | Coded]]
 
 
 class Loading:

@@ -36,7 +36,7 @@ import weightbeam as wb
 from weightbeam.formats.encodings import Scaled
 from weightbeam.pipelines.loading import decoding, load
 from weightbeam.pipelines.loading.coded import SMALLEST, Coded, CodedRelease
-from weightbeam.pipelines.loading.load import _open
+from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.source import Wanted
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -142,7 +142,7 @@ def test_blocks_of_arrays(tmp_path: Path, by_host: set[str], without_jit: bool) 
 @functools.cache
 def opened(folder: Path, case: str) -> tuple[CodedRelease, Arrays]:
     source, wanted = write_encoded(folder / case, case)
-    return CodedRelease(_open(str(source), None, {}, {})[0].conversion), wanted
+    return CodedRelease(find_source(str(source), choose({})).conversion), wanted
 
 
 @pytest.fixture(scope="module")

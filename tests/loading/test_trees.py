@@ -201,8 +201,9 @@ def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
     like = abstract(wanted())
     from weightbeam.pipelines.loading import load as loading
     from weightbeam.pipelines.loading.meeting import Meeting
+    from weightbeam.pipelines.loading.opening import choose, find_source
 
-    opened = loading._open(str(source), None, {}, {})[0]
+    opened = find_source(str(source), choose({}))
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(wb.Failed, match=r"model\.safetensors"):
         loading.Loading(opened, loading.read_tree(like).spelled_as(opened.arrays).targets).run(Meeting())
