@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -15,9 +15,8 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
 from weightbeam.model_mappings.boxes import Box, extent, slices, volume
-from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
-from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
+from weightbeam.pipelines.loading.source import ArraySource, Cost, Described, Wanted, cast
 from weightbeam.transforms.comparing.array_sums import (
     Compared,
     Shares,
@@ -49,7 +48,7 @@ class _Array:
         return cls(key, np.dtype(store.dtype.numpy_dtype), shape, least)
 
 
-class Orbax:
+class Orbax(ArraySource):
     """An Orbax checkpoint.
 
     Whatever wrote it, its weights have MaxText's names (`model_mappings/trees.py`); all else, such as an optimizer's
@@ -59,6 +58,8 @@ class Orbax:
       StorageError: it can't be opened, or is of a kind whose weights aren't plain arrays.
     """
 
+    checks_itself = True
+
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
         self._folders = folders_of(items)
@@ -66,10 +67,12 @@ class Orbax:
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
-        self._record, self._keys = record_of(items), opened.keys()
+        self._record = record_of(items)
+        self.lost = find_lost(self._record, opened.keys())
         self._digested = {
             names.get(key, key): _Array.of(key, opened[key]) for key in known_digests(self._record) if key in opened
         }
+        self.has_digests = bool(self._digested)
         self._noted: list[tuple[bool, Shares]] | None = None
         axes = self._record.get("axes", {})
         self.stored: Mapping[str, Described] = {
@@ -115,18 +118,7 @@ class Orbax:
                 made[number] = cast(made[number], want.dtype, want.key, maker)
         return made, nbytes
 
-    @property
-    def lost(self) -> list[Problem]:
-        """The arrays that the record knows and that aren't there."""
-        return find_lost(self._record, self._keys)
-
-    @property
-    def has_digests(self) -> bool:
-        """Whether anything can be compared."""
-        return bool(self._digested)
-
     def sum_up(self) -> None:
-        """From now on notes what is read, each box once, for `compare`."""
         self._noted = []
 
     def _note(self, wanted: Sequence[Wanted], values: Sequence[np.ndarray]) -> None:
@@ -152,6 +144,9 @@ class Orbax:
                 count, share = first[array.key]
                 row[:] = [count, *(int(share, 16) >> 32 * word & 0xFFFFFFFF for word in range(DIGEST_WORDS))]
         return rows
+
+    def compare_read(self, names: Sequence[str], gather: Callable[[np.ndarray], np.ndarray]) -> Compared:
+        return self.compare(names, gather(self.summed(names)))
 
     def compare(self, names: Sequence[str], sums: np.ndarray, more: Sequence[str] = ()) -> Compared:
         """Compares the arrays that were read since `sum_up` with the digests of the checkpoint's record, as far as it was
@@ -203,9 +198,6 @@ class Orbax:
         )
         return Cost(sum(map(volume, sizes)) * array.dtype.itemsize, len(chunks))
 
-    def stacked(self, key: str) -> tuple[int, ...]:
-        return ()
-
     def identity(self) -> dict[str, str]:
         remote = "://" in self.url
         told = {file.name: f"{file.size:,} bytes{f', {file.version}' if remote else ''}" for file in self._files.files}
@@ -218,9 +210,6 @@ class Orbax:
 
     def check(self) -> None:
         self._files.check()
-
-    def twins(self) -> list[list[str]]:
-        return [[key] for key in self.arrays]
 
 
 def _names(items: Store) -> dict[str, str]:

@@ -100,7 +100,6 @@ class CodedRelease(MappedRelease):
         return [together[number] for number in range(len(wanted))], nbytes + more
 
     def form_of(self, want: Wanted) -> Form | None:
-        """The form in which a box is made; None where it is made of values."""
         if want.key not in self.coded or not want.alone:
             return None
         part, runs, sizes = self.coded[want.key].parts[0], self._field(want.key, want.box).runs, extent(want.box)

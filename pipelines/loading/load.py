@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import has_scales
 from weightbeam.pipelines.loading.abstract import Abstract, RequestedArray, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
-from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
@@ -258,10 +257,9 @@ def _prepare(
     if asked.mesh is not None:
         rules = rules_of(chosen)
         abstract = _shard(abstract, opened, open_mesh(asked.mesh, rules), rules)
-    lost = opened.lost if isinstance(opened, Orbax) else []
-    refuse([*lost, *mismatches(abstract, opened.arrays)])
+    refuse([*opened.lost, *mismatches(abstract, opened.arrays)])
     if asked.dequantize == DEVICE and isinstance(opened, MappedRelease):
-        opened = cast(ArraySource, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
+        opened = CodedRelease(opened.conversion)  # whose boxes may be codes, which `Loading` knows
     return Loading(opened, abstract.targets, asked.unit_bytes), abstract.build
 
 
@@ -310,10 +308,8 @@ class Loading:
         for target in targets:
             assert target.sharding is not None
             self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
-        if isinstance(source, CodedRelease):
-            check_devices({(self.devices[key], self.targets[key].dtype) for key in source.coded if key in self.targets})
-        if isinstance(source, Orbax):
-            source.sum_up()
+        check_devices({(self.devices[key], self.targets[key].dtype) for key in source.coded if key in self.targets})
+        source.sum_up()
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
 
@@ -430,20 +426,17 @@ class Loading:
             agreement.settle()
 
     def _compare(self, meeting: Meeting) -> None:
-        """Compares a checkpoint that was read with its record's digests: what all processes read of it together. Raises
-        StorageError where it isn't what was written.
-        """
+        """Compares what all processes have read together with what was written. Raises StorageError where it isn't that."""
         import jax
         from jax.experimental import multihost_utils
 
-        if not isinstance(self.source, Orbax):
-            return
-        names = sorted(self.targets)  # in every process the same
-        sums = self.source.summed(names)
-        if jax.process_count() > 1:
-            meeting.go_on()
-            sums = np.asarray(multihost_utils.process_allgather(sums))
-        for line in self.source.compare(names, sums.reshape(-1, *sums.shape[-2:])).lines():
+        def gather(sums: np.ndarray) -> np.ndarray:
+            if jax.process_count() > 1:
+                meeting.go_on()
+                sums = np.asarray(multihost_utils.process_allgather(sums))
+            return sums.reshape(-1, *sums.shape[-2:])
+
+        for line in self.source.compare_read(sorted(self.targets), gather).lines():
             LOG.log(logging.WARNING if self.source.has_digests else logging.INFO, "%s: %s", self.source.url, line)
 
     def _read(self, step: ReadStep, scratch: Scratch) -> Shares:
@@ -469,8 +462,6 @@ class Loading:
 
     def _programs(self) -> list[tuple[Any, ...]]:
         """What `compile_program` needs for each of the programs that decode."""
-        if not isinstance(self.source, CodedRelease):
-            return []
         wanted: dict[tuple[Any, ...], None] = {}
         for block in (block for step in self.steps for block in step.blocks if block.key in self.source.coded):
             forms = {}

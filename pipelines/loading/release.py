@@ -15,7 +15,7 @@ from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
-from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
+from weightbeam.pipelines.loading.source import ArraySource, Cost, Described, Wanted, cast
 from weightbeam.transforms.cutting.blocks import find_twins
 from weightbeam.transforms.cutting.units import fetches_for
 from weightbeam.transforms.execution.boxes import make_boxes
@@ -33,7 +33,7 @@ def _form(encoding: Encoding) -> tuple[object, ...]:
 
 
 def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[str, str]:
-    """What a release and the adapters that are merged into it hold; see `Source.identity`."""
+    """What a release and the adapters that are merged into it hold; see `ArraySource.identity`."""
     told = {"weightbeam": f"{__version__} ({this_code()[:16]})"}
     for number, files in enumerate((release, *adapters)):
         of = f" of adapter {number}" if number else ""
@@ -45,7 +45,7 @@ def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[s
     return told
 
 
-class MappedRelease:
+class MappedRelease(ArraySource):
     """A Hugging Face release as MaxText's arrays, by a plan without problems."""
 
     def __init__(self, conversion: Conversion):
@@ -139,7 +139,7 @@ class MappedRelease:
         return [[keys[number] for number in group] for group in find_twins(list(self._arrays.values()))]
 
 
-class Tensors:
+class Tensors(ArraySource):
     """A release as it is: its tensors under their own names; quantised ones dequantised, in float32.
 
     Args:
@@ -179,15 +179,9 @@ class Tensors:
         reads = [read for box in boxes for read in self._encodings[key].reads(box)]
         return Cost(sum(read.nbytes for read in reads), sum(read.runs for read in reads))
 
-    def stacked(self, key: str) -> tuple[int, ...]:
-        return ()
-
     def identity(self) -> dict[str, str]:
         return _identity(self._files[0], self._files[1:])
 
     def check(self) -> None:
         for files in self._files:
             files.check()
-
-    def twins(self) -> list[list[str]]:
-        return [[key] for key in self.arrays]

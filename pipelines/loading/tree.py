@@ -16,7 +16,6 @@ import numpy as np
 
 from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source, values_asked
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
@@ -99,7 +98,7 @@ class LazyArray:
         box, rest = find_box(index, self.shape)
         with _opened_once():
             (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
-        if values.nbytes >= CHECKED and "://" not in self._source.url and not isinstance(self._source, Orbax):
+        if values.nbytes >= CHECKED and "://" not in self._source.url and not self._source.checks_itself:
             check(self._source)
         return values[rest]
 
