@@ -29,7 +29,7 @@ from weightbeam.pipelines.loading.schedule import (
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, axes_of, partition_spec
-from weightbeam.transforms.cutting.read_cost import effective_ways
+from weightbeam.transforms.cutting.read_cost import effective_ways, shard_of_host
 from weightbeam.transforms.planning.conversion import Conversion, rules_of
 from weightbeam.transforms.planning.memory import BASE_BYTES, TENSOR_BYTES
 
@@ -41,16 +41,9 @@ def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: M
     sharded.
     """
     counts = effective_ways(shape, assignments, mesh)
-    names = list(mesh.sizes)
-    at = np.unravel_index(np.arange(mesh.devices), tuple(mesh.sizes.values()))
     number = np.zeros(mesh.devices, np.int64)
     for count, assignment in zip(counts, assignments, strict=True):
-        index = np.zeros(mesh.devices, np.int64)
-        if count > 1:
-            for axis in axes_of(assignment):
-                if axis in mesh.sizes:
-                    index = index * mesh.sizes[axis] + at[names.index(axis)]
-        number = number * count + index
+        number = number * count + (shard_of_host(assignment, mesh) if count > 1 else 0)
     order = np.argsort(number, kind="stable")
     return ShardLayout(shape, counts, tuple((order * hosts // mesh.devices).tolist()))
 
