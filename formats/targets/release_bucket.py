@@ -20,7 +20,8 @@ from typing import Any
 
 import google_crc32c
 
-from weightbeam.formats.release.files import CONFIG, remove_others
+from weightbeam.formats.release.files import CONFIG
+from weightbeam.formats.release.small_files import remove_others
 from weightbeam.formats.staging import ASIDE, BucketStaging, IncompleteError
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.composing import Component, check_tiling, compose

@@ -22,7 +22,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.release.files import hash_each, remove_others
+from weightbeam.formats.release.files import hash_each
+from weightbeam.formats.release.small_files import remove_others
 from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, IncompleteError, Staging
 from weightbeam.formats.staging.staging import FAILURE, UNITS
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, drop_pages, sync_folder

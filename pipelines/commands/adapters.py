@@ -9,7 +9,8 @@ from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.record.naming import HUB
-from weightbeam.formats.release.files import CARD, model_card
+from weightbeam.formats.release.card import model_card
+from weightbeam.formats.release.files import CARD
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.pipelines.commands.releases import Released, about, card_address, repo_of
 from weightbeam.pipelines.running.writing import DONE

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.release.files import carried_files, files_of
+from weightbeam.formats.release.small_files import carried_files, files_of
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (

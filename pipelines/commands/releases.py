@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
-from weightbeam.formats.release.files import edit_config, model_card, role_of
+from weightbeam.formats.release.card import model_card
+from weightbeam.formats.release.config_text import edit_config
+from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError

@@ -11,7 +11,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.release.adapted import merge_release
-from weightbeam.formats.release.files import small_files
+from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, extent, slices

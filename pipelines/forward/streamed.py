@@ -29,13 +29,13 @@ import numpy as np
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.heaps import trim_heaps
-from weightbeam.formats.release.files import QUANTIZATIONS
 from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import as_read
 from weightbeam.formats.text.installing import install
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.config import QUANTIZATIONS
 from weightbeam.pipelines.forward.sides import Side
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count

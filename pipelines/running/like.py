@@ -14,8 +14,10 @@ from weightbeam.formats.orbax import check_beside
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.formats.record.naming import digest, is_name
 from weightbeam.formats.record.provenance import tensors_of
+from weightbeam.formats.release.archive import ARCHIVE, packed_files
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.release.files import ARCHIVE, carried_files, packed_files, role_of, token_ids
+from weightbeam.formats.release.files import role_of, token_ids
+from weightbeam.formats.release.small_files import carried_files
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.strict_json import JsonError, parse_json

@@ -140,7 +140,7 @@ def _holder(path: Path) -> str | None:
             return f"the checkpoint {folder}"
     if not path.is_file():
         return None
-    from weightbeam.formats.release.files import is_of_release  # only now: it imports TensorStore
+    from weightbeam.formats.release.files import is_of_release  # only now: it imports numpy
 
     beside = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
     return f"the release {path.parent}" if is_of_release(path.name, beside) else None

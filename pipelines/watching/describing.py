@@ -9,7 +9,8 @@ from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
 from weightbeam.formats.record.naming import HUB, Naming, digest
-from weightbeam.formats.release.files import CARD, CODE, TAG, has_weights, readdress, table_cell, written_by
+from weightbeam.formats.release.card import CODE, TAG, readdress, table_cell, written_by
+from weightbeam.formats.release.files import CARD, has_weights
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.local import is_temporary

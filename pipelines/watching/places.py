@@ -23,7 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from weightbeam.formats.orbax import is_checkpoint
 from weightbeam.formats.orbax import others_in as others_in_checkpoint
-from weightbeam.formats.release.files import WRITTEN
+from weightbeam.formats.release.card import WRITTEN
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import (
     File,

@@ -13,7 +13,7 @@ from quantised import FP8_LLAMA, fp8_llama
 from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.release.files import files_of, small_files
+from weightbeam.formats.release.small_files import files_of, small_files
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import whole

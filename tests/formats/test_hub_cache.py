@@ -14,7 +14,7 @@ from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import call, make_release, stop_midway
 
-from weightbeam.formats.release.files import small_files
+from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.safetensors import BoxRead, open_hf, read_boxes
 from weightbeam.formats.storage import ChangedError, StorageError, open_store
 from weightbeam.formats.storage import hub as hubs

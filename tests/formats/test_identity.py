@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbeam.formats.release.files import small_files
+from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.storage import ChangedError, StorageError, open_store
 from weightbeam.formats.storage.identity import SAMPLE_BYTES, Files, describe_changes, spread
 from weightbeam.formats.targets.release import release_staging

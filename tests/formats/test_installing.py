@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbeam.formats.release.files import WRITTEN, written_by
+from weightbeam.formats.release.card import WRITTEN, written_by
 from weightbeam.formats.text import installing
 
 ROOT = Path(__file__).parents[2]

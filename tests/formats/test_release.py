@@ -14,8 +14,11 @@ import yaml
 from huggingface_hub import ModelCard
 from lazily import lazily
 
-from weightbeam.formats.release import files as release
-from weightbeam.formats.release.files import edit_config, model_card, readdress, role_of, small_files
+from weightbeam.formats.release import small_files as release
+from weightbeam.formats.release.card import WRITTEN, model_card, readdress
+from weightbeam.formats.release.config_text import edit_config
+from weightbeam.formats.release.files import role_of
+from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.strict_json import JsonError
 
@@ -291,7 +294,7 @@ def test_model_card() -> None:
     assert r"| config, tokenizer | hf://org/base@abc \| x |" in card.text
     assert '* `dtype: "bfloat16" added`' in card.text
     assert card.text.split("```")[1] == f"python\n{code}\n"
-    assert release.WRITTEN.search(text)
+    assert WRITTEN.search(text)
     assert "pypi.org" not in text
     moved = readdress(text, "other", "'me/other', revision='step-1'")
     assert "# other\n" in moved

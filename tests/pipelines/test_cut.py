@@ -37,8 +37,8 @@ from support import (
 )
 
 import weightbeam as wb
-from weightbeam.formats.release.files import MAX_FILE_BYTES
 from weightbeam.formats.release.model_class import model_class
+from weightbeam.formats.release.small_files import MAX_FILE_BYTES
 from weightbeam.formats.safetensors import INDEX
 from weightbeam.pipelines.commands import merge, reshard
 from weightbeam.transforms.planning.options import MergeOptions

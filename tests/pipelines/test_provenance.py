@@ -18,7 +18,7 @@ from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.record.provenance import digest, tensors_of, total
-from weightbeam.formats.release.files import packed_files
+from weightbeam.formats.release.archive import packed_files
 from weightbeam.formats.safetensors import read_header
 from weightbeam.formats.storage import StorageError, open_store
 

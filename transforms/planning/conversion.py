@@ -18,7 +18,8 @@ from weightbeam.formats.encodings.made_codes import MadeScales
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.record.extremes import SEEN, Extremes
-from weightbeam.formats.release.files import SmallFiles, files_of, keep_files, kept_files
+from weightbeam.formats.release.archive import keep_files, kept_files
+from weightbeam.formats.release.small_files import SmallFiles, files_of
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import SOURCE, check_source, identify, put_source

@@ -17,8 +17,8 @@ from weightbeam.formats.orbax.state import Surroundings
 from weightbeam.formats.orbax.unpacking import why_whole
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import tensors_of
+from weightbeam.formats.release.archive import ARCHIVE, edit_archive
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.release.files import ARCHIVE, edit_archive
 from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT

@@ -35,7 +35,7 @@ from weightbeam.formats.orbax.unpacking import UnpackedArray, can_unpack
 from weightbeam.formats.orbax.zarr import EncodedChunk, Format
 from weightbeam.formats.record.extremes import see_infinite
 from weightbeam.formats.record.provenance import total
-from weightbeam.formats.release.files import ARCHIVE, name_in_archive
+from weightbeam.formats.release.archive import ARCHIVE, name_in_archive
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.targets import Target
