@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,8 +144,6 @@ def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
 
 def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Problem]:
     """Everything that the tree asks for and the source doesn't have, and the parameters that the tree has no place for."""
-    import jax
-
     problems: list[Problem] = []
     unknown: list[str] = []  # whose logical axes nobody knows
     for target in abstract.targets:
@@ -153,40 +151,16 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
         if array is None:
             problems.append(_problem("missing", target.key, "the tree asks for it, the source doesn't have it"))
             continue
-        if array.shape != target.shape:
-            problems.append(
-                _problem("shape", target.key, f"the tree asks for {target.shape}, the source makes {array.shape}")
-            )
-        if is_float(array.dtype) != is_float(target.dtype):
-            problems.append(
-                _problem(
-                    "dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"
-                )
-            )
-        if (narrow := jax.dtypes.canonicalize_dtype(target.dtype)) != target.dtype:
-            message = (
-                f"the tree asks for {target.dtype.name}, of which JAX makes {narrow.name} unless jax_enable_x64 is set"
-            )
-            problems.append(_problem("dtype", target.key, message))
-        if target.dtype != array.dtype and CODES in (target.dtype.name, array.dtype.name):
-            message = f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}: FP8 codes are no values without their scales"
-            problems.append(_problem("dtype", target.key, message))
-        if target.sharding is None and not array.has_axes:
-            unknown.append(target.key)
-        elif target.sharding is None:
+        problems += [_problem(kind, target.key, message) for kind, message in _differences(target, array)]
+        if target.sharding is not None:
+            why = _why_no_sharding(target.sharding, target.shape)
+        elif array.has_axes:
             why = "no sharding: give the tree's leaves one, or name a mesh"
-            problems.append(_problem("sharding", target.key, why))
         else:
-            try:
-                target.sharding.shard_shape(target.shape)
-            except AttributeError:  # a PartitionSpec that no mesh was named for, or whose axes it hasn't
-                why = f"{target.sharding!r} is no sharding: name a mesh that has its axes, or give the leaf a NamedSharding"
-                problems.append(_problem("sharding", target.key, why))
-            except AssertionError:
-                why = "the axes of its mesh are Manual, which says nothing of how an array lies; take AxisType.Auto or Explicit"
-                problems.append(_problem("sharding", target.key, why))
-            except ValueError as e:
-                problems.append(_problem("sharding", target.key, str(e)))
+            unknown.append(target.key)
+            continue
+        if why:
+            problems.append(_problem("sharding", target.key, why))
     if unknown:
         others = f" (and {count(len(unknown) - 1, 'other')})" if unknown[1:] else ""
         why = (
@@ -199,6 +173,36 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
         if key not in asked and key.startswith(f"{PREFIX}.") and not asked.intersection(twins(key)):
             problems.append(_problem("unused", key, "the source has it, the tree has no place for it"))
     return problems
+
+
+def _differences(target: RequestedArray, array: Described) -> Iterator[tuple[str, str]]:
+    """Kinds and messages of what an array is asked to be and isn't."""
+    import jax
+
+    if array.shape != target.shape:
+        yield "shape", f"the tree asks for {target.shape}, the source makes {array.shape}"
+    asked, there = f"the tree asks for {target.dtype.name}", f"the source has {array.dtype.name}"
+    if is_float(array.dtype) != is_float(target.dtype):
+        yield "dtype", f"{asked}, {there}"
+    if (narrow := jax.dtypes.canonicalize_dtype(target.dtype)) != target.dtype:
+        yield "dtype", f"{asked}, of which JAX makes {narrow.name} unless jax_enable_x64 is set"
+    if target.dtype != array.dtype and CODES in (target.dtype.name, array.dtype.name):
+        yield "dtype", f"{asked}, {there}: FP8 codes are no values without their scales"
+
+
+def _why_no_sharding(sharding: Any, shape: tuple[int, ...]) -> str:
+    """Why an array can't be sharded so, in words; empty where it can."""
+    try:
+        sharding.shard_shape(shape)
+    except AttributeError:  # a PartitionSpec that no mesh was named for, or whose axes it hasn't
+        return f"{sharding!r} is no sharding: name a mesh that has its axes, or give the leaf a NamedSharding"
+    except AssertionError:
+        return (
+            "the axes of its mesh are Manual, which says nothing of how an array lies; take AxisType.Auto or Explicit"
+        )
+    except ValueError as e:
+        return str(e)
+    return ""
 
 
 def _problem(kind: str, key: str, message: str) -> Problem:
