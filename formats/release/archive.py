@@ -69,7 +69,7 @@ def _read_packed(archive: bytes, where: str, name: str) -> bytes:
         raise StorageError(f"{where}: {name} can't be read: {e}") from e
 
 
-def kept_files(source: Store, allow_links: bool = False, known: Iterable[Seen] = ()) -> SmallFiles:
+def kept_files(source: Store, allow_links: bool, known: Iterable[Seen]) -> SmallFiles:
     """The small files that are kept with a checkpoint of a release, see `small_files`; those of a virtual checkpoint lie
     with that one.
 

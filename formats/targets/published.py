@@ -89,7 +89,7 @@ def changed_in(release: Store) -> list[str]:
     return found
 
 
-def contents_of(release: Store, beside: Collection[str] = ()) -> dict[str, str]:
+def contents_of(release: Store, beside: Collection[str]) -> dict[str, str]:
     """What tells what the files of weights hold that lie in a release, and some files beside them, by name; the same after a
     copy. `82944 crc32c sV2…`: the size, and a checksum of all bytes, where a bucket says it or a file is small; else
     `9663676416 blocks 3f…`, a hash of the header and of bytes of 64 tensors.

@@ -54,11 +54,7 @@ NO_HASH = f"isn't compared: {CHECKPOINT_RECORD} has no hash of it"
 
 
 def plan_verification(
-    checkpoint: str,
-    source: str | None,
-    given: Mapping[str, Any],
-    hf_token_secret: str | None = None,
-    beam: Sequence[str] = (),
+    checkpoint: str, source: str | None, given: Mapping[str, Any], hf_token_secret: str | None, beam: Sequence[str]
 ) -> Subject:
     """Looks at both sides, and plans the conversion of the release.
 

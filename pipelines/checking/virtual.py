@@ -102,7 +102,7 @@ def check_files(items: Store) -> str:
     return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made, by size, times and some bytes{copies}"
 
 
-def open_own_source(items: Store, family: str | None = None) -> tuple[HfCheckpoint, str]:
+def open_own_source(items: Store, family: str | None) -> tuple[HfCheckpoint, str]:
     """The source of a virtual checkpoint, or what was taken of it: its own folder, or where its links lead; and what
     `check_files` says. Opened first, and then compared: a file that comes to lie there later is another one than was
     opened, which is noticed before anything is published.

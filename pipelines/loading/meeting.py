@@ -95,7 +95,7 @@ class Meeting:
             made = self._made(what, make)
             self._say(f"{what}/0", {"yes": made})
             return made
-        return self._hear(0, f"{what}/0")["yes"]
+        return self._hear(f"{what}/0")["yes"]
 
     def agree(self, what: str, make: Callable[[], Made], facts: Callable[[Made], Mapping[str, str]]) -> Made:
         """What each process makes, once all have made it and know the same facts of it.
@@ -112,11 +112,11 @@ class Meeting:
             self._say(f"{what}/0", {"yes": mine})
             self._say(f"{what}/all", outcome := self._gather(what))
         else:
-            told = differences(mine, self._hear(0, f"{what}/0")["yes"])
+            told = differences(mine, self._hear(f"{what}/0")["yes"])
             self._say(f"{what}/{self.process}", {"no": told} if told else {"yes": {}})
             if told:
                 raise Refused(f"{told}; every process has to load the same, by the same arguments")
-            outcome = self._hear(0, f"{what}/all")
+            outcome = self._hear(f"{what}/all")
         if "silent" in outcome:
             raise Failed(outcome["silent"])
         if "refused" in outcome:
@@ -262,19 +262,19 @@ class Meeting:
             "with timeout=… the others wait longer"
         )
 
-    def _hear(self, process: int, key: str) -> dict[str, Any]:
-        """What a process says.
+    def _hear(self, key: str) -> dict[str, Any]:
+        """What process 0 says.
 
         Raises:
           Refused: that it was refused.
           Failed: nothing.
         """
         try:
-            said = json.loads(self._wait(process, key))
+            said = json.loads(self._wait(0, key))
         except _SilentError as e:
             raise Failed(self._silence(e)) from None
         if "no" in said:
-            raise Refused(self._refusal(process, said))
+            raise Refused(self._refusal(0, said))
         return said
 
     def _wait(self, process: int, key: str) -> str:

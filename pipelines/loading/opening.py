@@ -53,9 +53,7 @@ def choose(given: Mapping[str, Any]) -> Options:
     return read_options(given)
 
 
-def find_commits(
-    source: str | PathLike[str], options: Options, release: str | PathLike[str] | None = None
-) -> dict[str, str]:
+def find_commits(source: str | PathLike[str], options: Options, release: str | PathLike[str] | None) -> dict[str, str]:
     """The hub's repositories among the source, the release and the adapters, each at its commit, by what they are called.
 
     Raises:
