@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -371,44 +371,56 @@ class Loading:
         )
         arrays = dict(zip(partial, empty, strict=True))
         readers = min(MAX_READERS, max(2, cores()))
-        free = [Scratch() for _ in range(readers + ON_THE_WAY)]
-        busy: collections.deque[tuple[Scratch, ReadStep]] = collections.deque()
-        waiting: collections.deque[tuple[ReadStep, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
-        todo = collections.deque(self.steps)
-        pool = concurrent.futures.ThreadPoolExecutor(readers, "load")
         compilers = concurrent.futures.ThreadPoolExecutor(readers, "compile")
         try:
             for program in self._programs():  # while the first steps are read
                 compilers.submit(compile_program, *program)
-            while todo or waiting:
-                while todo and free:
-                    step, scratch = todo.popleft(), free.pop()
-                    waiting.append((step, scratch, pool.submit(self._read, step, scratch)))
-                step, scratch, future = waiting.popleft()
-                try:
-                    with meeting.reading():
-                        shares = future.result()
-                except Exception as e:  # whatever it is, the others must learn of it
-                    agreement.fail(_in_words(e))
-                    shares = self._nothing(step)
-                meeting.go_on()
-                self._place(arrays, step, shares)
-                agreement.vote()
-                busy.append((scratch, step))
-                if len(busy) == ON_THE_WAY:
-                    scratch, step = busy.popleft()
-                    # the devices have what lies in its buffer
-                    jax.block_until_ready([arrays[block.key] for block in step.blocks])
-                    scratch.reset()
-                    free.append(scratch)
+            with contextlib.closing(self._read_ahead(arrays, readers)) as steps:
+                for step, reading in steps:
+                    try:
+                        with meeting.reading():
+                            shares = reading.result()
+                    except Exception as e:  # whatever it is, the others must learn of it
+                        agreement.fail(_in_words(e))
+                        shares = self._nothing(step)
+                    meeting.go_on()
+                    self._place(arrays, step, shares)
+                    agreement.vote()
             self._conclude(agreement, meeting)
             jax.block_until_ready(list(arrays.values()))
         finally:
-            for *_, future in waiting:
-                future.cancel()
-            pool.shutdown()
             compilers.shutdown(cancel_futures=True)
         return arrays
+
+    def _read_ahead(
+        self, arrays: Mapping[str, jax.Array], readers: int
+    ) -> Generator[tuple[ReadStep, concurrent.futures.Future[Shares]]]:
+        """The steps in their order, and what is read for each. So many threads read ahead, as long as a buffer is free:
+        that of a step is, once the devices have what it put into `arrays`.
+        """
+        import jax
+
+        free = [Scratch() for _ in range(readers + ON_THE_WAY)]
+        busy: collections.deque[tuple[Scratch, ReadStep]] = collections.deque()
+        waiting: collections.deque[tuple[ReadStep, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
+        todo = collections.deque(self.steps)
+        with concurrent.futures.ThreadPoolExecutor(readers, "load") as pool:
+            try:
+                while todo or waiting:
+                    while todo and free:
+                        step, scratch = todo.popleft(), free.pop()
+                        waiting.append((step, scratch, pool.submit(self._read, step, scratch)))
+                    step, scratch, reading = waiting.popleft()
+                    yield step, reading
+                    busy.append((scratch, step))
+                    if len(busy) == ON_THE_WAY:
+                        scratch, step = busy.popleft()
+                        jax.block_until_ready([arrays[block.key] for block in step.blocks])
+                        scratch.reset()
+                        free.append(scratch)
+            finally:
+                for *_, reading in waiting:
+                    reading.cancel()
 
     def _conclude(self, agreement: Agreement, meeting: Meeting) -> None:
         """Looks at the files once more, and at what was read of them; all learn whether it is right."""
