@@ -35,13 +35,12 @@ from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 CAME = (
     "isn't what it was as this began, and stays; look at it, and the same command with --resume --overwrite replaces it"
 )
-Note = tuple[
-    tuple[str, int, int], ...
-]  # of files in order: name, size in bytes, time in nanoseconds; of folders the name
+# of files in order: name, size in bytes, time in nanoseconds; of folders the name
+Note = tuple[tuple[str, int, int], ...]
 LAYER = "lies in a layer of an overlay that is only read, such as a container's image, and can't be renamed there; move it elsewhere, or remove it"
 REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
-log = logging.getLogger("weightbeam")
+LOG = logging.getLogger("weightbeam")
 
 
 class FolderStaging(Staging):
@@ -163,7 +162,7 @@ class FolderStaging(Staging):
             for name in sorted({*self._named(pattern)} - {*ours}):
                 if os.path.lexists(self.output / name / PLAN):
                     said = "%s is called as what a stopped command leaves, but its %s isn't one of Weightbeam's, or is damaged"
-                    log.warning(f"{said}: nobody goes on with it, and it stays as it is", self.output / name, PLAN)
+                    LOG.warning(f"{said}: nobody goes on with it, and it stays as it is", self.output / name, PLAN)
         final = Path(self.final)
         for name in self._replaced():
             if not (self.output / name).exists(PLAN):
@@ -207,7 +206,7 @@ class FolderStaging(Staging):
         for name in [self._folder] if self._folder else self._staged():
             _remove(self.output / name)
             if os.path.lexists(self.output / name):
-                log.warning(
+                LOG.warning(
                     "%s, where a command was at work before, can't be removed; is it another user's?",
                     self.output / name,
                 )
@@ -252,7 +251,7 @@ class FolderStaging(Staging):
         for name in (UNITS, UNPACKED):
             shutil.rmtree(sealed / name, ignore_errors=True)
             if os.path.lexists(sealed / name):
-                log.warning("%s can't be removed, and is published with the rest: delete it", final / name)
+                LOG.warning("%s can't be removed, and is published with the rest: delete it", final / name)
         for place in (sealed / ITEMS, sealed):
             if place.exists():
                 sync_folder(place)
@@ -272,7 +271,7 @@ class FolderStaging(Staging):
         for left in (sealed, growing):  # what was replaced; what late writers made anew
             _remove(left)
             if left.exists():
-                log.warning("%s was replaced, and can't be removed: delete it", left)
+                LOG.warning("%s was replaced, and can't be removed: delete it", left)
 
     def remove(self) -> None:
         """Removes what is published, its marker first: what is left if this is stopped isn't whole.
