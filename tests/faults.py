@@ -34,7 +34,7 @@ STAGES = {  # stage -> the module and the name of the function that does it
     "publishing": ("weightbeam.formats.staging:FolderStaging", "publish"),
 }
 EXPORTING = {  # the same of an export
-    "unpacking": ("weightbeam.transforms.comparing.array_sums", "unpack"),
+    "unpacking": ("weightbeam.transforms.planning.from_checkpoint", "unpack"),
     "reading a chunk": ("weightbeam.transforms.execution.boxes", "read"),
     "writing rows": ("weightbeam.formats.targets.release", "write_unit"),
     "making whole": ("weightbeam.formats.targets.release:ReleaseTarget", "assemble"),

@@ -21,8 +21,8 @@ from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.commands.export import plan as plan_export
 from weightbeam.pipelines.commands.reshard import plan as plan_reshard
-from weightbeam.transforms.comparing import array_sums
 from weightbeam.transforms.comparing.array_sums import Shares, add_shares, find_damage, shard_count
+from weightbeam.transforms.planning import from_checkpoint
 from weightbeam.transforms.planning.exporting import Export
 from weightbeam.transforms.planning.resharding import Reshard
 
@@ -312,7 +312,7 @@ def test_a_stop_while_damage_is_withdrawn(
     """The chunk that was damaged on its way isn't read again before the units that read the damage are out of the
     ledger: else they would count with a share that is right.
     """
-    plain = array_sums.unpack
+    plain = from_checkpoint.unpack
 
     def damage_share(array: Any, index: Any, place: Any, *more: Any) -> int:
         nbytes = plain(array, index, place, *more)
@@ -324,7 +324,7 @@ def test_a_stop_while_damage_is_withdrawn(
 
     arguments = ("export", checkpoints["compressed"], tmp_path / "out", *UNPACKING["export"])
     with monkeypatch.context() as patched:
-        patched.setattr(array_sums, "unpack", damage_share)
+        patched.setattr(from_checkpoint, "unpack", damage_share)
         patched.setattr(FolderStaging, "withdraw", stop)
         assert call(*arguments) == 1
     capsys.readouterr()

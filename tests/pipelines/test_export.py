@@ -228,7 +228,7 @@ def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     command goes on.
     """
     from weightbeam.formats.targets.release_place import ReleaseFolder
-    from weightbeam.transforms.comparing import array_sums
+    from weightbeam.transforms.planning import from_checkpoint
 
     tensors = random_tensors(LLAMA, F32)
     source = save(tmp_path / "hf", LLAMA, tensors)
@@ -248,7 +248,7 @@ def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.Monkey
         "30000",
     )
     where, name = {
-        "unpack": (array_sums, "unpack"),
+        "unpack": (from_checkpoint, "unpack"),
         "seal": (ReleaseFolder, "seal"),
         "publish": (ReleaseFolder, "publish"),
     }[stage]

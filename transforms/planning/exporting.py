@@ -30,7 +30,6 @@ from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
-from weightbeam.transforms.comparing.array_sums import ComparesSource
 from weightbeam.transforms.cutting.blocks import Block, element_box
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.grid import Grid
@@ -39,6 +38,7 @@ from weightbeam.transforms.cutting.row_blocks import itself
 from weightbeam.transforms.cutting.rows import RowsRecipe
 from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.cutting.units import Fetch, Unit
+from weightbeam.transforms.planning.from_checkpoint import FromCheckpoint
 from weightbeam.transforms.planning.options import RELEASED, ExportOptions
 from weightbeam.transforms.planning.to_release import ToRelease
 from weightbeam.transforms.planning.transfer import Source
@@ -92,7 +92,7 @@ class Like:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export(ComparesSource, ToRelease):
+class Export(FromCheckpoint, ToRelease):
     """The plan of an export.
 
     Attributes:

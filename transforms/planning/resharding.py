@@ -45,13 +45,13 @@ from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
-from weightbeam.transforms.comparing.array_sums import NOTE, ComparesSource, Shares, add_shares
+from weightbeam.transforms.comparing.array_sums import Shares, add_shares
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.units import Unit, expand_unit
 from weightbeam.transforms.planning.adapting import Adapted, MaxTextAdapter
+from weightbeam.transforms.planning.from_checkpoint import NOTE, FromCheckpoint
 from weightbeam.transforms.planning.options import FULL, KEEP, Delivery, ReshardOptions, hashed
-from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.planning.tree_model import Model, NewTree, Taken
 
 NONE, ZSTD = "none", "zstd"
@@ -78,7 +78,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshard(ComparesSource, Transfer):
+class Reshard(FromCheckpoint):
     """The plan of a reshard.
 
     Attributes:
