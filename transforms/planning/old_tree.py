@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from weightbeam.formats.orbax import TEXT, leaves
 from weightbeam.formats.orbax.metadata import path_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
-from weightbeam.model_mappings.plan import is_float
+from weightbeam.model_mappings.plan import PARAMETERS, is_float
 from weightbeam.model_mappings.rules import PARAMS
 from weightbeam.model_mappings.stacking import Held, Path
 from weightbeam.model_mappings.trees import TreeError
@@ -22,7 +22,8 @@ class OldTree:
     """The old tree, and how much of it is taken.
 
     Attributes:
-      source, params_only: as of `make_tree`.
+      source: the old checkpoint.
+      params_only: whether the weights alone are taken, below `params.params`, whatever the old tree calls them.
       weights: the keys of the weights, by MaxText's; empty where nobody knows which arrays they are.
       kind: what wrote the tree.
     """
@@ -69,6 +70,20 @@ class OldTree:
     def is_bare(self) -> bool:
         """Whether what is taken is weights alone, below MaxText's own names, and the number of a step."""
         return self.params_only or {path[0] for path in self.paths.values()} <= {PARAMS, "step"}
+
+    @property
+    def is_maxtext(self) -> bool:
+        """Whether the weights are of one of MaxText's models."""
+        roots = f"{PARAMETERS}decoder.", f"{PARAMETERS}token_embedder."
+        return any(key.startswith(roots) for key in self.weights)
+
+    @property
+    def names(self) -> dict[Path, tuple[str | None, ...]]:
+        """The logical names of the arrays' axes that our record says, by their paths below `params.params`."""
+        said = self.source.record.get("axes")
+        axes = said.items() if isinstance(said, dict) else ()
+        lists = {key.removeprefix(PARAMETERS): names for key, names in axes if isinstance(names, list)}
+        return {tuple(key.split(".")): tuple(names) for key, names in lists.items()}
 
     @property
     def empty(self) -> list[Path]:

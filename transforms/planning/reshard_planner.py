@@ -40,7 +40,7 @@ from weightbeam.transforms.cutting.grid import (
 from weightbeam.transforms.cutting.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.planning.adapting import MaxTextAdapter, adapt, beside
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.options import CODED, FULL, KEEP, PARAMS, ReshardOptions, options_from
+from weightbeam.transforms.planning.options import CODED, FULL, KEEP, ReshardOptions, options_from
 from weightbeam.transforms.planning.resharding import ZSTD, Reshard, Way, format_of
 from weightbeam.transforms.planning.tree import make_tree
 from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
@@ -83,17 +83,7 @@ def plan_reshard(
     meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
     cut = Cut(options.layers, options.experts, family=options.family)
     taken, amiss = take(cut, source, model) if cut else (None, [])
-    tree, problems = make_tree(
-        source,
-        model,
-        options.state == PARAMS,
-        options.scan_layers,
-        options.param_scan_axis,
-        options.family,
-        options.maxtext_model,
-        taken,
-        options.maxtext,
-    )
+    tree, problems = make_tree(options, source, model, taken)
     problems = [*amiss, *find_lost(source.record, source.arrays), *problems]
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax.metadata import path_of
@@ -11,8 +12,9 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.stacking import Held, Moved, Path, RestackError, Stacks, elsewhere, restack, same, unused
 from weightbeam.model_mappings.trees import TreeError
 from weightbeam.transforms.planning.old_tree import OldTree
-from weightbeam.transforms.planning.tree_layouts import TreeLayouts, at_end, unused_array
-from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Taken
+from weightbeam.transforms.planning.options import PARAMS, ReshardOptions
+from weightbeam.transforms.planning.tree_layouts import TreeLayouts, at_end, find_layouts, moving_option, unused_array
+from weightbeam.transforms.planning.tree_model import Kept, Model, NewTree, Stacking, Taken
 
 RANDOM = "rngs"  # flax's name for a module's random states: below it streams, each with its `key` and `count`
 MADE_ANEW = "a random state of layers, which has no place in the other layout; MaxText makes it anew"
@@ -20,15 +22,7 @@ DICT = 2  # Orbax's number for the key of a dict
 
 
 def make_tree(
-    source: OrbaxCheckpoint,
-    model: Model,
-    params_only: bool,
-    scan: bool | None,
-    scan_axis: int | None,
-    family_name: str | None,
-    model_name: str | None,
-    taken: Taken | None = None,
-    version: str | None = None,
+    options: ReshardOptions, source: OrbaxCheckpoint, model: Model, taken: Taken | None
 ) -> tuple[NewTree, list[Problem]]:
     """The new tree, and what stands against it.
 
@@ -42,46 +36,72 @@ def make_tree(
         role        weight                             moment                                     other
         names       (embed, mlp)                       (embed, mlp)                               ()
 
-    With `params_only` the first column is the tree, and the others are left out. Where layers stay as they are, every
-    array is as it is.
-
-    Args:
-      source: the old checkpoint.
-      model: what is known of its model.
-      params_only: the weights alone, below `params.params`, whatever the old tree calls them.
-      scan, scan_axis: the layout that is wanted; None for what the source has.
-      family_name, model_name: the table that the user named, and MaxText's model.
-      taken: the layers and experts that are wanted; None for all of them.
-      version: the version of MaxText whose arrays are wanted; None for that of the source.
+    With `--state params` the first column is the tree, and the others are left out. Where layers stay as they are, every
+    array is as it is. `taken` are the layers and experts that are wanted; None for all of them.
     """
     try:
-        old = OldTree.of(source, params_only)
+        old = OldTree.of(source, options.state == PARAMS)
     except TreeError as e:
         return NewTree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
-    layouts = TreeLayouts(source, model, old.weights, family_name, model_name, taken, version)
-    wanted = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
-    repeats = layouts.repeats(*wanted) if old.is_bare else {}
-    is_moving = layouts.is_other(*wanted) or layouts.lacks(repeats)
-    mixed = layouts.still_stacked(old) if (scan, scan_axis) != (None, None) and not is_moving else []
-    if problems := [*layouts.check(scan, is_moving), *layouts.check_version(old), *mixed]:
+    asked = Stacking(options.scan_layers, options.param_scan_axis)
+    found = find_layouts(source, model, old.weights, options.family, options.maxtext_model)
+    if isinstance(found, str):
+        return _keep_unknown(options, old, asked, model, taken, found)
+    wanted, version = asked.or_else(found.own), options.maxtext or found.version
+    layouts = dataclasses.replace(found, wanted=wanted, version=version, taken=taken)
+    repeats = layouts.repeats() if old.is_bare else {}
+    is_moving = layouts.is_other or bool(repeats and layouts.lacks_repeats())
+    if problems := layouts.check(old, asked, is_moving):
         return NewTree(kind=old.kind), problems
-    names = layouts.names(*wanted)
     try:
-        moved, bare, problems = _move(old, layouts, wanted) if is_moving else _stay(old)
+        moved, bare, problems = _move(old, layouts) if is_moving else _stay(old)
     except RestackError as e:
         return NewTree(kind=old.kind), [
             Problem("cut" if taken else "unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults
         ]
     repeated: dict[str, str] = {}
     if is_moving and repeats:
-        moved, repeated = _repeat(moved, repeats, layouts.has(*wanted), layouts.at(*wanted).scan_axis)
-    moved, unknown = layouts.with_experts(moved, *wanted)
-    problems += [*unknown, *layouts.amiss(moved, *wanted)]
-    arrays = tuple(_keep(old, one, names) for one in moved)
-    metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
+        moved, repeated = _repeat(moved, repeats, layouts)
+    moved, unknown = layouts.with_experts(moved)
+    problems += [*unknown, *layouts.amiss(moved)]
     left_out = old.left_out | repeated | _random_left_out(old, moved) | (layouts.left_out(old, moved) if taken else {})
-    tree = NewTree(arrays, metadata, old.kind, *wanted, left_out=left_out, is_moved=is_moving)
-    return layouts.describe(tree), problems
+    tree = _tree(old, moved, bare, layouts.names(), wanted)
+    return layouts.describe(dataclasses.replace(tree, left_out=left_out, is_moved=is_moving)), problems
+
+
+def _keep_unknown(
+    options: ReshardOptions, old: OldTree, asked: Stacking, model: Model, taken: Taken | None, why: str
+) -> tuple[NewTree, list[Problem]]:
+    """The tree of a model whose table nobody knows, and why: it stays as it is, and what needs a table is refused."""
+    own = Stacking.of(old.source, old.weights)
+    wanted = asked.or_else(own)
+    like = model.of.partition("=")[0] if model.of.startswith("--") else ""
+    problems = []
+    if named_by := "--maxtext_model" if options.maxtext_model else "--family" if options.family else like:
+        problems.append(Problem("option", named_by, why))
+    elif taken or wanted.is_other(own):
+        message = f"where the layers' arrays go follows from the model's table, but {why}"
+        problems.append(Problem("option", moving_option(taken, own, wanted), message))
+    if options.maxtext:
+        message = f"which arrays it has follows from the model's table, but {why}"
+        problems.append(Problem("option", "--maxtext", message))
+    if problems:
+        return NewTree(kind=old.kind), problems
+    moved, bare, _ = _stay(old)
+    return _tree(old, moved, bare, old.names, wanted), []
+
+
+def _tree(
+    old: OldTree,
+    moved: Sequence[Moved],
+    bare: Mapping[Path, Path],
+    names: Mapping[Path, tuple[str | None, ...]],
+    stacking: Stacking,
+) -> NewTree:
+    """The tree of these arrays and leaves without one, of which no table has said anything yet."""
+    arrays = tuple(_keep(old, one, names) for one in moved)
+    metadata = {} if old.params_only else _metadata(old.source, {one.path: one.like for one in moved}, bare)
+    return NewTree(arrays, metadata, old.kind, *stacking, left_out=old.left_out, is_maxtext=old.is_maxtext)
 
 
 def _stay(old: OldTree) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
@@ -90,14 +110,12 @@ def _stay(old: OldTree) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
     return moved, {path: path for path in old.empty}, []
 
 
-def _move(
-    old: OldTree, layouts: TreeLayouts, wanted: tuple[bool | None, int | None]
-) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
+def _move(old: OldTree, layouts: TreeLayouts) -> tuple[list[Moved], dict[Path, Path], list[Problem]]:
     """The arrays in the layout that is wanted, the new paths of the leaves without one, each with its old path, and the
     arrays of which no rule says what becomes of them. Raises RestackError where arrays aren't stacked as the layout
     says.
     """
-    arrays, before, after = old.arrays, layouts.stacks(layouts.scan, layouts.axis), layouts.new_stacks(*wanted)
+    arrays, before, after = old.arrays, layouts.stacks(layouts.own), layouts.new_stacks
     random = {path: held for path, held in arrays.items() if RANDOM in path}
     moved = restack({path: held for path, held in arrays.items() if path not in random}, before, after)
     moved += _move_random(random, before, after)
@@ -130,7 +148,7 @@ def _random_left_out(old: OldTree, moved: Sequence[Moved]) -> dict[str, str]:
 
 
 def _repeat(
-    moved: Sequence[Moved], repeats: Mapping[Path, Path], wanted: Container[Path], axis: int
+    moved: Sequence[Moved], repeats: Mapping[Path, Path], layouts: TreeLayouts
 ) -> tuple[list[Moved], dict[str, str]]:
     """The arrays with those that repeat another one, as the version that is wanted has them: made of the variable, which
     is the newest, where the checkpoint has it, else of the parameter; and the keys of the old ones that aren't taken for
@@ -144,10 +162,10 @@ def _repeat(
         if variable in made and spare in made:
             reason = f"{'.'.join(variable)}, the newest, is taken for it"
             left_out |= dict.fromkeys(made[spare].part.tensors, reason)
-        made[spare] = elsewhere(newest, spare, axis)
+        made[spare] = elsewhere(newest, spare, layouts.new[1].scan_axis)
         made.setdefault(variable, elsewhere(newest, variable, 0))
         for path in (variable, spare):
-            if path not in wanted:
+            if "/".join(path[1:]) not in layouts.new_parts:
                 del made[path]
     return list(made.values()), left_out
 
@@ -162,14 +180,8 @@ def _keep(old: OldTree, one: Moved, names: Mapping[Path, tuple[str | None, ...]]
 
 def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
     """Arrays that seem to belong to a layer, though the table knows no layers there."""
-    problems = []
-    for path in paths:
-        if _seems_a_layers(path):
-            message = (
-                "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
-            )
-            problems.append(unused_array(path, message))
-    return problems
+    message = "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
+    return [unused_array(path, message) for path in paths if _seems_a_layers(path)]
 
 
 def _seems_a_layers(path: Path) -> bool:
@@ -195,9 +207,7 @@ def _metadata(source: OrbaxCheckpoint, arrays: Mapping[Path, Path], bare: Mappin
         ]
         value = dict(entry["value_metadata"])
         if path in arrays:
-            value = {
-                "value_type": "scalar" if value.get("value_type") == "scalar" else "np.ndarray",
-                "skip_deserialize": False,
-            }
+            kind = "scalar" if value.get("value_type") == "scalar" else "np.ndarray"
+            value = {"value_type": kind, "skip_deserialize": False}
         found[str(path)] = {"key_metadata": keys, "value_metadata": value}
     return found

@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from weightbeam.formats.orbax.source import OrbaxCheckpoint
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers, spans, spelled
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.rules import ABSENT, Stack
 from weightbeam.model_mappings.stacking import Copy
-from weightbeam.transforms.planning.layouts import is_tower
+from weightbeam.transforms.planning.layouts import is_tower, scan_axis_of, scan_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,26 @@ class Model:
                 "files": {name: base64.b64decode(data) for name, data in staged["files"].items()},
             }
         )
+
+
+class Stacking(NamedTuple):
+    """Whether layers are stacked, and on which axis; None where nobody knows, or where nobody asked for anything."""
+
+    scan: bool | None
+    axis: int | None
+
+    @classmethod
+    def of(cls, source: OrbaxCheckpoint, weights: Mapping[str, object]) -> Stacking:
+        """That of a checkpoint, as far as its metadata and the names of its weights say it."""
+        return cls(scan_of(source, weights), scan_axis_of(source))
+
+    def or_else(self, own: Stacking) -> Stacking:
+        """What is asked for, and else what a checkpoint has."""
+        return Stacking(own.scan if self.scan is None else self.scan, own.axis if self.axis is None else self.axis)
+
+    def is_other(self, than: Stacking) -> bool:
+        """Whether layers lie elsewhere."""
+        return self.scan != than.scan or (bool(self.scan) and self.axis != than.axis)
 
 
 @dataclasses.dataclass(frozen=True)
