@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.adapters.kernels import AdaptedKernel, LoraFactor, LoraPair
@@ -20,7 +20,8 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.transforms.cutting.grid import Beside
-from weightbeam.transforms.planning.adapters import is_adapter, read_adapter
+from weightbeam.transforms.planning.adapters import AdapterParts, is_adapter, read_adapter
+from weightbeam.transforms.planning.options import ReshardOptions
 from weightbeam.transforms.planning.tree_layouts import find_parts
 from weightbeam.transforms.planning.tree_model import Model
 
@@ -83,97 +84,91 @@ class _Place:
 
 
 def adapt(
-    source: OrbaxCheckpoint,
-    model: Model,
-    adapters: Sequence[MaxTextAdapter],
-    family: str | None,
-    maxtext_model: str | None,
+    options: ReshardOptions, source: OrbaxCheckpoint, model: Model, adapters: Sequence[MaxTextAdapter]
 ) -> Adapted:
-    """Merges adapters into the kernels of a checkpoint.
-
-    Args:
-      source: the base.
-      model: what is known of it.
-      adapters: what is merged; products of several are summed.
-      family, maxtext_model: as the user named them.
-    """
+    """Merges adapters into the kernels of a checkpoint; the products of several are summed."""
     if not adapters:
         return Adapted()
-    made, why = find_parts(source, model, family, maxtext_model)
-    parts = {key: same[0] for key, same in made.items() if len(same) == 1}
+    made, why = find_parts(source, model, options.family, options.maxtext_model)
     if why:
-        return Adapted(
-            problems=(
-                Problem(
-                    "option",
-                    "--lora",
-                    f"which axes of a kernel are its inputs follows from the model's table, but {why}",
-                ),
-            )
-        )
-    problems, about = [], []
+        message = f"which axes of a kernel are its inputs follows from the model's table, but {why}"
+        return Adapted(problems=(Problem("option", "--lora", message),))
+    parts = {key: same[0] for key, same in made.items() if len(same) == 1}
+    each = [_adapt_one(adapter, source, model, options.maxtext_model or model.name, parts) for adapter in adapters]
+    problems = tuple(dict.fromkeys(problem for one in each for problem in one.problems))
     pairs: dict[str, list[LoraPair]] = {}
-    for adapter in adapters:
-        if not is_adapter(adapter.files):
-            problems.append(
-                Problem(
-                    "adapter",
-                    adapter.root,
-                    "holds other arrays than the factors of a LoRA, and is no adapter of MaxText's",
-                )
-            )
-            continue
-        planned = read_adapter(adapter.files, model.config, adapter.alpha, maxtext_model or model.name)
-        found = [
-            dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
-        ]
-        made = adapter.files.record.get("model", False)  # one that was trained has no record
-        if planned.family and isinstance(made, str | None):
-            try:
-                check_made_for(planned.family, source.record, made, source.root)
-            except ModelNameError as e:
-                found.append(Problem("adapter", adapter.root, str(e)))
-        uses: dict[str, str] = {}
-        if not found:
-            for name, pair, keys in _pairs(
-                parts, planned.parts, adapter, adapter.weight * planned.alpha / planned.rank
-            ):
-                if name not in source.tree.weights:
-                    continue
-                held = source.weights[name].shape
-                if held != parts[name].shape:
-                    found.append(
-                        Problem(
-                            "shape",
-                            name,
-                            f"{held} in the checkpoint, by config.json it is {parts[name].shape}",
-                            is_array=True,
-                        )
-                    )
-                pairs.setdefault(source.tree.weights[name], []).append(pair)
+    for name, pair in () if problems else (named for one in each for named in one.pairs):
+        pairs.setdefault(name, []).append(pair)
+    kernels = {source.weights[name].key: _kernel(source, name, parts[name], found) for name, found in pairs.items()}
+    return Adapted(kernels, problems, tuple(one.about for one in each if one.about))
+
+
+@dataclasses.dataclass(frozen=True)
+class _One:
+    """What one adapter makes of a checkpoint's arrays.
+
+    Attributes:
+      problems: what stands against it.
+      pairs: `(kernel, factors of some of its layers)`.
+      about: as `Adapted` has it; empty where it is no adapter.
+    """
+
+    problems: Sequence[Problem]
+    pairs: Sequence[tuple[str, LoraPair]] = ()
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _adapt_one(
+    adapter: MaxTextAdapter, source: OrbaxCheckpoint, model: Model, maxtext_model: str | None, parts: Mapping[str, Part]
+) -> _One:
+    """Merges an adapter into the kernels that the table makes as `parts` says."""
+    if not is_adapter(adapter.files):
+        message = "holds other arrays than the factors of a LoRA, and is no adapter of MaxText's"
+        return _One([Problem("adapter", adapter.root, message)])
+    planned = read_adapter(adapter.files, model.config, adapter.alpha, maxtext_model)
+    problems, pairs, uses = [*_why_not(adapter, planned, source)], [], dict[str, str]()
+    if not problems:
+        for name, pair, keys in _pairs(parts, planned.parts, adapter, adapter.weight * planned.alpha / planned.rank):
+            if name in source.weights:
+                pairs.append((name, pair))
                 uses |= dict.fromkeys(keys, f"merged into {name}")
-            left = sorted(set(planned.parts) - set(uses))
-            found += [
-                Problem(
-                    "unused", f"{adapter.root}: {key}", "the base has no kernel that it is a factor of", is_array=True
-                )
-                for key in left
-            ]
-        problems += found
-        about.append(
-            {
-                "source": adapter.root,
-                "weight": adapter.weight,
-                "lora_rank": planned.rank,
-                "lora_alpha": planned.alpha,
-                "arrays": uses,
-            }
-        )
-    weights = {key: name for name, key in source.tree.weights.items()}
-    kernels = (
-        {} if problems else {key: _kernel(source, key, parts[weights[key]], found) for key, found in pairs.items()}
-    )
-    return Adapted(kernels, tuple(dict.fromkeys(problems)), tuple(about))
+        problems = [*_misfits(source, parts, dict(pairs)), *_unused(adapter, planned.parts.keys() - uses.keys())]
+    about = {
+        "source": adapter.root,
+        "weight": adapter.weight,
+        "lora_rank": planned.rank,
+        "lora_alpha": planned.alpha,
+        "arrays": uses,
+    }
+    return _One(problems, pairs, about)
+
+
+def _why_not(adapter: MaxTextAdapter, planned: AdapterParts, source: OrbaxCheckpoint) -> Iterator[Problem]:
+    """What stands against an adapter whatever its factors are merged into: its own problems, and a base of another model."""
+    for problem in planned.problems:
+        yield dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}")
+    made = adapter.files.record.get("model", False)  # one that was trained has no record
+    if planned.family and isinstance(made, str | None):
+        try:
+            check_made_for(planned.family, source.record, made, source.root)
+        except ModelNameError as e:
+            yield Problem("adapter", adapter.root, str(e))
+
+
+def _misfits(source: OrbaxCheckpoint, parts: Mapping[str, Part], names: Iterable[str]) -> Iterator[Problem]:
+    """The kernels among these of other shapes than the table's."""
+    for name in names:
+        held, wanted = source.weights[name].shape, parts[name].shape
+        if held != wanted:
+            message = f"{held} in the checkpoint, by config.json it is {wanted}"
+            yield Problem("shape", name, message, is_array=True)
+
+
+def _unused(adapter: MaxTextAdapter, keys: Iterable[str]) -> Iterator[Problem]:
+    """The factors that nothing is made of."""
+    for key in sorted(keys):
+        message = "the base has no kernel that it is a factor of"
+        yield Problem("unused", f"{adapter.root}: {key}", message, is_array=True)
 
 
 def _pairs(
@@ -252,12 +247,12 @@ def _layer_axis(part: Part) -> int:
     )
 
 
-def _kernel(source: OrbaxCheckpoint, key: str, part: Part, pairs: Sequence[LoraPair]) -> AdaptedKernel:
+def _kernel(source: OrbaxCheckpoint, name: str, part: Part, pairs: Sequence[LoraPair]) -> AdaptedKernel:
     """A kernel with its factors."""
     _, inputs = part.rule.axes.left
     words = part.rule.axes.right
     first = next((axis for axis, held in enumerate(words) if held and not set(held) <= set(inputs)), len(words))
-    return AdaptedKernel(source.arrays[key], tuple(pairs), _layer_axis(part), part.layers.ndim, first)
+    return AdaptedKernel(source.weights[name], tuple(pairs), _layer_axis(part), part.layers.ndim, first)
 
 
 def beside(kernel: AdaptedKernel, part: Part) -> Beside:

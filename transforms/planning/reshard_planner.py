@@ -85,7 +85,7 @@ def plan_reshard(
     taken, amiss = take(cut, source, model) if cut else (None, [])
     tree, problems = make_tree(options, source, model, taken)
     problems = [*amiss, *find_lost(source.record, source.arrays), *problems]
-    adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
+    adapted = adapt(options, source, model, adapters)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
     if options.moment_dtype != KEEP and not any(kept.role == "moment" for kept in tree.arrays):
         problems.append(Problem("option", "--moment_dtype", "no moments of an optimizer are written; leave it out"))
