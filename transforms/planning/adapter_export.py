@@ -91,9 +91,7 @@ class AdapterExport(Export):
         return json.dumps(said, indent=2).encode()
 
 
-def plan_adapter(
-    options: ExportOptions, source: OrbaxCheckpoint, like: Like, slots: int | None = None
-) -> AdapterExport:
+def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, slots: int | None) -> AdapterExport:
     """Plans the export of an adapter. What stands against it is in `plan.problems`.
 
     Args:

@@ -72,7 +72,7 @@ def plan_reshard(
 ) -> Reshard:
     """Plans a reshard, with adapters merged into the source's kernels. What stands against it is in `plan.problems`.
 
-    Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
+    Its units are cut for `slots` of them at a time, if that is known; see `blocks.target_bytes`.
 
     Raises:
       MeshError: a mesh can't be read.
@@ -122,19 +122,19 @@ def plan_reshard(
         warnings.append(f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}")
     plan = ArrayPlan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
     return Reshard(
-        options,
-        source,
-        around,
-        model,
-        tree,
-        plan,
-        ways if not problems else (),
-        tuple(units),
-        tuple(warnings),
-        tuple(adapters),
-        adapted,
-        taken,
-        slots,
+        options=options,
+        source=source,
+        around=around,
+        model=model,
+        tree=tree,
+        plan=plan,
+        ways=ways if not problems else (),
+        units=tuple(units),
+        warnings=tuple(warnings),
+        adapters=tuple(adapters),
+        adapted=adapted,
+        taken=taken,
+        slots=slots,
     )
 
 

@@ -77,7 +77,7 @@ class Way:
     read: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reshard(FromCheckpoint):
     """The plan of a reshard.
 
@@ -101,11 +101,11 @@ class Reshard(FromCheckpoint):
     plan: ArrayPlan
     ways: tuple[Way, ...]
     units: tuple[tuple[Block, ...], ...]
-    warnings: tuple[str, ...] = ()
-    adapters: tuple[MaxTextAdapter, ...] = ()
-    adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
-    taken: Taken | None = None
-    slots: int | None = None
+    warnings: tuple[str, ...]
+    adapters: tuple[MaxTextAdapter, ...]
+    adapted: Adapted
+    taken: Taken | None
+    slots: int | None
 
     kind, doing, title = "reshard", "resharding", "Reshard"
 
