@@ -60,13 +60,13 @@ class Surroundings:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def stage(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return vars(self) | {"files": {name: base64.b64encode(data).decode() for name, data in self.files.items()}}
 
     @classmethod
-    def load(cls, staged: Mapping[str, Any]) -> Surroundings:
-        """What `stage` staged."""
+    def from_json(cls, staged: Mapping[str, Any]) -> Surroundings:
+        """What `to_json` made."""
         partitions = {key: tuple(map(tuple, axes)) for key, axes in staged["partitions"].items()}
         files = {name: base64.b64decode(data) for name, data in staged["files"].items()}
         return cls(**{**staged, "partitions": partitions, "files": files})

@@ -49,13 +49,13 @@ class MaxTextAdapter:
         """What tells it from another one, as JSON."""
         return [self.weight, self.alpha, self.files.identity]
 
-    def stage(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """As JSON, for workers."""
         return [self.files.to_json(), self.weight, self.alpha]
 
     @classmethod
-    def load(cls, staged: Sequence[Any]) -> MaxTextAdapter:
-        """What `stage` staged."""
+    def from_json(cls, staged: Sequence[Any]) -> MaxTextAdapter:
+        """What `to_json` made."""
         return cls(load_checkpoint(staged[0]), *staged[1:])
 
 

@@ -51,12 +51,12 @@ COPIES = 3  # in memory of a chunk that is copied: as it was read, as it is deco
 def load(inputs: Mapping[str, Any]) -> Reshard:
     """The reshard that `Reshard.stage` staged."""
     options = options_from(ReshardOptions, inputs["options"])
-    adapters = [MaxTextAdapter.load(adapter) for adapter in inputs["adapters"]]
+    adapters = [MaxTextAdapter.from_json(adapter) for adapter in inputs["adapters"]]
     return plan_reshard(
         options,
         load_checkpoint(inputs["source"]),
-        Surroundings.load(inputs["around"]),
-        Model.load(inputs["model"]),
+        Surroundings.from_json(inputs["around"]),
+        Model.from_json(inputs["model"]),
         adapters,
         inputs.get("slots"),
     )

@@ -224,7 +224,7 @@ class Reshard(FromCheckpoint):
 
     def settled(self) -> list[Any]:
         ways = [way.name for way in self.ways]
-        return [self.around.stage(), self.model.stage(), [adapter.identity for adapter in self.adapters], ways]
+        return [self.around.to_json(), self.model.to_json(), [adapter.identity for adapter in self.adapters], ways]
 
     @functools.cached_property
     def target(self) -> Target:
@@ -351,9 +351,9 @@ class Reshard(FromCheckpoint):
     def staged(self) -> dict[str, Any]:
         return {
             "source": self.source.to_json(),
-            "around": self.around.stage(),
-            "model": self.model.stage(),
-            "adapters": [adapter.stage() for adapter in self.adapters],
+            "around": self.around.to_json(),
+            "model": self.model.to_json(),
+            "adapters": [adapter.to_json() for adapter in self.adapters],
         }
 
 

@@ -38,13 +38,13 @@ class Model:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     of: str = "its config.json"
 
-    def stage(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return vars(self) | {"files": {name: base64.b64encode(data).decode() for name, data in self.files.items()}}
 
     @classmethod
-    def load(cls, staged: Mapping[str, Any]) -> Model:
-        """What `stage` staged."""
+    def from_json(cls, staged: Mapping[str, Any]) -> Model:
+        """What `to_json` made."""
         shapes = {name: tuple(shape) for name, shape in staged["shapes"].items()}
         return cls(
             **{
