@@ -37,7 +37,7 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.running import carry, hub, output
 from weightbeam.pipelines.running import graph as execution
 from weightbeam.pipelines.terminal.errors import Failed, Refused
-from weightbeam.transforms.cutting.files import plan_files
+from weightbeam.transforms.cutting.files import Entry, plan_files
 from weightbeam.transforms.planning.options import Delivery, ExportOptions
 from weightbeam.transforms.planning.to_release import ToRelease
 from weightbeam.transforms.stages.assembly import stage
@@ -61,7 +61,9 @@ class TinyPlan(ToRelease):
         self.options: Any = ExportOptions(family=name)
         self.plan: Any = SimpleNamespace(problems=(), code="")
         self.tensors = {each: np.frombuffer(f"{name:>4}{each:>4}".encode(), np.float32) for each in ("a", "b")}
-        self.files = plan_files(((each, it.dtype, it.shape) for each, it in self.tensors.items()), max_shard_size=8)
+        self.files = plan_files(
+            (Entry(each, it.dtype, it.shape) for each, it in self.tensors.items()), max_shard_size=8
+        )
         self.small = {
             "config.json": json.dumps({"of": name}).encode(),
             SMALL[name]: name.encode(),

@@ -156,7 +156,7 @@ def test_a_scale_lies_behind_its_codes(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_not_every_loader_wants(like: dict[str, str]) -> None:
-    layout = plan_files([("a", F32, (4,)), ("b", F32, (4,))], like)
+    layout = plan_files([Entry("a", F32, (4,)), Entry("b", F32, (4,))], like)
     assert [file.name for file in layout.files] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -175,7 +175,7 @@ def test_a_file_of_the_release_that_has_grown_is_split_where_a_limit_is_named(tm
 def test_a_file_that_would_be_empty_is_left_out(tmp_path: Path) -> None:
     """Here the second file: one is left, so there is no index."""
     _, like = vectors(tmp_path, {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]})
-    layout = plan_files([("a", F32, (4,))], like)
+    layout = plan_files([Entry("a", F32, (4,))], like)
     assert ([file.name for file in layout.files], layout.index) == (["model.safetensors"], None)
 
 
@@ -203,7 +203,7 @@ def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
     text = (tmp_path / "model.safetensors.index.json").read_bytes()
     theirs = open_hf(tmp_path)
     like = {tensor.name: shard.name for shard in theirs.shards for tensor in shard.tensors}
-    layout = plan_files([(tensor.name, tensor.dtype, tensor.shape) for tensor in theirs.tensors.values()], like)
+    layout = plan_files([Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in theirs.tensors.values()], like)
     assert layout.index == text
     assert [(file.name, file.size - len(file.header)) for file in layout.files] == [
         (shard.name, shard.size - min(tensor.offset for tensor in shard.tensors)) for shard in theirs.shards
@@ -219,14 +219,14 @@ def test_numbers_of_files_as_huggingface_hub_has_them() -> None:
         if name != "lm_head.weight"
     }
     theirs = split_torch_state_dict_into_shards(state, max_shard_size=9000)
-    ours = plan_files([(name, F32, tuple(value.shape)) for name, value in state.items()], None, 9000)
+    ours = plan_files([Entry(name, F32, tuple(value.shape)) for name, value in state.items()], None, 9000)
     assert {name: tensor.path for name, tensor in ours.tensors.items()} == theirs.tensor_to_filename
 
 
 def test_a_large_index_is_compact_and_said() -> None:
     """As many bytes of names as a trillion parameters in int4 have, with three tensors an expert."""
     names = [f"model.layers.{layer}.{'experts.' * 60}{expert}" for layer in range(61) for expert in range(384)]
-    layout = plan_files([(name, BF16, (1,)) for name in names], None, 4000)
+    layout = plan_files([Entry(name, BF16, (1,)) for name in names], None, 4000)
     assert layout.index is not None
     assert len(layout.index) > MAX_INDEX
     assert b"\n" not in layout.index
@@ -236,4 +236,4 @@ def test_a_large_index_is_compact_and_said() -> None:
 
 def test_two_tensors_with_one_name() -> None:
     with pytest.raises(ValueError, match="two tensors would be called a"):
-        plan_files([("a", F32, (1,)), ("a", F32, (2,))])
+        plan_files([Entry("a", F32, (1,)), Entry("a", F32, (2,))])

@@ -84,7 +84,7 @@ class FileLayout:
 
 
 def plan_files(
-    tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
+    tensors: Iterable[Entry],
     like: Mapping[str, str] | None = None,
     max_shard_size: int | None = None,
     single: str = SINGLE,
@@ -97,7 +97,7 @@ def plan_files(
     scale behind its codes. Within a file tensors with wider elements then come first, so that every element is aligned.
 
     Args:
-      tensors: `(name, dtype, shape)` of each, in any order.
+      tensors: in any order.
       like: the file of each tensor in a release whose layout is to be kept, by the order of the bytes where that is
         known.
       max_shard_size: bytes of tensors in a file, unless a single tensor has more; files of `like` that have more are
@@ -108,10 +108,10 @@ def plan_files(
       ValueError: two tensors have one name.
     """
     entries: dict[str, Entry] = {}
-    for name, dtype, shape in tensors:
-        if name in entries:
-            raise ValueError(f"two tensors would be called {name}")
-        entries[name] = Entry(name, np.dtype(dtype), tuple(shape))
+    for entry in tensors:
+        if entry.name in entries:
+            raise ValueError(f"two tensors would be called {entry.name}")
+        entries[entry.name] = entry
     groups = _group_like(entries, like) if like else [sorted(entries.values(), key=lambda entry: natural(entry.name))]
     most = max_shard_size if max_shard_size is not None else None if like else MAX_SHARD_SIZE
     split = [part for group in groups for part in _split(group, most)] or [[]]

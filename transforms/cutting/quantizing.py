@@ -32,6 +32,7 @@ from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_b
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Problem
+from weightbeam.transforms.cutting.files import Entry
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.rows import VALUES, RowsRecipe
 
@@ -41,8 +42,6 @@ FUSED_CODES = (
     "8.9, it takes such codes for weights; load there what weightbeam dequantize makes of this"
 )
 REASON = "quantised to FP8, a scale for each 128 × 128 values"
-
-Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype, shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class Given:
         """The weights that it has as codes, and that what is quantised hasn't, or has with another shape; but for those
         that are left out on purpose.
         """
-        shapes = {name: shape for name, _, shape in tensors}
+        shapes = {entry.name: entry.shape for entry in tensors}
         for name, scale in self.scales.items():
             if name in left_out and name not in shapes:
                 continue
@@ -162,17 +161,15 @@ def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> froz
     of experts that engines load so; of a dtype that isn't quantised already.
     """
     if given is not None:
-        return frozenset(name for name, _, _ in tensors if name in given.scales)
+        return frozenset(entry.name for entry in tensors if entry.name in given.scales)
     entries = list(tensors)
-    shapes = {name: shape for name, _, shape in entries}
-    return frozenset(
-        name for name, dtype, shape in entries if is_linear(name, dtype, shape) and not stays_fused(name, shapes)
-    )
+    shapes = {entry.name: entry.shape for entry in entries}
+    return frozenset(entry.name for entry in entries if is_linear(*entry) and not stays_fused(entry.name, shapes))
 
 
 def in_halves(tensors: Iterable[Entry], quantized: frozenset[str]) -> set[str]:
     """Fused experts that would be written as codes, but not the others of their module: engines load all or none."""
-    module = {name: of for name, _, _ in tensors if (of := experts_of(name))}
+    module = {entry.name: of for entry in tensors if (of := experts_of(entry.name))}
     plain = {module[name] for name in module.keys() - quantized}
     return {name for name, of in module.items() if name in quantized and of in plain}
 
@@ -185,12 +182,12 @@ def warn_of_codes(quantized: Iterable[str]) -> list[str]:
 
 def with_scales(tensors: Iterable[Entry], quantized: frozenset[str]) -> Iterator[Entry]:
     """The tensors as they are written: codes and scales in place of each that is quantised."""
-    for name, dtype, shape in tensors:
-        if name in quantized:
-            yield name, CODES, shape
-            yield name + SUFFIX, VALUES, scale_shape(shape)
+    for entry in tensors:
+        if entry.name in quantized:
+            yield entry._replace(dtype=CODES)
+            yield Entry(entry.name + SUFFIX, VALUES, scale_shape(entry.shape))
         else:
-            yield name, dtype, shape
+            yield entry
 
 
 def recipe_for(
@@ -213,7 +210,7 @@ def recipe_for(
 def quantization_config(tensors: Iterable[Entry], quantized: frozenset[str]) -> dict[str, Any]:
     """`quantization_config` of such a release, with the linear layers that aren't quantised by their names."""
     return quantizing.quantization_config(
-        quantizing.not_converted((name, shape) for name, _, shape in tensors if name not in quantized)
+        quantizing.not_converted((entry.name, entry.shape) for entry in tensors if entry.name not in quantized)
     )
 
 

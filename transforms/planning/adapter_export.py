@@ -27,7 +27,7 @@ from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.chunk_blocks import Cut, cut
-from weightbeam.transforms.cutting.files import plan_files
+from weightbeam.transforms.cutting.files import Entry, plan_files
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import read
 from weightbeam.transforms.planning.adapters import AdapterParts, read_adapter
@@ -112,7 +112,7 @@ def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, sl
     if not problems:
         names = _names(source, arrays, found, like)
         entries = [
-            (name, array.dtype, array.parts[0].window_shape)
+            Entry(name, array.dtype, array.parts[0].window_shape)
             for array in arrays
             for tensor in array.parts[0].tensors
             for name in names[tensor]

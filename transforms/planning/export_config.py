@@ -91,7 +91,7 @@ def _is_absent(config: Mapping[str, Any], field: str, value: Any) -> bool:
 def quantization_of(written: ExportWritten, given: Given | None, view: ExportView, like: Like) -> dict[str, Any]:
     """`quantization_config` as it will be; empty where nothing is quantised."""
     if view.kept:
-        plain = [(name, dtype, shape) for name, dtype, shape in written.entries if dtype.name != CODED]
+        plain = [entry for entry in written.entries if entry.dtype.name != CODED]
         block = max(max(scaled.block) for scaled in view.scaled.values())
         made = quantization_config([*plain, *written.carried], frozenset()) | {"weight_block_size": [block, block]}
         return dict(Quantization.of(like.config).fields) or made

@@ -44,11 +44,10 @@ from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
 from weightbeam.transforms.cutting.chunk_blocks import Cut, cut, grid_of
-from weightbeam.transforms.cutting.files import FileLayout, plan_files
+from weightbeam.transforms.cutting.files import Entry, FileLayout, plan_files
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.quantizing import (
     REASON,
-    Entry,
     Given,
     find_quantized,
     in_blocks,
@@ -284,8 +283,8 @@ def _write_as(
     """What each tensor is written as."""
     names, made = tensors.names, tensors.made
     dtypes = {name: _target_dtype(options, spec.dtype) for name, spec in made.items()}
-    entries = [(one, dtypes[name], made[name].shape) for name, ones in names.items() for one in ones]
-    others = [(name, _target_dtype(options, _stored_dtype(one)), one.shape) for name, one in carried.items()]
+    entries = [Entry(one, dtypes[name], made[name].shape) for name, ones in names.items() for one in ones]
+    others = [Entry(name, _target_dtype(options, _stored_dtype(one)), one.shape) for name, one in carried.items()]
     quantized = find_quantized(entries, given) if quantize else frozenset[str]()
     if quantized:
         quantized -= _not_in_blocks(options, source, fit, tensors, quantized)
@@ -353,10 +352,10 @@ def _without_codes(
     left = {table.released[name].name for name in {*tensors.dropped, *tensors.taken} if name in table.released}
     yield from given.problems
     yield from given.missing(written.entries, left)
-    for name, _, _ in written.entries:
-        if name in given.scales and name not in written.quantized:
+    for entry in written.entries:
+        if entry.name in given.scales and entry.name not in written.quantized:
             message = f"{given.files.root} has it in FP8, but its parts in the checkpoint don't begin at blocks; export it, then quantize that"
-            yield Problem("quantised", name, message)
+            yield Problem("quantised", entry.name, message)
 
 
 def _cut(
@@ -457,10 +456,10 @@ def find_rounded(
 def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) -> dict[str, str]:
     """Of the tensors that are taken from the release, those whose values aren't its own to the bit."""
     reasons = {}
-    for name, dtype, _ in written:
-        had, label = _stored_dtype(carried[name]), carried[name].label
-        if label or (is_float(had) and not holds(dtype, had)):
-            reasons[name] = f"{label or had.name}, rounded to {dtype.name}"
+    for entry in written:
+        had, label = _stored_dtype(carried[entry.name]), carried[entry.name].label
+        if label or (is_float(had) and not holds(entry.dtype, had)):
+            reasons[entry.name] = f"{label or had.name}, rounded to {entry.dtype.name}"
     return reasons
 
 

@@ -17,7 +17,7 @@ from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.keeping import keep_arrays
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import Array, Problem, TensorSpec
-from weightbeam.transforms.cutting.quantizing import Entry
+from weightbeam.transforms.cutting.files import Entry
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.text_model import ALONE
 

@@ -18,9 +18,8 @@ from weightbeam.formats.release.source import ReleaseTensors, open_source, store
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan, Problem, is_float
-from weightbeam.transforms.cutting.files import plan_files
+from weightbeam.transforms.cutting.files import Entry, plan_files
 from weightbeam.transforms.cutting.quantizing import (
-    Entry,
     Given,
     find_quantized,
     quantization_config,
@@ -91,7 +90,7 @@ def plan_merge(
         return made
     encodings = _encodings(checkpoint, touched, decoded, replaced)
     entries = [
-        (name, _dtype(name, decoded, checkpoint, options.save_dtype), encoding.shape)
+        Entry(name, _dtype(name, decoded, checkpoint, options.save_dtype), encoding.shape)
         for name, encoding in encodings.items()
     ]
     codes = find_quantized(entries, given) if options.quantize else frozenset()
@@ -217,7 +216,7 @@ def _without_codes(
     if given:
         amiss = [*given.problems, *given.missing(entries)]
     else:
-        shapes = ((name, shape) for name, dtype, shape in entries if is_float(dtype))
+        shapes = ((entry.name, entry.shape) for entry in entries if is_float(entry.dtype))
         amiss = [Problem("quantised", *each) for each in quantizing.why_not(checkpoint.config, shapes)]
     if not codes and not amiss:
         amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
