@@ -21,8 +21,9 @@ from weightbeam.pipelines.running.prepare import refuse
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.cutting.units import Fetch
-from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, decode, make, read
+from weightbeam.transforms.execution.boxes import BoxRecipe, arrange, decode, read
 from weightbeam.transforms.execution.operands import Operand, stored_operand
+from weightbeam.transforms.execution.stack import stack
 from weightbeam.transforms.planning.exporting import Export
 from weightbeam.transforms.planning.transfer import Source
 
@@ -98,7 +99,7 @@ def _tensors_of(export: Export) -> dict[str, Operand]:
             values = decode(fetches, read(fetches)[0])
             fill = None if pieces else 0.0
             recipe = BoxRecipe(part, tensor.dtype, fill, tuple((at, piece) for at, (_, piece) in enumerate(pieces)))
-            made[slices(part)] = make(recipe, arrange(fetches, values, recipe.pieces)).reshape(extent(part))
+            made[slices(part)] = stack(recipe, arrange(fetches, values, recipe.pieces)).reshape(extent(part))
         return made[slices(box)]
 
     rows = rows_of(export.plan.arrays, export.grids, everything)

@@ -14,7 +14,8 @@ from support import BF16, INDEX, call, decoded, read_config, read_file, read_ten
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.execution.boxes import arrange, decode, make, read
+from weightbeam.transforms.execution.boxes import arrange, decode, read
+from weightbeam.transforms.execution.stack import stack
 from weightbeam.transforms.planning.merge_planner import plan_merge
 from weightbeam.transforms.planning.merging import Merge, MergeOptions
 from weightbeam.transforms.stages.staged import load
@@ -37,7 +38,7 @@ def made(merge: Merge) -> dict[str, np.ndarray]:
         fetched = decode(unit.fetches, read(unit.fetches)[0])
         for recipe in unit.recipes:
             part = tuple(slice(*span) for span in recipe.box)
-            values[recipe.tensor.name][part] = make(recipe, arrange(unit.fetches, fetched, recipe.pieces)).reshape(
+            values[recipe.tensor.name][part] = stack(recipe, arrange(unit.fetches, fetched, recipe.pieces)).reshape(
                 values[recipe.tensor.name][part].shape
             )
             counts[recipe.tensor.name][part] += 1

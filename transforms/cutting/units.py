@@ -15,7 +15,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import StoredArray
 from weightbeam.formats.orbax.zarr import ArraySpec
-from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, intersection, volume
 from weightbeam.model_mappings.cells import Part, Piece
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.cutting.blocks import Block, element_box
@@ -152,6 +152,32 @@ def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
     boxes.append((new, computed))
 
 
+class Fetches(list[Fetch]):
+    """What is read for boxes that pieces need."""
+
+    def __init__(
+        self, boxes: Mapping[str, Sequence[tuple[Box, bool]]], encodings: Mapping[str, StoredArray], dtype: np.dtype
+    ):
+        """`boxes` are those of `fetches_for`. What is computed with further stays in float32: there is one cast only."""
+        super().__init__()
+        self._numbers: dict[str, range] = {}
+        for tensor, found in boxes.items():
+            self._numbers[tensor] = range(len(self), len(self) + len(found))
+            self += (
+                Fetch(encodings[tensor], box, np.dtype(np.float32) if computed else dtype) for box, computed in found
+            )
+
+    def placed(self, pieces: Iterable[Piece]) -> tuple[tuple[int, Piece], ...]:
+        """The pieces, each with the number of the fetch that holds its source."""
+        return tuple((self._find(piece.tensor, piece.source.box), piece) for piece in pieces)
+
+    def _find(self, tensor: str, wanted: Box) -> int:
+        numbers = self._numbers[tensor]
+        if len(numbers) == 1:  # as most tensors have
+            return numbers[0]
+        return next(number for number in numbers if intersection(self[number].box, wanted) == wanted)
+
+
 def expand_unit(
     id: int,
     blocks: Sequence[Block],
@@ -161,14 +187,7 @@ def expand_unit(
     save_dtype: np.dtype,
 ) -> Unit:
     """Spells a unit out: what to fetch, and which piece of it goes where."""
-    fetches: list[Fetch] = []
-    numbers: dict[str, list[tuple[Box, int]]] = {}
-    for tensor, boxes in fetches_of(blocks, arrays, grids).items():
-        for box, computed in boxes:
-            # One cast only: values that are computed with further stay in float32.
-            dtype = np.dtype(np.float32) if computed else save_dtype
-            numbers.setdefault(tensor, []).append((box, len(fetches)))
-            fetches.append(Fetch(encodings[tensor], box, dtype))
+    fetches = Fetches(fetches_of(blocks, arrays, grids), encodings, save_dtype)
     recipes = []
     for block in blocks:
         array, spec = arrays[block.array], grids[block.array].spec
@@ -178,9 +197,8 @@ def expand_unit(
             *(range(start, stop, step) for (start, stop), step in zip(block.shards, steps, strict=True))
         ):
             shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
-            box = element_box(spec, shards)
-            placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in array.pieces(box))
-            recipes.append(ShardsRecipe(spec, shards, array.fill, placed))
+            pieces = array.pieces(element_box(spec, shards))
+            recipes.append(ShardsRecipe(spec, shards, array.fill, fetches.placed(pieces)))
     return Unit(id, tuple(fetches), tuple(recipes))
 
 
@@ -202,12 +220,3 @@ def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
         and stop * spec.shard[axis] <= spec.shape[axis]
         and all(fits(part, axis) for part in array.parts)
     }
-
-
-def find_fetch(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
-    """The number of the fetch that holds the box."""
-    if len(fetches) == 1:  # as most tensors have
-        return fetches[0][1]
-    return next(
-        number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True))
-    )

@@ -1,8 +1,8 @@
 """The way of the bytes, without Beam: what is fetched is read, decoded, viewed in the array's layout, and copied once.
 
-    fetches ─ read ▸ stored ─ decode ▸ values ─ arrange ▸ views ─ make ▸ arrays
+    fetches ─ read ▸ stored ─ decode ▸ values ─ arrange ▸ views ─ stack ▸ arrays
 
-A pipeline's unit takes the four steps in four stages (`stages.py`). `make_boxes` takes them at once, for any boxes of
+A pipeline's unit takes the four steps in four stages (`transforms/stages/chain.py`). `make_boxes` takes them at once, for any boxes of
 any arrays.
 """
 
@@ -21,8 +21,8 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
-from weightbeam.transforms.cutting.units import Fetch, fetches_for, find_fetch
-from weightbeam.transforms.execution.stack import Recipe, stack
+from weightbeam.transforms.cutting.units import Fetch, Fetches, fetches_for
+from weightbeam.transforms.execution.stack import stack
 
 Views = list[tuple[Piece, np.ndarray]]  # the pieces of what is to be made, each with its source, in the array's layout
 # what an encoding's values can be computed in; other dtypes are cast from float32
@@ -64,11 +64,6 @@ def arrange(fetches: Sequence[Fetch], values: Sequence[np.ndarray], pieces: Sequ
     return views
 
 
-def make(recipe: Recipe, views: Views, empty: Allocate = np.empty) -> np.ndarray:
-    """What the recipe asks for, of the views of its pieces: the one copy and the one cast."""
-    return stack(recipe, views, empty)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxRecipe:
     """A box of an array to make, as one.
@@ -95,20 +90,14 @@ def plan_boxes(
     wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding]
 ) -> tuple[list[Fetch], list[BoxRecipe]]:
     """What to fetch for boxes of arrays, nothing twice, and how they are made of it."""
-    fetches: list[Fetch] = []
-    numbers: dict[str, list[tuple[Box, int]]] = {}
     dtypes = {array.dtype for array, _ in wanted}
     dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(DECODED) else np.dtype(np.float32)
     pieces = [tuple(array.pieces(box)) for array, box in wanted]
-    for tensor, boxes in fetches_for(itertools.chain(*pieces)).items():
-        for box, computed in boxes:
-            numbers.setdefault(tensor, []).append((box, len(fetches)))
-            fetches.append(Fetch(encodings[tensor], box, np.dtype(np.float32) if computed else dtype))
-    recipes = []
-    for (array, box), made_of in zip(wanted, pieces, strict=True):
-        placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in made_of)
-        recipes.append(BoxRecipe(box, array.dtype, array.fill, placed))
-    return fetches, recipes
+    fetches = Fetches(fetches_for(itertools.chain(*pieces)), encodings, dtype)
+    return fetches, [
+        BoxRecipe(box, array.dtype, array.fill, fetches.placed(made_of))
+        for (array, box), made_of in zip(wanted, pieces, strict=True)
+    ]
 
 
 def make_boxes(
@@ -137,5 +126,5 @@ def make_boxes(
     values = decode(fetches, stored, empty)
     made = []
     for recipe, result in zip(recipes, results or [empty] * len(recipes), strict=True):
-        made.append(make(recipe, arrange(fetches, values, recipe.pieces), result).reshape(extent(recipe.box)))
+        made.append(stack(recipe, arrange(fetches, values, recipe.pieces), result).reshape(extent(recipe.box)))
     return made, nbytes

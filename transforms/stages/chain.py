@@ -30,6 +30,7 @@ from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution import boxes as execution
 from weightbeam.transforms.execution.arena import give_back, hand_over, let_go, release_free, take, take_now
 from weightbeam.transforms.execution.overlap import AHEAD, BEHIND, READERS, Background
+from weightbeam.transforms.execution.stack import stack
 from weightbeam.transforms.stages.head_start import claim
 from weightbeam.transforms.stages.staged import AtWork
 from weightbeam.transforms.stages.work import Tally, Work, total_bytes
@@ -134,7 +135,7 @@ class _ReshapeFn(StageFn):
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
         work.shards = [
-            recipe.finish(execution.make(recipe, views, work.arena.empty))
+            recipe.finish(stack(recipe, views, work.arena.empty))
             for recipe, views in zip(work.unit.recipes, work.views, strict=True)
         ]
         work.values, work.views = [], []
