@@ -39,6 +39,16 @@ def intersection(one: Box, other: Box) -> Box:
     return tuple((max(a, b), min(end, stop)) for (a, end), (b, stop) in zip(one, other, strict=True))
 
 
+def around(one: Box, other: Box) -> Box:
+    """The smallest box that holds two."""
+    return tuple((min(a, b), max(end, stop)) for (a, end), (b, stop) in zip(one, other, strict=True))
+
+
+def tile(index: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> Box:
+    """The box of one of the tiles of `step` that an array is cut into; cropped at the array's end."""
+    return tuple((at * n, min((at + 1) * n, size)) for at, n, size in zip(index, step, shape, strict=True))
+
+
 def meet(one: Box, other: Box) -> bool:
     """Whether two boxes of one array have an element in common."""
     return all(max(a, b) < min(end, stop) for (a, end), (b, stop) in zip(one, other, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.boxes import Box, tile
 
 # of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
 INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4
@@ -46,9 +46,7 @@ class ArraySpec:
 
     def shard_box(self, index: tuple[int, ...]) -> Box:
         """The box of a shard; cropped at the array's end."""
-        return tuple(
-            (i * step, min((i + 1) * step, size)) for i, step, size in zip(index, self.shard, self.shape, strict=True)
-        )
+        return tile(index, self.shard, self.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tr
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
-from weightbeam.model_mappings.boxes import Box, extent, slices, volume
+from weightbeam.model_mappings.boxes import Box, extent, slices, tile, volume
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import ArraySource, Cost, Described, Wanted, cast
 from weightbeam.transforms.comparing.array_sums import (
@@ -189,14 +189,8 @@ class Orbax(ArraySource):
                     range(start // step, -(-stop // step)) for (start, stop), step in zip(box, array.grain, strict=True)
                 ]
                 chunks |= set(itertools.product(*touched))
-        sizes = (
-            tuple(
-                (at * step, min((at + 1) * step, size))
-                for at, step, size in zip(chunk, array.grain, array.shape, strict=True)
-            )
-            for chunk in chunks
-        )
-        return Cost(sum(map(volume, sizes)) * array.dtype.itemsize, len(chunks))
+        elements = sum(volume(tile(chunk, array.grain, array.shape)) for chunk in chunks)
+        return Cost(elements * array.dtype.itemsize, len(chunks))
 
     def identity(self) -> dict[str, str]:
         remote = "://" in self.url

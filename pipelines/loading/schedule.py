@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.boxes import Box, tile, whole
 from weightbeam.pipelines.loading.source import ArraySource, Described
 from weightbeam.transforms.cutting.grid import cut_axis
 
@@ -166,11 +166,8 @@ class ReadBlock:
                 box = tuple((at, at + n) for at, n in zip(corner, self.extent, strict=True))
                 yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),), is_first)
             else:
-                index = np.unravel_index(number, self.ways) if self.ways else ()
-                spans = [
-                    (int(i) * n, min((int(i) + 1) * n, size))
-                    for i, n, size in zip(index, self.slice_shape, self.shape, strict=True)
-                ]
+                index = map(int, np.unravel_index(number, self.ways)) if self.ways else ()
+                spans = tile(tuple(index), self.slice_shape, self.shape)
                 yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)), is_first)
 
     def _parts(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, Box]]:

@@ -22,7 +22,7 @@ from weightbeam.formats.orbax.source import ChunkRead, OrbaxArray
 from weightbeam.formats.record.provenance import RECORD, digest
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.text.printable import listed
-from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.boxes import Box, tile, whole
 from weightbeam.model_mappings.plan import Problem
 
 NOT_COMPARED = "not compared:"
@@ -156,10 +156,7 @@ def _shards_in(array: Sharded, box: Box) -> Iterator[Box]:
         for (start, stop), step, size in zip(box, array.shard, array.shape, strict=True)
     ]
     for index in itertools.product(*whole):
-        yield tuple(
-            (at * step, min((at + 1) * step, size))
-            for at, step, size in zip(index, array.shard, array.shape, strict=True)
-        )
+        yield tile(index, array.shard, array.shape)
 
 
 def shard_count(array: Sharded) -> int:

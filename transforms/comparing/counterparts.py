@@ -13,7 +13,7 @@ import numpy as np
 from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, read_boxes
-from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.plan import bits_of, holds, is_float
 from weightbeam.transforms.comparing.verification import (
     SLAB_ELEMENTS,
@@ -113,12 +113,11 @@ def compare_counterparts(pair: Counterpart) -> ArrayResult:
 
 def _slabs(encoding: Encoding) -> Iterator[Box]:
     """Boxes of an encoding that together are all of it, each of about `SLAB_ELEMENTS`, cut along one axis that may be."""
-    shape = encoding.shape
-    whole = tuple((0, size) for size in shape)
+    shape, every = encoding.shape, whole(encoding.shape)
     axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
     if axis is None:
-        yield whole
+        yield every
         return
     step = max(1, SLAB_ELEMENTS * shape[axis] // max(1, math.prod(shape)))
     for start in range(0, shape[axis], step):
-        yield (*whole[:axis], (start, min(start + step, shape[axis])), *whole[axis + 1 :])
+        yield (*every[:axis], (start, min(start + step, shape[axis])), *every[axis + 1 :])

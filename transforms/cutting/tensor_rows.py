@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from weightbeam.model_mappings.boxes import Box, volume
+from weightbeam.model_mappings.boxes import Box, around, volume
 from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array
@@ -57,7 +57,7 @@ def _boxes(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[Box, tuple[tup
         boxes.append(new)
         while len(boxes) > 1:
             (a, filled, mine), (b, more, others) = boxes[-1], boxes[-2]
-            union = tuple((min(x[0], y[0]), max(x[1], y[1])) for x, y in zip(a, b, strict=True))
+            union = around(a, b)
             if volume(union) > volume(a) + volume(b):
                 break
             boxes[-2:] = [(union, filled + more, others + mine)]

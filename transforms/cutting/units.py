@@ -15,7 +15,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import StoredArray
 from weightbeam.formats.orbax.zarr import ArraySpec
-from weightbeam.model_mappings.boxes import Box, extent, intersection, volume
+from weightbeam.model_mappings.boxes import Box, around, extent, intersection, volume
 from weightbeam.model_mappings.cells import Part, Piece
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.cutting.blocks import Block, element_box
@@ -144,7 +144,7 @@ def fetches_for(pieces: Iterable[Piece]) -> dict[str, list[tuple[Box, bool]]]:
 
 def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
     for i, (box, already) in enumerate(boxes):
-        union = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, new, strict=True))
+        union = around(box, new)
         if volume(union) <= volume(box) + volume(new):
             del boxes[i]
             _join(boxes, union, computed or already)
