@@ -15,6 +15,7 @@ from weightbeam.model_mappings.cells import Cell, Part, Piece
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.rules import TODO
 
 MAX_ELEMENTS = 1 << 43  # of a model: 8.8 trillion parameters
@@ -128,6 +129,21 @@ class ArrayPlan:
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     maxtext: MaxTextConfig | None = None
     code: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        naming: ModelNaming,
+        arrays: tuple[Array, ...],
+        dropped: Mapping[str, str],
+        problems: Iterable[Problem],
+        note: str,
+        maxtext: MaxTextConfig | None,
+    ) -> ArrayPlan:
+        """That of one of a family's models."""
+        name, support, code = family.name, family.support, family.code
+        return cls(name, arrays, dropped, tuple(problems), note, support, naming.model, naming.sizes, maxtext, code)
 
 
 def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:

@@ -40,8 +40,8 @@ from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import Conversion, meshes_of
-from weightbeam.transforms.planning.conversion_planner import UNKNOWN_FAMILY, prepare
-from weightbeam.transforms.planning.layouts import version_of
+from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.layouts import UNKNOWN_FAMILY, version_of
 from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
 
 LOG = logging.getLogger("weightbeam")

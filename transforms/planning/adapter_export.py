@@ -39,7 +39,7 @@ SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
 _NAMED = re.compile(r"(?P<tensor>.+)\[.*\]\.lora_(?P<side>[ab])")  # as `model_mappings.adapters.name_of` names it
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterExport(Export):
     """The plan of an adapter's export; `names` has none for a factor of a layer without an adapter.
 
@@ -126,16 +126,17 @@ def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, sl
         if not entries:
             problems.append(Problem("adapter", source.root, "holds nothing but zeros, which are no adapter"))
     return AdapterExport(
-        options,
-        source,
-        like,
-        ArrayPlan(found.family.name if found.family else "unknown", arrays, {}, tuple(problems), model=found.model),
-        names,
-        files,
-        made.grids,
-        made.units,
+        options=options,
+        source=source,
+        like=like,
+        plan=ArrayPlan(
+            found.family.name if found.family else "unknown", arrays, {}, tuple(problems), model=found.model
+        ),
+        names=names,
+        files=files,
+        grids=made.grids,
+        units=made.units,
         lossy={name: reason for tensor, reason in rounded.items() for name in names[tensor]},
-        config_edits={},
         form=like,
         large=made.unpacked,
         slots=slots,

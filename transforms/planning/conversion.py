@@ -69,7 +69,7 @@ def format_of(options: Options) -> Format:
     return Format(options.use_ocdbt, options.use_zarr3, options.compression)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion(Transfer):
     """The plan of a conversion, its chunk grids and its units.
 
@@ -93,10 +93,10 @@ class Conversion(Transfer):
     options: Options
     source: HfCheckpoint
     plan: ArrayPlan
-    encodings: dict[str, Encoding]
-    grids: tuple[Grid, ...]
-    units: tuple[tuple[Block, ...], ...]
-    warnings: tuple[str, ...]
+    encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    grids: tuple[Grid, ...] = ()
+    units: tuple[tuple[Block, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     merging: Merging | None = None

@@ -65,10 +65,9 @@ from weightbeam.transforms.cutting.grid import (
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import Conversion, dtype_of, format_of, meshes_of, rules_of
-from weightbeam.transforms.planning.layouts import maxtext_of
+from weightbeam.transforms.planning.layouts import config_problem, maxtext_of
 from weightbeam.transforms.planning.options import Options, options_from
 
-UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 COPY = "copy"  # the kind of problem where what is left out as a copy of another tensor isn't one
 # problems of one quantised tensor, which don't count where it is dropped
 PAIRING = {"unscaled", "scale", "orphan scale"}
@@ -164,31 +163,19 @@ def prepare(
     cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = ArrayPlan(
-        family.name,
-        arrays,
-        dropped,
-        tuple(problems),
-        table.note,
-        family.support,
-        naming.model,
-        naming.sizes,
-        table.maxtext,
-        family.code,
-    )
     return Conversion(
-        options,
-        checkpoint,
-        plan,
-        dict(source.encodings),
-        cut.grids,
-        cut.units,
-        (*checkpoint.notes, *(() if checkpoint.cut else contradictions), *cut.warnings, *table.warnings),
-        cut.placements,
-        tuple(adapters),
-        merging,
-        folding,
-        slots,
+        options=options,
+        source=checkpoint,
+        plan=ArrayPlan.of(family, naming, arrays, dropped, problems, table.note, table.maxtext),
+        encodings=source.encodings,
+        grids=cut.grids,
+        units=cut.units,
+        warnings=(*checkpoint.notes, *(() if checkpoint.cut else contradictions), *cut.warnings, *table.warnings),
+        placements=cut.placements,
+        adapters=tuple(adapters),
+        merging=merging,
+        folding=folding,
+        slots=slots,
     )
 
 
@@ -204,13 +191,9 @@ def _without_table(
     """
     problems = list(dict.fromkeys(found))
     if checkpoint.config:  # else that it is missing, or empty, is a problem already
-        kind = "config" if isinstance(error, ConfigError) else UNKNOWN_FAMILY
-        problems.append(
-            Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
-        )
-    return Conversion(
-        options, checkpoint, ArrayPlan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters)
-    )
+        problems.append(config_problem(error))
+    plan = ArrayPlan("unknown", (), {}, tuple(problems))
+    return Conversion(options=options, source=checkpoint, plan=plan, adapters=tuple(adapters))
 
 
 def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTensors) -> tuple[ModelNaming, Layout]:

@@ -28,6 +28,7 @@ from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_mode
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
     TOWERS,
+    config_problem,
     layout_of,
     scan_axis_of,
     scan_of,
@@ -82,23 +83,12 @@ def without_table(
     error: ConfigError | UnknownFamilyError | ModelNameError,
 ) -> Export:
     """The export of a model that there is no table for, or whose `config.json` a table can't do with: the one problem."""
-    kind = "config" if isinstance(error, ConfigError) else "family"
-    text = str(error).removeprefix("config.json: ").removeprefix("config.json ")
+    problem = config_problem(error)
     if isinstance(error, ConfigError) and options.maxtext_config:
-        text += f", and {options.maxtext_config} doesn't say it; name a release of the model in its place (--like)"
-    return Export(
-        options,
-        source,
-        like,
-        ArrayPlan("unknown", (), {}, (Problem(kind, "config.json", text),)),
-        {},
-        None,
-        (),
-        (),
-        {},
-        {},
-        like,
-    )
+        hint = f"{options.maxtext_config} doesn't say it; name a release of the model in its place (--like)"
+        problem = dataclasses.replace(problem, message=f"{problem.message}, and {hint}")
+    plan = ArrayPlan("unknown", (), {}, (problem,))
+    return Export(options=options, source=source, like=like, plan=plan, form=like)
 
 
 def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, parts: HfCheckpoint | None) -> ExportTable:

@@ -136,26 +136,26 @@ def plan_export(
         problems += _without_codes(source, table, tensors, written, given)
     files, made = _cut(options, source, table, fit, written, merged, carried, slots) if not problems else (None, Cut())
     return Export(
-        options,
-        source,
-        like,
-        _plan(table, fit, tensors, (*problems, *made.problems)),
-        tensors.names,
-        files,
-        made.grids,
-        made.units,
-        _lossy(fit.arrays, written, tensors.names, merged, view) | _rounded_again(carried, written.carried),
-        config_edits(table, fit, drops, tensors, like),
-        table.form,
-        (
+        options=options,
+        source=source,
+        like=like,
+        plan=_plan(table, fit, tensors, (*problems, *made.problems)),
+        names=tensors.names,
+        files=files,
+        grids=made.grids,
+        units=made.units,
+        lossy=_lossy(fit.arrays, written, tensors.names, merged, view) | _rounded_again(carried, written.carried),
+        config_edits=config_edits(table, fit, drops, tensors, like),
+        form=table.form,
+        warnings=(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
             *warn_of_variables(tensors.taken, like),
             *warn_of_rows(source, table, fit, like),
             *warn_of_codes(written.quantized),
         ),
-        tuple(adapters),
-        merged,
+        adapters=tuple(adapters),
+        merged=merged,
         quantized=written.quantized,
         quantization=quantization_of(written, given, view, like),
         given=given,
@@ -404,18 +404,7 @@ def _plan(table: ExportTable, fit: ExportFit, tensors: ExportTensors, problems: 
     dropped = {table.spelled(name): reason for name, reason in tensors.dropped.items()}
     note = family.note(config, fit.layout)
     maxtext, _ = maxtext_of(family, config, fit.layout, naming)
-    return ArrayPlan(
-        family.name,
-        fit.arrays,
-        dropped,
-        tuple(problems),
-        note,
-        family.support,
-        naming.model,
-        naming.sizes,
-        maxtext,
-        family.code,
-    )
+    return ArrayPlan.of(family, naming, fit.arrays, dropped, problems, note, maxtext)
 
 
 def _lossy(

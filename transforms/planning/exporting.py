@@ -91,7 +91,7 @@ class Like:
         return cls(checkpoint.root, checkpoint.config, tensors, told, coded)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(FromCheckpoint, ToRelease):
     """The plan of an export.
 
@@ -122,12 +122,12 @@ class Export(FromCheckpoint, ToRelease):
     source: OrbaxCheckpoint
     like: Like
     plan: ArrayPlan
-    names: Mapping[str, tuple[str, ...]]
-    files: FileLayout | None
-    grids: tuple[Grid, ...]
-    units: tuple[tuple[Block, ...], ...]
-    lossy: Mapping[str, str]
-    config_edits: Mapping[str, Any]
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    files: FileLayout | None = None
+    grids: tuple[Grid, ...] = ()
+    units: tuple[tuple[Block, ...], ...] = ()
+    lossy: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config_edits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     form: Like
     warnings: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()

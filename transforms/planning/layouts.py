@@ -13,8 +13,9 @@ from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
-from weightbeam.model_mappings.naming import ModelNaming
-from weightbeam.model_mappings.plan import PARAMETERS, expand, key_of
+from weightbeam.model_mappings.naming import ModelNameError, ModelNaming
+from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.model_mappings.versions import DEFAULT, UNSAID, VERSIONS
 
@@ -22,6 +23,7 @@ EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
 ENCODERS = ("vision_encoder", "audio_encoder")  # where MaxText's tree has a tower
 TOWERS = tuple(f"{PARAMETERS}{name}." for name in ENCODERS)
 MTP = f"{PARAMETERS}mtp_block."
+UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 SCAN_AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
 
 
@@ -98,6 +100,12 @@ def version_of(family: Family, config: Config, layout: Layout, weights: Collecti
         )
 
     return min(VERSIONS, key=lambda version: (amiss(version), version != layout.maxtext))
+
+
+def config_problem(error: ConfigError | UnknownFamilyError | ModelNameError) -> Problem:
+    """That there is no table for a model, or that a table can't do with its `config.json`."""
+    kind = "config" if isinstance(error, ConfigError) else UNKNOWN_FAMILY
+    return Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
 
 
 def maxtext_of(

@@ -83,9 +83,8 @@ def plan_merge(
     replaced = _replaced(options, checkpoint, source, decoded)
     quantization, why = _quantization(checkpoint, source, decoded)
     problems = (*_find_problems(options, checkpoint, source, adapters, merging, touched), *why)
-    made = Merge(
-        options, checkpoint, tuple(adapters), ArrayPlan("identity", (), replaced, problems), {}, None, (), merging
-    )
+    plan = ArrayPlan("identity", (), replaced, problems)
+    made = Merge(options=options, source=checkpoint, adapters=tuple(adapters), plan=plan, merging=merging)
     if problems:
         return made
     encodings = _encodings(checkpoint, touched, decoded, replaced)

@@ -35,7 +35,7 @@ KEPT_MODULES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(ToRelease):
     """The plan of a merge.
 
@@ -58,9 +58,9 @@ class Merge(ToRelease):
     source: HfCheckpoint
     adapters: tuple[Adapter, ...]
     plan: ArrayPlan
-    encodings: Mapping[str, Encoding]
-    files: FileLayout | None
-    units: tuple[tuple[Block, ...], ...]
+    encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    files: FileLayout | None = None
+    units: tuple[tuple[Block, ...], ...] = ()
     merging: Merging
     quantization: Mapping[str, Any] | None = None
     quantized: frozenset[str] = frozenset()
