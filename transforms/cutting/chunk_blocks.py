@@ -29,7 +29,7 @@ MOST_READS = 8  # of a chunk that is small, and can't be decoded as a stream
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ChunkUnits:
     """How arrays are cut.
 
     Attributes:
@@ -52,7 +52,7 @@ def cut(
     quantized: Container[str],
     unit_bytes: int,
     slots: int | None = None,
-) -> Cut:
+) -> ChunkUnits:
     """Cuts arrays.
 
     Args:
@@ -77,7 +77,7 @@ def cut(
 
     grids = tuple(map(regrained, arrays, by_chunks))
     problems = tuple(_too_large(grids, unit_bytes, whole))
-    return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
+    return ChunkUnits(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
 
 
 def grid_of(

@@ -26,7 +26,7 @@ from weightbeam.model_mappings.cells import Cell
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
 from weightbeam.transforms.comparing.array_sums import find_lost
-from weightbeam.transforms.cutting.chunk_blocks import Cut, cut
+from weightbeam.transforms.cutting.chunk_blocks import ChunkUnits, cut
 from weightbeam.transforms.cutting.files import Entry, plan_files
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import read
@@ -107,7 +107,7 @@ def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, sl
         Array(key, part.shape, source.weights[key].dtype, (None,) * len(part.shape), (part,), None)
         for key, part in found.parts.items()
     )
-    problems, files, made = [*found.problems, *find_lost(source.record, source.arrays)], None, Cut()
+    problems, files, made = [*found.problems, *find_lost(source.record, source.arrays)], None, ChunkUnits()
     names, rounded = dict[str, tuple[str, ...]](), dict[str, str]()
     if not problems:
         names = _names(source, arrays, found, like)

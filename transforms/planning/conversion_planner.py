@@ -93,7 +93,7 @@ class _Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _Grids:
     """How arrays are cut; all empty if they can't be, and then `problems` say why.
 
     Attributes:
@@ -160,7 +160,7 @@ def prepare(
     copies = {copy: of for copy, of in family.copies(config, layout).items() if not known & {copy, of}}
     compared, unlike = _check_copies(stored, copies, dropped)
     dropped, problems = dropped | compared, [*problems, *unlike]
-    cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
+    cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Grids()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
     return Conversion(
@@ -310,7 +310,7 @@ def _cut(
     encodings: Mapping[str, Encoding],
     meshes: Sequence[Mesh],
     slots: int | None,
-) -> _Cut:
+) -> _Grids:
     """Cuts the arrays into chunks and shards, and these into units; with `--virtual` only those that can't stay where
     they are.
     """
@@ -331,8 +331,8 @@ def _cut(
         made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
         units = _units(options, arrays, made, grids, encodings, slots) if not problems else ()
     except UnitBytesError as e:
-        return _Cut(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
-    return _Cut(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
+        return _Grids(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
+    return _Grids(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
 
 
 def _adapter_family(family: Family, folding: Folding) -> Family:

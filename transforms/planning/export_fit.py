@@ -23,7 +23,7 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import read_back
-from weightbeam.transforms.planning.export_state import ExportDrops, ExportFit, ExportTable, ExportView, Released
+from weightbeam.transforms.planning.export_state import ExportDrops, ExportFit, ExportTable, ExportView, ReleasedTensor
 from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
 from weightbeam.transforms.planning.layouts import (
     SCAN_AXES,
@@ -129,10 +129,10 @@ def _said_model(source: OrbaxCheckpoint) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _released(like: Like, family: Family) -> dict[str, Released]:
+def _released(like: Like, family: Family) -> dict[str, ReleasedTensor]:
     """The release's tensors by the table's names."""
     return {
-        rename(name, family.aliases): Released(dtype, shape, file, name)
+        rename(name, family.aliases): ReleasedTensor(dtype, shape, file, name)
         for name, (dtype, shape, file) in like.tensors.items()
     }
 
@@ -305,7 +305,7 @@ def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
 def _specs(
     arrays: Iterable[Array],
     shapes: Mapping[str, tuple[int, ...]],
-    released: Mapping[str, Released],
+    released: Mapping[str, ReleasedTensor],
     copies: Mapping[str, str],
     like: Like,
 ) -> dict[str, TensorSpec]:

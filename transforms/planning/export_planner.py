@@ -43,7 +43,7 @@ from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem, TensorSpec
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.transforms.comparing.array_sums import find_lost
 from weightbeam.transforms.cutting.blocks import Block, cut_blocks, find_twins
-from weightbeam.transforms.cutting.chunk_blocks import Cut, cut, grid_of
+from weightbeam.transforms.cutting.chunk_blocks import ChunkUnits, cut, grid_of
 from weightbeam.transforms.cutting.files import Entry, FileLayout, plan_files
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.quantizing import (
@@ -134,7 +134,9 @@ def plan_export(
     written = _write_as(options, source, fit, tensors, carried, quantize, given)
     if quantize:
         problems += _without_codes(source, table, tensors, written, given)
-    files, made = _cut(options, source, table, fit, written, merged, carried, slots) if not problems else (None, Cut())
+    files, made = (
+        _cut(options, source, table, fit, written, merged, carried, slots) if not problems else (None, ChunkUnits())
+    )
     return Export(
         options=options,
         source=source,
@@ -367,7 +369,7 @@ def _cut(
     merged: Mapping[str, Encoding],
     carried: Mapping[str, Encoding],
     slots: int | None,
-) -> tuple[FileLayout, Cut]:
+) -> tuple[FileLayout, ChunkUnits]:
     """Which tensor goes into which file, and the units: those of the arrays, then those of what is carried."""
     order = {tensor.name: tensor.file for tensor in table.released.values()}
     entries = [*with_scales(written.entries, written.quantized), *written.carried]

@@ -22,7 +22,7 @@ from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.text_model import ALONE
 
 
-class Released(NamedTuple):
+class ReleasedTensor(NamedTuple):
     """A tensor of the release whose form the export takes; `name` is the release's own for it."""
 
     dtype: str
@@ -47,7 +47,7 @@ class ExportTable:
     naming: ModelNaming
     form: Like
     config: Config
-    released: Mapping[str, Released]
+    released: Mapping[str, ReleasedTensor]
     parts: ReleaseTensors | None
 
     def spelled(self, name: str) -> str:
