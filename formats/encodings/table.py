@@ -38,6 +38,12 @@ DROPPED = {
     ),
 }  # fmt: skip
 
+# By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
+KEPT_MODULES = {
+    "fp8": "modules_to_not_convert", "mxfp4": "modules_to_not_convert", "awq": "modules_to_not_convert", "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+}  # fmt: skip
+
 # `quant_method`s without an entry whose name says less than it could.
 REFUSED_METHODS = {
     **dict.fromkeys(AUTOROUND, "AutoRound's own packing"),

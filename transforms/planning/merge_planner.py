@@ -13,6 +13,7 @@ from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.adapters.modules import EXPERT
 from weightbeam.formats.encodings import Encoding, Plain, quantizing
 from weightbeam.formats.encodings.quantizing import FUSED
+from weightbeam.formats.encodings.table import KEPT_MODULES
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -28,7 +29,7 @@ from weightbeam.transforms.cutting.quantizing import (
 )
 from weightbeam.transforms.cutting.row_blocks import row_units
 from weightbeam.transforms.planning.exporting import dtype_of_model
-from weightbeam.transforms.planning.merging import KEPT_MODULES, Merge
+from weightbeam.transforms.planning.merging import Merge
 from weightbeam.transforms.planning.options import MergeOptions, options_from
 
 # the weights of a module that vLLM joins into one tensor, beside experts (`packed_modules_mapping` of its models,

@@ -28,12 +28,6 @@ from weightbeam.transforms.cutting.units import Fetch, Unit
 from weightbeam.transforms.planning.options import MergeOptions
 from weightbeam.transforms.planning.to_release import ToRelease
 
-# By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
-KEPT_MODULES = {
-    "fp8": "modules_to_not_convert", "mxfp4": "modules_to_not_convert", "awq": "modules_to_not_convert", "bitsandbytes": "llm_int8_skip_modules",
-    "compressed-tensors": "ignore",
-}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(ToRelease):
