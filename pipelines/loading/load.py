@@ -55,6 +55,7 @@ from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import check_known, read_options
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of
 from weightbeam.transforms.planning.options import Options
 
 if TYPE_CHECKING:
@@ -222,11 +223,13 @@ def _open(
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
     told = dict(given)
     values = values_asked(given, has_scales(tree.keys))
-    shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in tree.targets}
-    if rows := shapes.get("token_embedder.embedding", ())[:1]:
+    shapes = {
+        PARAMETERS + target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape
+        for target in tree.targets
+    }
+    if rows := shapes.get(EMBEDDING, ())[:1]:
         told.setdefault("vocab_size", rows[0])
-    told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
-    told.setdefault("multimodal", any(key.startswith(("vision_encoder.", "audio_encoder.")) for key in shapes))
+    told = parts_of(shapes) | told
     best: tuple[int, ArraySource, Options] | None = None
     refused: Refused | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:

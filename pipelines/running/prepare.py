@@ -28,7 +28,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.families import identity
-from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import has_scales, is_scanned
@@ -41,7 +41,7 @@ from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import Conversion, meshes_of
 from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.layouts import UNKNOWN_FAMILY, version_of
+from weightbeam.transforms.planning.layouts import EMBEDDING, UNKNOWN_FAMILY, parts_of, version_of
 from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
 
 LOG = logging.getLogger("weightbeam")
@@ -210,13 +210,9 @@ def options_of(
     if "scan_layers" in custom:
         said["scan_layers"] = custom["scan_layers"]
     said.setdefault("scan_layers", is_scanned(stores))
-    if "vocab_size" not in said and (embedding := stores.get(f"{PARAMETERS}token_embedder.embedding")):
+    if "vocab_size" not in said and (embedding := stores.get(EMBEDDING)):
         said["vocab_size"] = embedding.shape[0]
-    said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
-    said.setdefault(
-        "multimodal",
-        any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores),
-    )
+    said = parts_of(stores) | said
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
     known = {field.name for field in dataclasses.fields(Options)} - left_out
     said |= {key: value for key, value in given.items() if value is not None}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from weightbeam.formats.orbax.metadata import HANDLER
 from weightbeam.formats.orbax.scaled import ScaledArray
@@ -59,6 +60,11 @@ def is_tower(target: str) -> bool:
     return target.partition("/")[0] in ENCODERS
 
 
+def parts_of(keys: Collection[str]) -> dict[str, Any]:
+    """Which parts beside the language model arrays are of, by the names of the options that ask for them."""
+    return {"mtp": any(key.startswith(MTP) for key in keys), "multimodal": any(key.startswith(TOWERS) for key in keys)}
+
+
 def layout_of(
     weights: Mapping[str, OrbaxArray | ScaledArray],
     scan: bool | None,
@@ -73,11 +79,12 @@ def layout_of(
       model: MaxText's, where it is known.
       shapes: of the release's tensors.
     """
+    parts = parts_of(weights)
     return Layout(
         scan=bool(scan),
         vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
-        mtp=any(key.startswith(MTP) for key in weights),
-        multimodal=any(key.startswith(TOWERS) for key in weights),
+        mtp=parts["mtp"],
+        multimodal=parts["multimodal"],
         model=model,
         shapes=shapes,
     )
