@@ -23,7 +23,7 @@ import xxhash
 
 import weightbeam
 from weightbeam.formats.record.extremes import Extremes
-from weightbeam.formats.safetensors import DTYPES, Tensor
+from weightbeam.formats.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import Box
 
@@ -131,6 +131,18 @@ def record_json(record: Mapping[str, Any]) -> bytes:
     return (
         "{\n " + ",\n ".join(f"{json.dumps(key)}: {lines(value)}" for key, value in record.items()) + "\n}\n"
     ).encode()
+
+
+def tensors_said(tensors: Iterable[Tensor]) -> dict[str, dict[str, Any]]:
+    """A release's tensors as a record has them: as they are stored, codes and scales among them."""
+    return {
+        tensor.name: {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "file": tensor.path.rpartition("/")[2],
+        }
+        for tensor in tensors
+    }
 
 
 def tensors_of(record: Mapping[str, Any]) -> dict[str, Tensor]:

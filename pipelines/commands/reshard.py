@@ -13,7 +13,7 @@ from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_beside, check_committed, files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax.state import surroundings
-from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint
+from weightbeam.formats.record.provenance import tensors_said
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.text.printable import printable
@@ -295,7 +295,7 @@ def find_model(
     if like is None:
         return Model(dict(form.config), shapes, name, {}, files, "its config.json")
     assert release is not None  # it was named
-    remembered = {"config": dict(form.config), "tensors": _tensors(release), "like": form.root}
+    remembered = {"config": dict(form.config), "tensors": tensors_said(release.tensors.values()), "like": form.root}
     return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
 
 
@@ -321,14 +321,6 @@ def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None,
         if FILE in files:  # somebody's own file
             return Model(name=name, files=files)
         raise Refused(f"{of}: {e}") from e
-
-
-def _tensors(release: HfCheckpoint) -> dict[str, Any]:
-    """A release's tensors as a record has them: as they are stored, codes and scales among them."""
-    return {
-        name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "file": tensor.path.rpartition("/")[2]}
-        for name, tensor in release.tensors.items()
-    }
 
 
 def _rounded(planned: Reshard) -> Counter[str]:

@@ -18,9 +18,10 @@ from weightbeam.formats.encodings.made_codes import MadeScales
 from weightbeam.formats.orbax.references import Reference
 from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.record.extremes import SEEN, Extremes
+from weightbeam.formats.record.provenance import tensors_said
 from weightbeam.formats.release.archive import keep_files, kept_files
 from weightbeam.formats.release.small_files import SmallFiles, files_of
-from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
+from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import SOURCE, check_source, identify, put_source
 from weightbeam.formats.storage import Store, open_store
@@ -287,11 +288,6 @@ class Conversion(Transfer):
 
     def facts(self) -> dict[str, Any]:
         is_coded = self.options.save_dtype == CODES
-        tensors = {
-            tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
-            for shard in self.source.shards
-            for tensor in shard.tensors
-        }
         return {
             "source": self.made_of or self.source.root,
             "shards": self._shards(()),
@@ -302,7 +298,7 @@ class Conversion(Transfer):
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
             "config": {key: value for key, value in self.source.config.items() if is_coded or key not in QUANT_CONFIGS},
-            "tensors": tensors,
+            "tensors": tensors_said(tensor for shard in self.source.shards for tensor in shard.tensors),
         }
 
     def staged(self) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint, load_ch
 from weightbeam.formats.orbax.state import Surroundings
 from weightbeam.formats.orbax.unpacking import why_whole
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.record.provenance import tensors_of
+from weightbeam.formats.record.provenance import tensors_of, tensors_said
 from weightbeam.formats.release.archive import ARCHIVE, edit_archive
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.safetensors import DTYPE_NAMES, HfCheckpoint, Shard
+from weightbeam.formats.safetensors import HfCheckpoint, Shard
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import MAX_COUNT
 from weightbeam.model_mappings.cut import Cut, numbers, spans
@@ -150,11 +150,8 @@ def take(cut: Cut, source: OrbaxCheckpoint, model: Model) -> tuple[Taken | None,
         why = "nothing says which model it is; --like names a release of it"
         option, asked = ("--layers", cut.layers) if cut.layers else ("--experts", cut.experts)
         return None, [*made.problems] or [Problem("cut", option, f"{asked}: {why}")]
-    named = {
-        name: {"dtype": DTYPE_NAMES[each.dtype], "shape": list(each.shape), "file": each.path}
-        for name, each in made.tensors.items()
-    }
-    new_said = {key: value for key, value in (("config", made.config), ("tensors", named)) if key in said}
+    now_said = {"config": made.config, "tensors": tensors_said(made.tensors.values())}
+    new_said = {key: value for key, value in now_said.items() if key in said}
     remembered = {**model.remembered, **new_said}
     files = {name: edit_archive(data, made) if name == ARCHIVE else data for name, data in model.files.items()}
     shapes = {name: shape for name, (_, shape, _) in Like.of(made).tensors.items()}
