@@ -31,11 +31,12 @@ from weightbeam.formats.encodings.encoding import (
     StoredArray,
     Transposed,
     stored_bytes,
+    values_dtype,
 )
 from weightbeam.formats.encodings.nibbles import ScaleError
 from weightbeam.formats.encodings.scaled import Scaled
 
 __all__ = [
     "ContentError", "Encoding", "Overhead", "Plain", "Read", "ScaleError", "Scaled", "StoredArray", "Transposed",
-    "stored_bytes",
+    "stored_bytes", "values_dtype",
 ]  # fmt: skip

@@ -14,6 +14,8 @@ import numpy as np
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, whole
 
+COMPUTED = np.dtype(np.float32)  # what values are computed in
+
 
 class Read(Protocol):
     """A part of something that is stored, to be read."""
@@ -193,6 +195,11 @@ def stored_bytes(encoding: StoredArray, box: Box | None = None) -> int:
       Bytes of files.
     """
     return sum(read.nbytes for read in encoding.reads(whole(encoding.shape) if box is None else box))
+
+
+def values_dtype(encoding: Encoding, computed: np.dtype = COMPUTED) -> np.dtype:
+    """The dtype of values: their own where they are stored as they are, else the one that they are `computed` in."""
+    return encoding.weight.dtype if encoding.label is None else computed
 
 
 def cover(span: Range, size: int) -> Range:

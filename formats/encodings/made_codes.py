@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import InOrder, cover
-from weightbeam.formats.encodings.quantizing import BLOCK, CODES, find_scales, quantize, scale_shape
+from weightbeam.formats.encodings.quantizing import BLOCK, CODES, REASON, find_scales, quantize, scale_shape
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
@@ -46,7 +46,7 @@ class MadeCodes(InOrder):
     """
 
     values: Tensor
-    label = "quantised to FP8, a scale for each 128 × 128 values"
+    label = REASON
     decode_rate = CODES_RATE
 
     @property

@@ -34,6 +34,7 @@ STRIP = 2048  # columns that are quantised at a time: in float32 a block's rows 
 BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
 # one unit in the last place of bfloat16, relative: how far one rounding, and a factor undone, move a value
 UNTOUCHED = np.float32(2**-7)
+REASON = "quantised to FP8, a scale for each 128 × 128 values"  # why values aren't a source's to the bit
 SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
 
 

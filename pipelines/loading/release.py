@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from weightbeam import __version__
-from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.encodings import Encoding, stored_bytes, values_dtype
 from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
@@ -153,7 +153,7 @@ class Tensors(ArraySource):
 
     @staticmethod
     def _described(encoding: Encoding) -> Described:
-        dtype = encoding.weight.dtype if encoding.label is None else np.dtype(np.float32)
+        dtype = values_dtype(encoding)
         order = tuple(axis for axis in encoding.order[:-1] if axis not in encoding.indivisible)
         stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
         position = encoding.weight.path, encoding.weight.offset

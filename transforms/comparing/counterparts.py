@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.encodings import Encoding, Plain, values_dtype
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, whole
@@ -90,7 +90,7 @@ def copied(encodings: Mapping[str, Encoding], copies: Mapping[str, str]) -> dict
 def compare_counterparts(pair: Counterpart) -> ArrayResult:
     """Compares a tensor with what it should be, slab by slab: byte by byte, or where it was cast by the bits of that."""
     dtype, wanted = pair.found.weight.dtype, pair.wanted
-    had = np.dtype(np.float32) if wanted.label is not None else wanted.weight.dtype
+    had = values_dtype(wanted)
     result = ArrayResult(pair.name, 0, 0, is_float(had) and not holds(dtype, had), None)
     for box in _slabs(wanted):
         stored, _ = read_boxes(wanted.reads(box))

@@ -41,7 +41,6 @@ FUSED_CODES = (
     "{:,} tensors of fused experts are codes: where transformers dequantises, on a CPU or a GPU below compute capability "
     "8.9, it takes such codes for weights; load there what weightbeam dequantize makes of this"
 )
-REASON = "quantised to FP8, a scale for each 128 × 128 values"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

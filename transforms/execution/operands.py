@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, values_dtype
 from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray
 from weightbeam.model_mappings.boxes import Box
@@ -45,9 +45,7 @@ class Operand:
 def stored_operand(encoding: Encoding | OrbaxArray | ScaledArray) -> Operand:
     """A tensor in a release's file, or an array of an Orbax checkpoint, codes and scales as one."""
     held = encoding.codes if isinstance(encoding, ScaledArray) else encoding
-    dtype = np.dtype(np.float32)
-    if encoding.label is None:
-        dtype = encoding.dtype if isinstance(encoding, OrbaxArray) else cast(Encoding, encoding).weight.dtype
+    dtype = encoding.dtype if isinstance(encoding, OrbaxArray | ScaledArray) else values_dtype(encoding)
 
     def fetch(box: Box) -> np.ndarray:
         fetches = [Fetch(cast(Encoding, encoding), box, dtype)]

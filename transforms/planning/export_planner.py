@@ -31,7 +31,8 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, merge
 from weightbeam.formats.adapters.ties import find_ties
-from weightbeam.formats.encodings import Encoding, Plain, StoredArray
+from weightbeam.formats.encodings import Encoding, Plain, StoredArray, values_dtype
+from weightbeam.formats.encodings.quantizing import REASON
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.release.source import stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -47,7 +48,6 @@ from weightbeam.transforms.cutting.chunk_blocks import ChunkUnits, cut, grid_of
 from weightbeam.transforms.cutting.files import Entry, FileLayout, plan_files
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.quantizing import (
-    REASON,
     Given,
     find_quantized,
     in_blocks,
@@ -86,7 +86,7 @@ from weightbeam.transforms.planning.export_state import (
     ExportWritten,
     made_of,
 )
-from weightbeam.transforms.planning.exporting import Export, Like
+from weightbeam.transforms.planning.exporting import RELEASED_VALUES, Export, Like
 from weightbeam.transforms.planning.layouts import MTP, TOWERS, maxtext_of
 from weightbeam.transforms.planning.options import RELEASED, ExportOptions, options_from
 
@@ -268,11 +268,6 @@ def _carry(
     return {name: Plain(parts.tensors[name]) for name in sorted(stored)}
 
 
-def _stored_dtype(encoding: Encoding) -> np.dtype:
-    """Of the values: those that are computed are bfloat16, as `Like` has them."""
-    return encoding.weight.dtype if encoding.label is None else dtype_named("bfloat16")
-
-
 def _write_as(
     options: ExportOptions,
     source: OrbaxCheckpoint,
@@ -286,7 +281,8 @@ def _write_as(
     names, made = tensors.names, tensors.made
     dtypes = {name: _target_dtype(options, spec.dtype) for name, spec in made.items()}
     entries = [Entry(one, dtypes[name], made[name].shape) for name, ones in names.items() for one in ones]
-    others = [Entry(name, _target_dtype(options, _stored_dtype(one)), one.shape) for name, one in carried.items()]
+    had = {name: values_dtype(encoding, RELEASED_VALUES) for name, encoding in carried.items()}
+    others = [Entry(name, _target_dtype(options, had[name]), encoding.shape) for name, encoding in carried.items()]
     quantized = find_quantized(entries, given) if quantize else frozenset[str]()
     if quantized:
         quantized -= _not_in_blocks(options, source, fit, tensors, quantized)
@@ -448,7 +444,7 @@ def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) ->
     """Of the tensors that are taken from the release, those whose values aren't its own to the bit."""
     reasons = {}
     for entry in written:
-        had, label = _stored_dtype(carried[entry.name]), carried[entry.name].label
+        had, label = values_dtype(carried[entry.name], RELEASED_VALUES), carried[entry.name].label
         if label or (is_float(had) and not holds(entry.dtype, had)):
             reasons[entry.name] = f"{label or had.name}, rounded to {entry.dtype.name}"
     return reasons

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.adapters import Adapter
-from weightbeam.formats.encodings import Encoding, Scaled, StoredArray, stored_bytes
+from weightbeam.formats.encodings import Encoding, Scaled, StoredArray, stored_bytes, values_dtype
 from weightbeam.formats.orbax.scaled import ScaledArray, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.orbax.unpacking import UnpackedArray
@@ -28,6 +28,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import extent
+from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.cutting.blocks import Block, element_box
@@ -42,6 +43,8 @@ from weightbeam.transforms.planning.from_checkpoint import FromCheckpoint
 from weightbeam.transforms.planning.options import RELEASED, ExportOptions
 from weightbeam.transforms.planning.to_release import ToRelease
 from weightbeam.transforms.planning.transfer import Source
+
+RELEASED_VALUES = dtype_named("bfloat16")  # of a release's quantised tensors, where they are written as values
 
 
 def dtype_of_model(config: Mapping[str, Any]) -> str | None:
@@ -85,8 +88,8 @@ class Like:
         source = open_source(checkpoint)
         tensors = {}
         for name, encoding in source.encodings.items():
-            dtype = encoding.weight.dtype.name if encoding.label is None else "bfloat16"
-            tensors[name] = (dtype, encoding.shape, encoding.weight.path.rpartition("/")[2])
+            dtype = values_dtype(encoding, RELEASED_VALUES)
+            tensors[name] = (dtype.name, encoding.shape, encoding.weight.path.rpartition("/")[2])
         coded = any(isinstance(one, Scaled) and one.square for one in source.encodings.values())
         return cls(checkpoint.root, checkpoint.config, tensors, told, coded)
 

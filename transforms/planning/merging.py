@@ -15,13 +15,14 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.encodings.quantizing import REASON
 from weightbeam.formats.record.naming import digest
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.files import FileLayout
-from weightbeam.transforms.cutting.quantizing import REASON, Given, recipe_for
+from weightbeam.transforms.cutting.quantizing import Given, recipe_for
 from weightbeam.transforms.cutting.row_blocks import itself
 from weightbeam.transforms.cutting.rows import VALUES
 from weightbeam.transforms.cutting.units import Fetch, Unit
