@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
 
 from weightbeam.model_mappings import cut
 
@@ -73,23 +74,26 @@ def naturals(text: str) -> tuple[int, ...]:
 
 def amount(text: str) -> float:
     """A number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0")
-    return number
+    return _number(text, lambda number: 0 < number < math.inf, "above 0")
 
 
 def distance(text: str) -> float:
     """A number from 0 on."""
+    return _number(text, lambda number: 0 <= number < math.inf, "from 0 on")
+
+
+def fraction(text: str) -> float:
+    """A number above 0, up to 1."""
+    return _number(text, lambda number: 0 < number <= 1, "above 0 and up to 1")
+
+
+def _number(text: str, fits: Callable[[float], bool], which: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 0 on")
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number {which}")
     return number
 
 
@@ -100,17 +104,6 @@ def secret(text: str) -> str:
             "… should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token"
         )
     return text
-
-
-def fraction(text: str) -> float:
-    """A number above 0, up to 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0 and up to 1")
-    return number
 
 
 def size(text: str) -> int:
