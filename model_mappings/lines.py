@@ -53,16 +53,12 @@ def eps(default: float = 1e-6) -> Line:
     return dataclasses.replace(real("normalization_layer_epsilon", "rms_norm_eps", default), to_key=positive)
 
 
-def fixed_eps(default: float = 1e-6) -> tuple[Line, ...]:
+def fixed_eps() -> tuple[Line, ...]:
     """The same, where MaxText's layers have their own whatever the key says (models/gemma2.py, gemma3.py, gemma4.py,
     e591f30 and 0.2.5).
     """
-    return eps(default), only(
-        "rms_norm_eps",
-        1e-6,
-        "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little",
-        default,
-    )
+    why = "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little"
+    return eps(), only("rms_norm_eps", 1e-6, why, 1e-6)
 
 
 def head_dim(default: int | None = None) -> Line:
@@ -110,16 +106,14 @@ STREAMS = (
 NO_WINDOW = "MaxText's layer looks at all tokens; logits differ beyond the window. There is no way round"
 
 
-def no_window(field: str = "sliding_window", default: int | None = None) -> Line:
+def no_window(default: int | None = None) -> Line:
     """A window that MaxText's layers haven't got."""
 
     def limit(c: Config, model: str | None) -> str | None:
-        window = c.get(field, default)
-        return (
-            f"{field} is {window}: {NO_WINDOW}"
-            if window and window < c.size("max_position_embeddings", MAX_SIZE)
-            else None
-        )
+        window = c.get("sliding_window", default)
+        if window and window < c.size("max_position_embeddings", MAX_SIZE):
+            return f"sliding_window is {window}: {NO_WINDOW}"
+        return None
 
     return unless(limit)
 

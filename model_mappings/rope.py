@@ -82,7 +82,7 @@ def theta(key: str, kind: str = "", default: float = THETA) -> Line:
     )
 
 
-def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) -> tuple[Line, ...]:
+def yarn_lines(kind: str = "") -> tuple[Line, ...]:
     """YaRN's keys, for models whose rotary embedding it is."""
     prefix = f"{ROPE}.{kind}.".replace("..", ".")
 
@@ -93,9 +93,6 @@ def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) 
 
         return derived(key, find, prefix + name, when=lambda c: is_yarn(c, kind))
 
-    def constant(key: str, value: bool) -> Line:
-        return derived(key, lambda c, model: value, when=lambda c: is_yarn(c, kind))
-
     return (
         parameter("rope_factor", "factor", 1),
         parameter("beta_fast", "beta_fast", 32),
@@ -105,8 +102,8 @@ def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) 
             "original_max_position_embeddings",
             lambda c: c.size("max_position_embeddings"),
         ),
-        parameter("rope_truncate", "truncate", truncate),
-        constant("rope_interleave", interleave),
+        parameter("rope_truncate", "truncate", True),
+        derived("rope_interleave", lambda c, model: False, when=lambda c: is_yarn(c, kind)),
         *attention_scaling(kind, lambda c: is_yarn(c, kind)),
         unless(lambda c, model: yarn_limit(rope_of(c, kind)) if is_yarn(c, kind) else None),
     )
@@ -158,7 +155,7 @@ def yarn_limit(rope: Config) -> str | None:
 PLAIN = {"default": "default", "linear": "default", "yarn": "yarn"}
 
 
-def plain_rope(default: float = THETA, kind: str = "", interleave: bool = False) -> tuple[Line, ...]:
+def plain_rope(default: float = THETA, kind: str = "") -> tuple[Line, ...]:
     """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kind`: the kind of layers
     that has it.
     """
@@ -168,10 +165,10 @@ def plain_rope(default: float = THETA, kind: str = "", interleave: bool = False)
 
     path = f"{ROPE}.{kind}.rope_type".replace("..", ".")
     rope = derived("rope_type", find, path)
-    return (*scaled_rope(default, kind, interleave), rope, *linear_lines(kind), only_kinds(*PLAIN, kind=kind))
+    return (*scaled_rope(default, kind), rope, *linear_lines(kind), only_kinds(*PLAIN, kind=kind))
 
 
-def scaled_rope(default: float = THETA, kind: str = "", interleave: bool = False) -> tuple[Line, ...]:
+def scaled_rope(default: float = THETA, kind: str = "") -> tuple[Line, ...]:
     """The base of the frequencies, and what scales them linearly or by YaRN."""
     return (
         theta("rope_max_timescale", kind, default),
@@ -180,7 +177,7 @@ def scaled_rope(default: float = THETA, kind: str = "", interleave: bool = False
             lambda c, _: linear_factor(rope_of(c, kind)),
             when=lambda c: rope_of(c, kind)["rope_type"] == "linear",
         ),
-        *yarn_lines(kind, interleave),
+        *yarn_lines(kind),
     )
 
 

@@ -118,8 +118,8 @@ def fold(
     aliases: Mapping[str, str],
     model_type: str,
     stacks: Sequence[Stack],
-    ties: Ties | None = None,
-    cut: str = "",
+    ties: Ties | None,
+    cut: str,
 ) -> Folding:
     """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's
     table.

@@ -170,7 +170,7 @@ def make_grid(
     rules: Rules,
     unit_bytes: int,
     format: Format,
-    experts: int = 0,
+    experts: int,
 ) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
@@ -237,7 +237,7 @@ def cut_array(
     meshes: Sequence[Mesh],
     unit_bytes: int,
     format: Format,
-    experts: int = 0,
+    experts: int,
 ) -> Grid:
     """Cuts an array for `meshes`, where its axes are assigned to these axes of a mesh; None where nobody knows, and it
     is cut evenly.

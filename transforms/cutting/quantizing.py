@@ -155,7 +155,7 @@ def _is_ours(name: str, encoding: Scaled) -> bool:
     return in_blocks and plain and encoding.scale.dtype == VALUES and encoding.scale.name == name + SUFFIX
 
 
-def find_quantized(tensors: Iterable[Entry], given: Given | None = None) -> frozenset[str]:
+def find_quantized(tensors: Iterable[Entry], given: Given | None) -> frozenset[str]:
     """The tensors that are written as codes: those that a given release has so, else the weights of linear layers, and
     of experts that engines load so; of a dtype that isn't quantised already.
     """

@@ -25,7 +25,7 @@ def memory_bound(planned: Transfer, threads: int, output: str | None = None, bas
     return threads * thread + spare_bytes(planned, output) + base_bytes(planned)
 
 
-def spare_bytes(planned: Transfer, output: str | None = None) -> int:
+def spare_bytes(planned: Transfer, output: str | None) -> int:
     """Bytes that a worker's threads share where bytes go over a network: the units that are read ahead and written
     behind, what is on the way.
     """
