@@ -197,7 +197,7 @@ def _lay_out(
     array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The chunk of a virtual array, and the order in which its axes are stored (empty for its own). Raises
-    MaterialError where it can't be virtual.
+    NotVirtualError where it can't be virtual.
     """
     strides = [_strides(part, _check(array, part, encodings)) for part in array.parts]
     if array.fill is not None:
@@ -211,7 +211,7 @@ def _lay_out(
 
 def _check(array: Array, part: Part, encodings: Mapping[str, Encoding]) -> tuple[int, ...]:
     """Makes sure that a part's tensors hold the array's very values; returns the strides of their axes. Raises
-    MaterialError where they don't.
+    NotVirtualError where they don't.
     """
     if part.rule.source is None:
         raise NotVirtualError("a constant that no tensor holds")
@@ -243,7 +243,7 @@ def _tensor_strides(encoding: Encoding) -> tuple[int, ...]:
 
 def _strides(part: Part, tensor_strides: Sequence[int]) -> tuple[int, ...]:
     """Elements of the tensor from one index of each axis of the array to the next; 0 where the axis selects the tensor.
-    Raises MaterialError where the indices of an axis don't lie at equal distances.
+    Raises NotVirtualError where the indices of an axis don't lie at equal distances.
     """
     of_factor: list[int] = []  # the strides of the tensor's factors
     for sizes, stride, step in zip(part.source_factors, tensor_strides, part.steps, strict=True):
@@ -304,7 +304,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
     sixteenth, and the plan says so.
 
     Raises:
-      MaterialError: no range of a tensor is a chunk.
+      NotVirtualError: no range of a tensor is a chunk.
     """
     free = [axis for axis, size in enumerate(array.shape) if size > 1 and strides[axis]]
     free.sort(key=lambda axis: -strides[axis])  # the slowest first
@@ -327,7 +327,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
 
 def _find_range(array: Array, strides: Sequence[int], free: Sequence[int]) -> int:
     """From which of the `free` axes on they are one range of the file without holes; the slowest is the first. Raises
-    MaterialError where elements, or stretches of them that are worth a reference, don't lie side by side.
+    NotVirtualError where elements, or stretches of them that are worth a reference, don't lie side by side.
     """
     if free and strides[free[-1]] != 1:
         raise NotVirtualError(f"takes one of {strides[free[-1]]} elements that lie side by side")
@@ -363,7 +363,7 @@ def _rows(count: int, row_bytes: int) -> int:
 
 def _order(chunk: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The array's axes as a chunk stores them, the slowest first; empty where that is their own order. Raises
-    MaterialError where a chunk isn't one range of a tensor.
+    NotVirtualError where a chunk isn't one range of a tensor.
     """
     long = sorted((axis for axis, size in enumerate(chunk) if size > 1), key=lambda axis: -strides[axis])
     run = 1

@@ -114,7 +114,7 @@ def prepare(
 ) -> Conversion:
     """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
 
-    Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
+    Its units are cut for `slots` of them at a time, if that is known; see `blocks.target_bytes`.
 
     Raises:
       MeshError: a mesh can't be read.

@@ -105,7 +105,7 @@ def plan_export(
     Args:
       given: `like`, where it is in FP8 and what is written is to be so too.
       parts: the release that towers and prediction layers may be taken from, which has the names of `like`.
-      slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
+      slots: units at a time that they are cut for, if that is known; see `blocks.target_bytes`.
     """
     view = view_weights(options, source, like)
     try:

@@ -72,7 +72,7 @@ def plan_merge(
 
     Args:
       given: a release in FP8 that the quantised one is to be like.
-      slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
+      slots: units at a time that they are cut for, if that is known; see `blocks.target_bytes`.
     """
     source = open_source(checkpoint)
     merging = merge_release(checkpoint, source, adapters, options.family)
