@@ -223,6 +223,11 @@ TOWERS_HELP = "true: with vision and audio towers, those of --like where the che
 ALPHA_HELP = "alpha of an adapter that MaxText trained, if its metadata lack it"
 OF_CHECKPOINTS = "of an Orbax checkpoint"
 LAYERS_HELP = "with --like's multi-token-prediction layers where the checkpoint has none"
+OCDBT_HELP = "one database, or a folder for each array (Pathways: false)"
+ZARR_HELP = "zarr version 3 or 2 (Pathways: false)"
+COMPRESSION_HELP = "zstd saves about a fifth of the disk and slows loading"
+MERGED_HELP = "a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated"
+STEP_HELP = "which step, where the root has several"
 OUTPUT = "output"
 
 GROUPS = ("what is read", "what is written", "", "layout", "storage", "simulation", OUTPUT)  # headings of help pages
@@ -317,11 +322,11 @@ class Options(Excerpt):
                               "true: all of them, in a read of their own; false: none", "auto")
     allow_links: bool = _what("take files of the source that are links to another folder", False)
     multimodal: bool = _what("convert the vision and audio towers too", False)
-    lora: Adapters = _what("a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated", ())
+    lora: Adapters = _what(MERGED_HELP, ())
     adapter_only: bool = _what("write the adapter as MaxText's, and don't merge it", False)
-    use_ocdbt: bool = _storage("one database, or a folder for each array (Pathways: false)", True)
-    use_zarr3: bool = _storage("zarr version 3 or 2 (Pathways: false)", True)
-    compression: str = _storage("zstd saves about a fifth of the disk and slows loading", "none")
+    use_ocdbt: bool = _storage(OCDBT_HELP, True)
+    use_zarr3: bool = _storage(ZARR_HELP, True)
+    compression: str = _storage(COMPRESSION_HELP, "none")
     unit_bytes: int = _storage(UNITS_HELP, UNIT_BYTES)
     step: int = _storage("the step under which the checkpoint is written", 0)
     virtual: bool = _storage("refer to the source's files for every array that lies in them already", False)
@@ -334,9 +339,9 @@ class MaterializeOptions:
 
     mesh: tuple[str, ...] = option("target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)", ())
     sharding_rules: Rules | None = option(f"{RULES_HELP} (default: those of the virtual checkpoint)", raw=True)
-    use_ocdbt: bool = option("one database, or a folder for each array (Pathways: false)", True)
-    use_zarr3: bool = option("zarr version 3 or 2 (Pathways: false)", True)
-    compression: str = option("zstd saves about a fifth of the disk and slows loading", "none")
+    use_ocdbt: bool = option(OCDBT_HELP, True)
+    use_zarr3: bool = option(ZARR_HELP, True)
+    compression: str = option(COMPRESSION_HELP, "none")
     unit_bytes: int = option(UNITS_HELP, UNIT_BYTES)
     step: int | None = option("the step under which it is written (default: that of the virtual checkpoint)")
     family: str | None = option(FAMILY_HELP)
@@ -396,7 +401,7 @@ class ExportOptions(ReleaseOptions):
     maxtext_model: str | None = option("the MaxText model, where neither the checkpoint nor config.json settles it")
     param_scan_axis: int | None = option("where the layers are stacked, where the shapes fit several axes")
     max_shard_size: int | None = option("bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
-    step: int | None = option("which step, where the root has several", settles=False)
+    step: int | None = option(STEP_HELP, settles=False)
     lora: Adapters = option(LORA_HELP, ())
     lora_alpha: float | None = option(ALPHA_HELP, settles=False)
     family: str | None = option("the table: one of ours, an installed package's or a file of your own (default: by config.json)")
@@ -417,7 +422,7 @@ class MergeOptions(ReleaseOptions, Excerpt):
       quantize: `fp8`: write the weights of linear layers so.
     """
 
-    lora: Adapters = option("a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated", ())
+    lora: Adapters = option(MERGED_HELP, ())
     family: str | None = option("the table whose spellings of names count (default: by config.json)")
     dequantize: bool = False
     save_dtype: str | None = None
@@ -447,7 +452,7 @@ class QuantizeOptions(ReleaseOptions, Excerpt):
     lora: Adapters = option(LORA_HELP, ())
     maxtext_model: str | None = option(f"{OF_CHECKPOINTS}: the MaxText model, where neither it nor config.json settles it")
     param_scan_axis: int | None = option(f"{OF_CHECKPOINTS}: where the layers are stacked, where its shapes fit several axes")
-    step: int | None = option(f"{OF_CHECKPOINTS}: which step, where the root has several")
+    step: int | None = option(f"{OF_CHECKPOINTS}: {STEP_HELP}")
     multimodal: bool | None = option(f"{OF_CHECKPOINTS}: {TOWERS_HELP}")
     mtp: bool = option(f"{OF_CHECKPOINTS}: {LAYERS_HELP}", False)
 
