@@ -40,8 +40,8 @@ from benchmarks.measure import WEIGHTBEAM, count_flushes, run, run_fresh, tell
 from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 # of a conversion: seconds, and times the parallel copy
 LIMITS = {"llama": (1.0, 1.15), "moe": (1.0, 1.15), "fp8": (2.0, 2.0)}
@@ -56,7 +56,7 @@ MEMORY_LAYERS = (3, 39)
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single round."""
     source, output, copy = make_source(kind, folder, layers), folder / "converted", folder / "copied"
-    conversion = prepare(Options(mesh=(MESH,)), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(mesh=(MESH,)), open_hf(source))
     files = [Path(shard.path) for shard in conversion.source.shards]
     file_bytes = sum(path.stat().st_size for path in files)
     raw_bytes = conversion.target_bytes if kind == "fp8" else file_bytes

@@ -40,8 +40,8 @@ from benchmarks.stock import dequantize, tensors_in
 from weightbeam.formats.orbax import find_items, open_arrays, zarr
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import Store
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 MODEL = "DeepSeek-V3"
 ROWS = 2048  # of the vocabulary that are compared
@@ -172,7 +172,7 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     tell(model, "writing the checkpoint")
     write(config, files, source, noisy=True)
     os.sync()
-    conversion = prepare(Options(mesh=(MESH,), compression="zstd"), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(mesh=(MESH,), compression="zstd"), open_hf(source))
 
     tell(model, "converting")
     here = (sys.executable, "-m", "benchmarks.full_run", "--notes", notes_file)

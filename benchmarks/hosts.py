@@ -39,9 +39,9 @@ from benchmarks.measure import WEIGHTBEAM, run, tell
 from benchmarks.models import MESH, make_source
 from benchmarks.shaped_link import IN, OUT, PORT, clients_of, missing, serving
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.makespan import CLUSTER_START, Worker, efforts_of, estimate
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 if TYPE_CHECKING:
     from engines.clusters import Host  # pyright: ignore[reportMissingImports] — of the tests
@@ -114,7 +114,7 @@ def convert(source: Path, hosts: int, number: int, options: list[str], phase: Ph
 
 def simulate(source: Path, hosts: int, rate: float) -> float:
     """The same, simulated; `rate` in Mbit/s."""
-    conversion = prepare(Options(mesh=(MESH,)), open_hf(str(source)), slots=hosts)
+    conversion = plan_conversion(ConvertOptions(mesh=(MESH,)), open_hf(str(source)), slots=hosts)
     worker = Worker(rate / 1000, 0.0, 1, engine="Flink", start=CLUSTER_START)
     shards = len(conversion.source.shards)
     return estimate(list(efforts_of(conversion)), hosts, worker, shards, from_hub=False).unit_seconds

@@ -21,8 +21,8 @@ from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, report
 from benchmarks.measure import WEIGHTBEAM, Run, run_fresh, tell
 from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import CODED, Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import CODED, ConvertOptions
 
 # What a command takes beside its start-up, in terms of the parallel copy.
 MAX_TIMES_COPY = {"convert": 1.15, "export": 1.25}
@@ -45,7 +45,7 @@ def there_and_back(source: Path, folder: Path, watch: bool = False) -> dict[str,
 def measure(folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures, and every single round."""
     source, empty = make_source("fp8", folder, layers), make_source("fp8-start", folder, 1)
-    conversion = prepare(Options(mesh=(MESH,), save_dtype=CODED), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(mesh=(MESH,), save_dtype=CODED), open_hf(source))
     files = [Path(shard.path) for shard in conversion.source.shards]
     file_bytes = sum(path.stat().st_size for path in files)
     taken = {name: list[float]() for name in ("copy", "convert", "export", "convert, start-up", "export, start-up")}

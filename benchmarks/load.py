@@ -41,8 +41,8 @@ from weightbeam.model_mappings.boxes import Box
 from weightbeam.transforms.cutting.grid import EXPERTS
 from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
 from weightbeam.transforms.cutting.read_cost import load_of, shard_box, total
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 HOSTS = 16  # of the mesh
 KINDS = ("llama", "moe")
@@ -109,7 +109,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     checkpoints = {OURS: ours, ANY: convert(source, folder / f"{source.name}-any")}
     checkpoints[AXIS_0] = save_by_axis_0(ours, folder / f"{source.name}-axis-0")
     mesh = Mesh.parse(MESH)
-    arrays = prepare(Options(mesh=(MESH,)), open_hf(source)).plan.arrays
+    arrays = plan_conversion(ConvertOptions(mesh=(MESH,)), open_hf(source)).plan.arrays
     specs = {array.key: partition_spec(array.logical_axes, base_rules()) for array in arrays}
     experts = {array.key for array in arrays if EXPERTS in array.logical_axes}
     restored: dict[str, list[dict[str, Any]]] = {name: [] for name in checkpoints}

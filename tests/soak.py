@@ -27,8 +27,8 @@ from release_schedules import release_schedules
 from schedules import schedules
 from support import BF16, LLAMA, assert_same_bits, make_release, random_tensors, reference, restore
 
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 # at most, of a stage in the conversions here: one of them gets the signal
 CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}
@@ -183,11 +183,13 @@ def configs() -> Counter[str]:
     counts: Counter[str] = Counter()
     for config, tensors in tiny_checkpoints().values():
         for layout in layouts_of(config).values():
-            options = Options(scan_layers=layout.scan, multimodal=layout.multimodal)
+            options = ConvertOptions(scan_layers=layout.scan, multimodal=layout.multimodal)
             for path in paths(config):
                 for value in VALUES:
                     start = time.monotonic()
-                    problems = prepare(options, checkpoint_of(mutated(config, path, value), tensors)).plan.problems
+                    problems = plan_conversion(
+                        options, checkpoint_of(mutated(config, path, value), tensors)
+                    ).plan.problems
                     assert time.monotonic() - start < 60, (path, value)
                     counts["configs refused" if problems else "configs planned"] += 1
     return counts

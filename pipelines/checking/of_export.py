@@ -18,7 +18,7 @@ from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import has_scales, is_scanned
-from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepare_as
+from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.running.prepare import (
     open_source,
     options_of,
@@ -77,7 +77,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
         others = tuple(problem for problem in exported.problems if problem.subject != SINGLE)
         exported = dataclasses.replace(exported, problems=others)
     axis = asked.get("param_scan_axis", said_of(items).get("param_scan_axis"))
-    conversion = prepare_as(options, exported, weights, is_settled=axis is not None)
+    conversion = plan_as(options, exported, weights, is_settled=axis is not None)
     refuse(_problems(conversion), conversion.source)
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     wrong = (*compare_trees(conversion, weights), *wrong, *faults, *find_dtype_faults(exported.tensors, record))

@@ -25,7 +25,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
-from weightbeam.pipelines.checking.subject import Subject, compare_trees, prepare_as
+from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
@@ -45,7 +45,7 @@ from weightbeam.transforms.comparing.counterparts import copied
 from weightbeam.transforms.comparing.metadata import find_metadata_faults
 from weightbeam.transforms.comparing.release_faults import compare_remembered
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 LOG = logging.getLogger("weightbeam")
 
@@ -75,14 +75,14 @@ def plan_verification(
             found = _open_checkpoint(items, checkpoint, source, given)
             options = _options(found, given)
             is_settled = any(said.get("param_scan_axis") is not None for said in (given, said_of(items)))
-            conversion = prepare_as(options, found.source, found.arrays, open_adapters(options), is_settled)
+            conversion = plan_as(options, found.source, found.arrays, open_adapters(options), is_settled)
             subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
     refuse(_with_whole(conversion.plan.problems, options), conversion.source)
     assert subject
     return subject
 
 
-def _with_whole(problems: Sequence[Problem], options: Options) -> Sequence[Problem]:
+def _with_whole(problems: Sequence[Problem], options: ConvertOptions) -> Sequence[Problem]:
     """The problems, and of a cut that isn't the source's what to do: the checkpoint says it, and not the user."""
     if not any(problem.kind == KIND for problem in problems):
         return problems
@@ -186,7 +186,7 @@ def _refuse_widened(items: Store) -> None:
         )
 
 
-def _options(found: _Checkpoint, given: Mapping[str, Any]) -> Options:
+def _options(found: _Checkpoint, given: Mapping[str, Any]) -> ConvertOptions:
     """The options of the conversion into such a checkpoint. Raises Refused where adapters were merged into it, and
     nothing says where they are; or they are in the release already.
     """

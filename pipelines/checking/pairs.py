@@ -23,7 +23,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
-from weightbeam.pipelines.checking.subject import prepare_as
+from weightbeam.pipelines.checking.subject import plan_as
 from weightbeam.pipelines.running.prepare import options_of, options_of_export, refuse
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.transforms.comparing.differences import coarser
@@ -375,7 +375,7 @@ def _converted(
     dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in COMPUTED)
     if dtypes:
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
-    conversion = prepare_as(options, release, there)
+    conversion = plan_as(options, release, there)
     refuse(conversion.plan.problems, conversion.source)
     grids = {grid.spec.key: grid for grid in conversion.grids}
 

@@ -30,9 +30,9 @@ from weightbeam.transforms.comparing.array_sums import (
 from weightbeam.transforms.comparing.counterparts import Counterpart
 from weightbeam.transforms.comparing.verification import ArrayResult
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.layouts import SCAN_AXES
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
@@ -120,8 +120,8 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def prepare_as(
-    options: Options,
+def plan_as(
+    options: ConvertOptions,
     release: HfCheckpoint,
     there: Mapping[str, Shaped],
     adapters: Sequence[Adapter] = (),
@@ -137,7 +137,7 @@ def prepare_as(
       is_settled: whether the options say on which axis the layers are stacked. Else it is MaxText's own, or the first
         other one with which the arrays have these shapes.
     """
-    conversion = prepare(options, release, adapters)
+    conversion = plan_conversion(options, release, adapters)
 
     def fits(planned: Conversion) -> bool:
         return all(there[array.key].shape == array.shape for array in planned.plan.arrays if array.key in there)
@@ -145,7 +145,7 @@ def prepare_as(
     if is_settled or not options.scan_layers or fits(conversion):
         return conversion
     others = (
-        prepare(dataclasses.replace(options, param_scan_axis=axis), release, adapters)
+        plan_conversion(dataclasses.replace(options, param_scan_axis=axis), release, adapters)
         for axis in SCAN_AXES
         if axis != options.param_scan_axis
     )

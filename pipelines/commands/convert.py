@@ -16,7 +16,7 @@ from weightbeam.formats.storage import ChangedError, Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, prepare_conversion
+from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, plan_source
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
@@ -32,7 +32,7 @@ from weightbeam.pipelines.terminal.tables import count, human, pace
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.cutting.virtual import REST_IS_WRITTEN
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.options import Delivery, Linking, Options, options_of
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery, Linking, options_of
 
 DELIVERY = Delivery()
 # src/maxtext/trainers/post_train/sft/train_sft.py against pre_train/train.py, 0.2.5, as run
@@ -135,12 +135,12 @@ class Converted(Shown):
         }
 
 
-@takes(asked=Options, how=Linking)
+@takes(asked=ConvertOptions, how=Linking)
 def convert(
     source: str | Plan,
     output: str,
     *,
-    asked: Options,
+    asked: ConvertOptions,
     how: Linking,
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
@@ -173,7 +173,7 @@ def convert(
         raise Refused(NO_OUTPUT if source else f"{NO_SOURCE}\n{NO_OUTPUT}")
     check_linking(source.conversion.options if isinstance(source, Plan) else asked, how)
     if isinstance(source, Plan):
-        if given := [each.name for each in options_of(Options) if getattr(asked, each.name) != each.default]:
+        if given := [each.name for each in options_of(ConvertOptions) if getattr(asked, each.name) != each.default]:
             raise TypeError(f"a plan has its options already: {', '.join(given)}")
         use_secret(how.hf_token_secret or source.hf_token_secret)
         conversion = source.conversion
@@ -183,13 +183,13 @@ def convert(
     return carry_out(conversion, output, how, beam, progress)
 
 
-def plan_into(source: str, output: str, asked: Options, how: Linking, beam: Sequence[str]) -> Conversion:
+def plan_into(source: str, output: str, asked: ConvertOptions, how: Linking, beam: Sequence[str]) -> Conversion:
     """Plans a conversion whose units are cut for the workers, as far as these are known, or as a command cut them that is
     to be resumed; problems stay in the plan. The output may be empty.
     """
     slots = slots_of(beam, asked.unit_bytes, None, source, output)
     slots = slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
-    return prepare_conversion(source, asked, how.hf_token_secret, slots)
+    return plan_source(source, asked, how.hf_token_secret, slots)
 
 
 def carry_out(
@@ -209,7 +209,7 @@ def carry_out(
     return Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
 
 
-def check_linking(asked: Options, how: Linking) -> None:
+def check_linking(asked: ConvertOptions, how: Linking) -> None:
     """Refuses what is said of the source's files where nothing refers to them.
 
     Raises:
@@ -242,7 +242,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
     if args.dry_run:
         check_beam(rest, "convert", {"source": args.source, "output": args.output})
-        asked, how = asked_of(args, Options), asked_of(args, Linking)
+        asked, how = asked_of(args, ConvertOptions), asked_of(args, Linking)
         check_linking(asked, how)
         conversion = plan_into(args.source, args.output or "", asked, how, rest)
         places = conversion.source.root, args.output or "OUTPUT"

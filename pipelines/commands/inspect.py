@@ -38,7 +38,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, human, shape_text
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.options import InspectOptions
 
 OF_A_MESH = ("sharding_rules", "source", "maxtext_model")  # which say nothing without one
@@ -359,7 +359,7 @@ def _axes(
         return rules, record["axes"]
     opened = open_source(source, cut=Cut.of(made))
     options = options_of(items, open_arrays(items), {"maxtext_model": model}, opened.config)
-    conversion = prepare(options, opened)
+    conversion = plan_conversion(options, opened)
     if not conversion.plan.arrays:
         refuse(conversion.plan.problems, conversion.source)
     return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}

@@ -28,7 +28,7 @@ from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keyword
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.options import Delivery, MaterializeOptions, Options, options_from
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery, MaterializeOptions, options_from
 
 LOG = logging.getLogger("weightbeam")
 
@@ -96,7 +96,7 @@ def _plan(items: Store, asked: MaterializeOptions) -> Conversion:
             record = record_of(items)
             opened, found = open_own_source(items, asked.family)
             source = with_hashes(opened, record)
-            made = options_from(Options, {"maxtext": UNSAID, **record["options"]})
+            made = options_from(ConvertOptions, {"maxtext": UNSAID, **record["options"]})
             check_said(made, items.parent.path(RECORD))
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e

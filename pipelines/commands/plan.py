@@ -12,7 +12,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
-from weightbeam.pipelines.running.prepare import check_beam, prepare_conversion, reading, refuse
+from weightbeam.pipelines.running.prepare import check_beam, plan_source, reading, refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.terminal import report, tables
@@ -24,7 +24,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.makespan import Estimate, efforts_of, estimate
 from weightbeam.transforms.planning.memory import memory_bound
-from weightbeam.transforms.planning.options import Delivery, Linking, Options, Simulation, Token
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery, Linking, Simulation, Token
 
 UNKNOWN = "unknown"  # the family of a plan that found none
 
@@ -155,8 +155,8 @@ class Plan(Shown):
         return f"{self.source}: {tables.count(len(self.arrays), 'array')}, {what}"
 
 
-@takes(asked=Options, token=Token)
-def maxtext_config(source: str, *, asked: Options, token: Token) -> MaxTextConfig:
+@takes(asked=ConvertOptions, token=Token)
+def maxtext_config(source: str, *, asked: ConvertOptions, token: Token) -> MaxTextConfig:
     """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
 
     Args:
@@ -178,8 +178,8 @@ def maxtext_config(source: str, *, asked: Options, token: Token) -> MaxTextConfi
     return made.maxtext_config()
 
 
-@takes(asked=Options, token=Token, simulation=Simulation)
-def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, beam: Sequence[str] = ()) -> Plan:
+@takes(asked=ConvertOptions, token=Token, simulation=Simulation)
+def plan(source: str, *, asked: ConvertOptions, token: Token, simulation: Simulation, beam: Sequence[str] = ()) -> Plan:
     """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the
     plan.
 
@@ -211,7 +211,7 @@ def plan(source: str, *, asked: Options, token: Token, simulation: Simulation, b
 
 def _plan(
     source: str,
-    asked: Options,
+    asked: ConvertOptions,
     simulation: Simulation,
     hf_token_secret: str | None,
     beam: Sequence[str],
@@ -225,7 +225,7 @@ def _plan(
     worker = worker_of(beam, simulation.worker_gbps, simulation.worker_hour_price)
     simulated = max(workers) * worker.threads if workers else None
     slots = slots_of(beam, asked.unit_bytes, simulated, source, output or "")
-    conversion = prepare_conversion(source, asked, hf_token_secret, slots)
+    conversion = plan_source(source, asked, hf_token_secret, slots)
     threads = threads_in(beam)
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
@@ -253,7 +253,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise Refused("--hosts needs --load: how many hosts read a part each")
     _check_simulation(asked_of(args, Simulation), args.load)
     made = _plan(
-        args.source, asked_of(args, Options), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
+        args.source, asked_of(args, ConvertOptions), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )
     places = made.source, args.output or "OUTPUT"
     made = placed(made, args, command_line(args, rest, "convert", places))

@@ -56,7 +56,7 @@ from weightbeam.pipelines.terminal.keywords import check_known, read_options
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 if TYPE_CHECKING:
     import jax
@@ -155,7 +155,7 @@ class Asked:
     """
 
     tree: Abstract | None
-    chosen: Options
+    chosen: ConvertOptions
     given: Mapping[str, Any]
     mesh: Mesh | str | None
     unit_bytes: int
@@ -191,7 +191,7 @@ def _ask(
             raise Refused(
                 f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
             )
-    tree, chosen, read = None, Options(), Options()
+    tree, chosen, read = None, ConvertOptions(), ConvertOptions()
     with refusals.kept():
         if like is None and mesh is None:
             raise Refused(
@@ -208,14 +208,14 @@ def _ask(
 
 def _open(
     source: str | PathLike[str], asked: Asked, commits: Mapping[str, str], release: str | PathLike[str] | None
-) -> tuple[ArraySource, Options]:
+) -> tuple[ArraySource, ConvertOptions]:
     """The source at its commit, planned as the tree is where the options don't say it: with its layers scanned or not,
     its vocabulary, its parts.
     """
     source, release = commits.get(str(source), source), commits.get(str(release), release)
     tree, given = asked.tree, asked.given
 
-    def options(said: Mapping[str, Any]) -> Options:
+    def options(said: Mapping[str, Any]) -> ConvertOptions:
         return dataclasses.replace(at_commits(choose(said), commits), unit_bytes=max(asked.unit_bytes, UNIT_BYTES))
 
     if tree is None:
@@ -230,7 +230,7 @@ def _open(
     if rows := shapes.get(EMBEDDING, ())[:1]:
         told.setdefault("vocab_size", rows[0])
     told = parts_of(shapes) | told
-    best: tuple[int, ArraySource, Options] | None = None
+    best: tuple[int, ArraySource, ConvertOptions] | None = None
     refused: Refused | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
         chosen = options(told | {"scan_layers": scan})
@@ -251,7 +251,7 @@ def _open(
 
 
 def _prepare(
-    opened: ArraySource, chosen: Options, asked: Asked
+    opened: ArraySource, chosen: ConvertOptions, asked: Asked
 ) -> tuple[Loading, Callable[[Sequence[jax.Array]], Any]]:
     """The load of what is asked for, and what makes the tree of its arrays. Raises Refused where the source hasn't what
     is asked for, or nobody says where it should lie.

@@ -28,7 +28,7 @@ from weightbeam.pipelines.running.prepare import open_adapters, plan_with, readi
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
 from weightbeam.transforms.planning.exporting import Like
-from weightbeam.transforms.planning.options import AUTO, CODED, Options
+from weightbeam.transforms.planning.options import AUTO, CODED, ConvertOptions
 from weightbeam.transforms.planning.tree_layouts import find_parts
 from weightbeam.transforms.planning.tree_model import Model
 
@@ -42,7 +42,7 @@ OF_A_TABLE = frozenset({"family", "maxtext_model"})
 OF_MAXTEXT = frozenset({"save_dtype", "sharding_rules", "maxtext_model"})
 
 
-def choose(given: Mapping[str, Any]) -> Options:
+def choose(given: Mapping[str, Any]) -> ConvertOptions:
     """The options of a plan that keywords ask for, each as on the command line.
 
     Raises:
@@ -53,7 +53,9 @@ def choose(given: Mapping[str, Any]) -> Options:
     return read_options(given)
 
 
-def find_commits(source: str | PathLike[str], options: Options, release: str | PathLike[str] | None) -> dict[str, str]:
+def find_commits(
+    source: str | PathLike[str], options: ConvertOptions, release: str | PathLike[str] | None
+) -> dict[str, str]:
     """The hub's repositories among the source, the release and the adapters, each at its commit, by what they are called.
 
     Raises:
@@ -64,7 +66,7 @@ def find_commits(source: str | PathLike[str], options: Options, release: str | P
         return {url: open_store(url).url for url in named if url.startswith("hf://")}
 
 
-def at_commits(options: Options, commits: Mapping[str, str]) -> Options:
+def at_commits(options: ConvertOptions, commits: Mapping[str, str]) -> ConvertOptions:
     """The options with the adapters at these commits."""
     return dataclasses.replace(options, lora=tuple((commits.get(url, url), weight) for url, weight in options.lora))
 
@@ -82,7 +84,7 @@ def values_asked(given: Mapping[str, Any], has_scales: bool = True) -> np.dtype 
 
 def find_source(
     where: str | PathLike[str],
-    options: Options,
+    options: ConvertOptions,
     as_is: bool = False,
     release: str | PathLike[str] | None = None,
     values: np.dtype | None = None,
@@ -131,7 +133,7 @@ def find_source(
     return MappedRelease(conversion)
 
 
-def _refuse_what_a_release_takes(where: str, options: Options, given: Collection[str]) -> None:
+def _refuse_what_a_release_takes(where: str, options: ConvertOptions, given: Collection[str]) -> None:
     """Refuses, for an Orbax checkpoint, what only a release can be asked for. Raises Refused: the first such option."""
     if options.lora:
         raise Refused(
@@ -148,14 +150,14 @@ def _refuse_what_a_release_takes(where: str, options: Options, given: Collection
     _refuse_given(OF_A_RELEASE & set(given), options, why)
 
 
-def _refuse_given(named: Collection[str], options: Options, why: str) -> None:
+def _refuse_given(named: Collection[str], options: ConvertOptions, why: str) -> None:
     """Raises Refused where there are such options, with their values."""
     if named:
         raise Refused(f"{', '.join(f'{name}={getattr(options, name)}' for name in sorted(named))}: {why}")
 
 
 def _refuse_what_nothing_follows(
-    where: str, found: Orbax, options: Options, given: Collection[str], as_is: bool
+    where: str, found: Orbax, options: ConvertOptions, given: Collection[str], as_is: bool
 ) -> None:
     """Refuses, for an Orbax checkpoint that is opened without a release of its model, what nothing of it can follow.
     Raises Refused: the first such option.
@@ -175,7 +177,7 @@ def _refuse_what_nothing_follows(
         )
 
 
-def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> dict[str, tuple[str | None, ...]]:
+def _find_axes(items: Store, found: Orbax, release: str, options: ConvertOptions) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of a checkpoint's weights, as the table of a release's model has them. Raises Refused where it
     can't be read, has no table, or is of another model than the checkpoint.
     """
@@ -203,7 +205,7 @@ def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> di
     return {key: parts[key][0].logical_axes for key in weights if key in found.arrays}
 
 
-def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
+def _as_it_is(checkpoint: HfCheckpoint, options: ConvertOptions) -> Tensors:
     """A release's own tensors, with adapters merged into them."""
     source = open_source(checkpoint)
     adapters = open_adapters(options)

@@ -40,9 +40,9 @@ from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import Conversion, meshes_of
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.layouts import EMBEDDING, UNKNOWN_FAMILY, parts_of, version_of
-from weightbeam.transforms.planning.options import ExportOptions, MergeOptions, Options
+from weightbeam.transforms.planning.options import ConvertOptions, ExportOptions, MergeOptions
 
 LOG = logging.getLogger("weightbeam")
 SHOWN = 20  # problems of one kind; the rest is counted
@@ -52,8 +52,8 @@ LINE = 5000  # characters of a problem: names and values in it are the files', h
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
 
-def prepare_conversion(
-    source: str, options: Options, hf_token_secret: str | None = None, slots: int | None = None
+def plan_source(
+    source: str, options: ConvertOptions, hf_token_secret: str | None = None, slots: int | None = None
 ) -> Conversion:
     """Plans a conversion, its units cut for `slots` of them at a time if that is known; problems stay in the plan.
 
@@ -92,7 +92,10 @@ def check_read(sources: Iterable[Watched | Files]) -> None:
 
 
 def plan_with(
-    options: Options, checkpoint: HfCheckpoint, slots: int | None = None, adapters: Sequence[Adapter] | None = None
+    options: ConvertOptions,
+    checkpoint: HfCheckpoint,
+    slots: int | None = None,
+    adapters: Sequence[Adapter] | None = None,
 ) -> Conversion:
     """Plans a conversion of an opened source, with adapters that are opened here where they aren't yet.
 
@@ -100,15 +103,15 @@ def plan_with(
       Refused: a mesh, or an adapter, can't be read.
     """
     _check_meshes(options)
-    return prepare(options, checkpoint, open_adapters(options) if adapters is None else adapters, slots)
+    return plan_conversion(options, checkpoint, open_adapters(options) if adapters is None else adapters, slots)
 
 
-def _check_meshes(options: Options) -> None:
+def _check_meshes(options: ConvertOptions) -> None:
     with refusing(MeshError):
         meshes_of(options)
 
 
-def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapter]:
+def open_adapters(options: ConvertOptions | MergeOptions | ExportOptions) -> list[Adapter]:
     """The adapters that `--lora` names.
 
     Raises:
@@ -200,7 +203,7 @@ def said_of(items: Store) -> dict[str, Any]:
 
 def options_of(
     items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any], config: Mapping[str, Any]
-) -> Options:
+) -> ConvertOptions:
     """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays
     show; `config` is its release's.
     """
@@ -214,13 +217,13 @@ def options_of(
         said["vocab_size"] = embedding.shape[0]
     said = parts_of(stores) | said
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
-    known = {field.name for field in dataclasses.fields(Options)} - left_out
+    known = {field.name for field in dataclasses.fields(ConvertOptions)} - left_out
     said |= {key: value for key, value in given.items() if value is not None}
-    options = Options(**{key: value for key, value in said.items() if key in known})
+    options = ConvertOptions(**{key: value for key, value in said.items() if key in known})
     return options if "maxtext" in said else dataclasses.replace(options, maxtext=_version(options, stores, config))
 
 
-def _version(options: Options, keys: Collection[str], config: Mapping[str, Any]) -> str:
+def _version(options: ConvertOptions, keys: Collection[str], config: Mapping[str, Any]) -> str:
     """The version of MaxText whose arrays these are."""
     layout = Layout(scan=options.scan_layers, mtp=options.mtp, multimodal=options.multimodal)
     try:

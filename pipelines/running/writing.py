@@ -24,7 +24,7 @@ from weightbeam.pipelines.terminal.progress import Report, reporter
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Compared, compared_of
 from weightbeam.transforms.execution.overlap import overlaps
-from weightbeam.transforms.planning.options import Delivery, Options, options_of
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery, options_of
 from weightbeam.transforms.planning.transfer import Transfer
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.head_start import head_start
@@ -147,7 +147,7 @@ def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int =
 
 def _shown(planned: Transfer, output: str) -> dict[str, Any]:
     """The command's own options, for who looks at the job: those that Beam is told of."""
-    known = {each.name for each in options_of(Options)} - {"sharding_rules"}
+    known = {each.name for each in options_of(ConvertOptions)} - {"sharding_rules"}
     asked = {name: value for name, value in vars(planned.options).items() if name in known}
     asked |= {"mesh": list(asked["mesh"])} if "mesh" in asked else {}
     return asked | {"source": planned.inputs[0], "output": output}

@@ -26,7 +26,7 @@ from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
 from weightbeam.pipelines.terminal.wording import in_python
 from weightbeam.transforms.cutting.mesh import Rules, RulesError, model_rules, read_rules
-from weightbeam.transforms.planning.options import Option, Options, Unsaid, options_of
+from weightbeam.transforms.planning.options import ConvertOptions, Option, Unsaid, options_of
 from weightbeam.transforms.planning.values import LISTS, dtype_name
 
 Kind = TypeVar("Kind")
@@ -168,15 +168,15 @@ def asked_of(args: argparse.Namespace, kind: type[Kind]) -> Kind:
     return read(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
 
 
-def read_options(given: Mapping[str, Any]) -> Options:
+def read_options(given: Mapping[str, Any]) -> ConvertOptions:
     """The options of a conversion that keywords ask for.
 
     Raises:
       Refused: a value can't be meant, or the file of sharding rules can't be read.
       TypeError: there is no such option.
     """
-    check_known(given, [each.name for each in options_of(Options)])
-    return read(Options, given)
+    check_known(given, [each.name for each in options_of(ConvertOptions)])
+    return read(ConvertOptions, given)
 
 
 def check_known(given: Iterable[str], known: Sequence[str]) -> None:
@@ -271,10 +271,10 @@ def check_said(options: Any, where: str) -> None:
             raise Refused(f"{where}: says {value!r} for --{option.name}, which can't be meant")
 
 
-def arguments_of(options: Options) -> list[str]:
+def arguments_of(options: ConvertOptions) -> list[str]:
     """The command line's options that ask for the same, those at their defaults left out; quoted for a shell."""
     arguments = []
-    for option in options_of(Options):
+    for option in options_of(ConvertOptions):
         value = getattr(options, option.name)
         if value == option.default:
             continue

@@ -22,7 +22,7 @@ from weightbeam.transforms.cutting.mesh import base_rules, model_rules
 from weightbeam.transforms.planning.conversion import Conversion, format_of, rules_of
 from weightbeam.transforms.planning.makespan import Estimate
 from weightbeam.transforms.planning.memory import base_bytes, memory_bound, spare_bytes
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.planning.transfer import Transfer
 
 # `grid.py`
@@ -37,7 +37,7 @@ SHORT = {
 }
 LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
 EXPERT = re.compile(r"\.experts\.\d+\.")
-DEFAULTS = Options()
+DEFAULTS = ConvertOptions()
 NAMED = 20  # files in a line
 
 

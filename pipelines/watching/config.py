@@ -30,7 +30,13 @@ from weightbeam.pipelines.terminal.keywords import read, read_options, read_valu
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import meshes_of
-from weightbeam.transforms.planning.options import ExportOptions, Options, QuantizeOptions, ReshardOptions, options_of
+from weightbeam.transforms.planning.options import (
+    ConvertOptions,
+    ExportOptions,
+    QuantizeOptions,
+    ReshardOptions,
+    options_of,
+)
 from weightbeam.transforms.planning.values import secret, size
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
@@ -39,7 +45,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a 
 RUN_NAME = re.compile(r"\w[\w.-]*")
 TOPIC = re.compile(r"projects/[^/\s]+/topics/[^/\s]+")
 FIXED = ("virtual", "step")  # a virtual checkpoint needs local files; a release has one step
-OPTIONS = tuple(field.name for field in dataclasses.fields(Options) if field.name not in FIXED)
+OPTIONS = tuple(field.name for field in dataclasses.fields(ConvertOptions) if field.name not in FIXED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ class TargetConfig:
 
     name: str
     given: Mapping[str, Any]
-    options: Options
+    options: ConvertOptions
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -146,7 +152,7 @@ def _read_target(given: Any) -> TargetConfig:
         raise ValueError("should be a mapping: name, and options of weightbeam convert")
     name, asked = given.get("name"), {option: value for option, value in given.items() if option != "name"}
     problems = _find_misnamed(name)
-    right = _read_each(Options, OPTIONS, asked, problems)
+    right = _read_each(ConvertOptions, OPTIONS, asked, problems)
     try:
         options = read_options(right)
         meshes_of(options)
@@ -194,7 +200,7 @@ def _read_each(
             try:
                 read = read_value(options[name], value)
                 # a dtype is recorded by its full name, and an adapter where it was found
-                right[name] = read if kind is not Options and name.endswith("dtype") else value
+                right[name] = read if kind is not ConvertOptions and name.endswith("dtype") else value
             except Refused as e:
                 choices = ", ".join(map(repr, options[name].choices))
                 why = (
@@ -267,7 +273,7 @@ def _read_target_options(
     try:
         options = read(KINDS[kind], right)
         if isinstance(options, ReshardOptions):
-            meshes_of(Options(mesh=options.mesh, sharding_rules=options.sharding_rules))
+            meshes_of(ConvertOptions(mesh=options.mesh, sharding_rules=options.sharding_rules))
     except (MeshError, Refused) as e:
         problems.append(str(e))
     return options

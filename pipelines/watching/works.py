@@ -17,10 +17,10 @@ from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.transforms.planning.options import (
+    ConvertOptions,
     Delivery,
     ExportOptions,
     Linking,
-    Options,
     QuantizeOptions,
     ReshardOptions,
     VerifyOptions,
@@ -48,7 +48,7 @@ def prepare_to_compare() -> None:
 # --- of a release -----------------------------------------------------------------------------------------------------
 
 
-def plan(source: str, asked: Options) -> dict[str, Any]:
+def plan(source: str, asked: ConvertOptions) -> dict[str, Any]:
     """Plans a conversion; returns what is worth knowing of it.
 
     Raises:
@@ -81,7 +81,7 @@ def _made_of(conversion: Any) -> str:
 
 
 def convert(
-    source: str, output: str, asked: Options, how: Linking, beam: Sequence[str] = (), made_of: str = ""
+    source: str, output: str, asked: ConvertOptions, how: Linking, beam: Sequence[str] = (), made_of: str = ""
 ) -> dict[str, Any]:
     """Converts, or goes on with it.
 

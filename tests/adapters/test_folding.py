@@ -17,8 +17,8 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.stages.staged import load
 
 ocp = lazily("orbax.checkpoint")
@@ -29,7 +29,7 @@ PARAMETERS = "params.params."
 def plan(folder: Path, *, lora: bool = True, **options: object) -> Conversion:
     """A conversion of a case, with its adapter or without."""
     adapters = [open_adapter(folder / "adapter")] if lora else []
-    return prepare(Options(save_dtype="float32", **options), open_hf(folder / "base"), adapters)
+    return plan_conversion(ConvertOptions(save_dtype="float32", **options), open_hf(folder / "base"), adapters)
 
 
 def arrays(conversion: Conversion) -> dict[str, np.ndarray]:

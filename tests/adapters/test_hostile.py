@@ -20,8 +20,8 @@ from weightbeam.formats.adapters.config import read_config
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 6}
@@ -41,8 +41,8 @@ def copy_adapter(source: Path, folder: Path, tensors: dict[str, np.ndarray] | No
 def problems(base: Path, *adapters: Path, weight: float = 1.0) -> str:
     """What stands against merging."""
     model = "llama2-7b" if support.read_config(base)["model_type"] == "llama" else None
-    conversion = prepare(
-        Options(maxtext_model=model), open_hf(base), [open_adapter(adapter, weight) for adapter in adapters]
+    conversion = plan_conversion(
+        ConvertOptions(maxtext_model=model), open_hf(base), [open_adapter(adapter, weight) for adapter in adapters]
     )
     assert not conversion.units
     return "\n".join(map(str, conversion.plan.problems))
@@ -265,7 +265,7 @@ def test_a_scaling_beyond_float32_is_refused(written: Path, tmp_path: Path) -> N
     )
     large = {f"{Q}.lora_B.weight": np.full((32, 4), 1e3, np.float32)}
     adapter = copy_adapter(written / "plain" / "adapter", tmp_path / "b", large, lora_alpha=2.9e38)
-    conversion = prepare(Options(maxtext_model="llama2-7b"), open_hf(base), [open_adapter(adapter)])
+    conversion = plan_conversion(ConvertOptions(maxtext_model="llama2-7b"), open_hf(base), [open_adapter(adapter)])
     with pytest.raises(ContentError, match=r"q_proj.weight: isn't finite once the adapter is merged"):
         decoded(conversion.encodings["model.layers.0.self_attn.q_proj.weight"])
 
@@ -307,7 +307,7 @@ def test_a_version_that_shapes_contradict(written: Path, tmp_path: Path) -> None
     adapter = copy_adapter(written / "experts" / "adapter", tmp_path / "a", peft_version="0.18.0")
     assert "the other way round than that version of PEFT writes" in problems(written / "experts" / "base", adapter)
     adapter = copy_adapter(written / "experts" / "adapter", tmp_path / "b", peft_version=None)
-    conversion = prepare(Options(), open_hf(written / "experts" / "base"), [open_adapter(adapter)])
+    conversion = plan_conversion(ConvertOptions(), open_hf(written / "experts" / "base"), [open_adapter(adapter)])
     assert not conversion.plan.problems  # shapes alone tell it
 
 

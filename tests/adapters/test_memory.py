@@ -21,10 +21,10 @@ from weightbeam.model_mappings.boxes import extent
 from weightbeam.pipelines.commands import export
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution.boxes import decode, read
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.memory import memory_bound
 from weightbeam.transforms.planning.merge_planner import plan_merge
-from weightbeam.transforms.planning.options import MergeOptions, Options
+from weightbeam.transforms.planning.options import ConvertOptions, MergeOptions
 
 MODEL = LLAMA | dict(hidden_size=128, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4, head_dim=32)
 RANK = 700
@@ -113,7 +113,7 @@ def test_units_keep_what_the_plan_says(release: Path, adapters: list[Path], kind
         lora = tuple((str(folder), 1.0) for folder in adapters)
         planned = plan_merge(MergeOptions(lora, unit_bytes=UNIT_BYTES), open_hf(release), opened)
     else:
-        planned = prepare(Options(unit_bytes=UNIT_BYTES, **options), open_hf(release), opened)
+        planned = plan_conversion(ConvertOptions(unit_bytes=UNIT_BYTES, **options), open_hf(release), opened)
     assert not planned.plan.problems
     assert planned.unit_bytes == UNIT_BYTES
     units = [planned.expand(number) for number in range(len(planned.units))]

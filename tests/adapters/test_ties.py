@@ -19,9 +19,9 @@ from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.merge_planner import plan_merge
-from weightbeam.transforms.planning.options import MergeOptions, Options
+from weightbeam.transforms.planning.options import ConvertOptions, MergeOptions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MERGED = (
@@ -115,7 +115,7 @@ def test_what_peft_unties_is_refused(written: Path, tmp_path: Path, case: str, w
     with pytest.raises(wb.Refused, match=message):
         wb.open(str(base), lora=str(adapter), as_is=True)
     model = MODELS["qwen3"]
-    found = prepare(Options(maxtext_model=model), open_hf(base), [open_adapter(adapter)]).plan.problems
+    found = plan_conversion(ConvertOptions(maxtext_model=model), open_hf(base), [open_adapter(adapter)]).plan.problems
     assert message in "\n".join(map(str, found))
     convert(base, tmp_path / "ckpt", "--maxtext_model", model)
     assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", base, "--lora", adapter) == 2

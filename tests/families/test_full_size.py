@@ -12,8 +12,8 @@ from lazily import lazily
 from support import headers_only
 
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -57,11 +57,11 @@ def test_a_release_at_full_size_is_planned_without_problems(name: str) -> None:
         model = getattr(transformers, kind)(config)
     known = as_written({key: tuple(tensor.shape) for key, tensor in model.state_dict().items()})
     assert sum(map(math.prod, known.values())) > 8e9
-    options = Options(scan_layers=False, maxtext_model=name, multimodal=name != "glm5.3-flash")
+    options = ConvertOptions(scan_layers=False, maxtext_model=name, multimodal=name != "glm5.3-flash")
     written = json.loads(config.to_json_string(use_diff=False))
     if name.startswith("weaver"):  # transformers has no class of that kind
         written["model_type"] = "weaver_omni"
-    plan = prepare(options, headers_only(written, known=known)).plan
+    plan = plan_conversion(options, headers_only(written, known=known)).plan
     assert not plan.problems, plan.problems[:5]
     assert sum(array.key.startswith(PARAMETERS) for array in plan.arrays) > 500
 
@@ -71,7 +71,9 @@ def test_kimi_k3_at_full_size_is_planned_without_problems() -> None:
     known = kimi_k3.shapes_of(kimi_k3.TEXT)
     assert len(known) == kimi_k3.TENSORS
     assert 2.7e12 < sum(map(math.prod, known.values())) < 2.8e12
-    plan = prepare(Options(scan_layers=False), headers_only(kimi_k3.config_of(kimi_k3.TEXT), known=known)).plan
+    plan = plan_conversion(
+        ConvertOptions(scan_layers=False), headers_only(kimi_k3.config_of(kimi_k3.TEXT), known=known)
+    ).plan
     assert not plan.problems, plan.problems[:5]
     arrays = {array.key.removeprefix(PARAMETERS): array.shape for array in plan.arrays}
     assert len(arrays) == 5 + 93 * 6 + 69 * 14 + 24 * 8 + 3 + 92 * 11

@@ -13,8 +13,8 @@ from support import converted, digests, given, given_arrays, headers_only, read_
 
 from weightbeam.model_mappings.audit import Problem
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 MIB = 1024**2
 SIZES = dict(
@@ -59,7 +59,7 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def plan(config: dict[str, Any], **options: Any) -> Conversion:
-    return prepare(Options(**options), headers_only(config, known=shapes(config)))
+    return plan_conversion(ConvertOptions(**options), headers_only(config, known=shapes(config)))
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])

@@ -16,8 +16,8 @@ from families.numpy_decoder import silu
 from support import BF16, assert_same_bits, converted, headers_only, read_config, read_tensors, save
 
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 # as Scout: experts in every layer, normed query and key; as Maverick: in every second, not normed
 MODELS = ["llama4", "llama4-dense"]
@@ -279,7 +279,9 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def plan(text: dict[str, Any], **options: Any) -> Conversion:
-    return prepare(Options(**options), headers_only({"model_type": "llama4", "text_config": text}, known=shapes(text)))
+    return plan_conversion(
+        ConvertOptions(**options), headers_only({"model_type": "llama4", "text_config": text}, known=shapes(text))
+    )
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])

@@ -20,8 +20,8 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import qwen3_5, qwen3_next
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 torch = lazily("torch")
 transformers = lazily("transformers")
@@ -374,7 +374,9 @@ def test_qwen_3_8_at_full_size(scan: bool) -> None:
         model = transformers.Qwen3_5MoeForCausalLM(config)
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert 2.3e12 < sum(map(math.prod, known.values())) < 2.5e12
-    conversion = prepare(Options(scan_layers=scan), headers_only(json.loads(config.to_json_string()), known=known))
+    conversion = plan_conversion(
+        ConvertOptions(scan_layers=scan), headers_only(json.loads(config.to_json_string()), known=known)
+    )
     assert not conversion.plan.problems
     arrays = {array.key.removeprefix("params.params.decoder."): array.shape for array in conversion.plan.arrays}
     routed = [shape for key, shape in arrays.items() if key.endswith("routed_experts.wi_0")]

@@ -21,8 +21,8 @@ from weightbeam.transforms.cutting.mesh import Mesh, partition_spec
 from weightbeam.transforms.cutting.units import fetches_for
 from weightbeam.transforms.execution.boxes import plan_boxes
 from weightbeam.transforms.planning.conversion import rules_of
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 QUANTISED = QWEN3_MOE | dict(
     hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16])
@@ -38,10 +38,10 @@ def test_exchanged_arrays_are_tiled_by_the_hosts(mesh: str, hosts: int, unit_byt
     config = QWEN3_MOE | dict(
         hidden_size=256, vocab_size=1001, num_experts=6, moe_intermediate_size=136, num_attention_heads=12, head_dim=48
     )
-    source = MappedRelease(prepare(Options(), headers_only(config)))
+    source = MappedRelease(plan_conversion(ConvertOptions(), headers_only(config)))
     parsed = Mesh.parse(mesh)
     layouts = {
-        key: layout_on(array.shape, partition_spec(array.axes, rules_of(Options())), parsed, hosts)
+        key: layout_on(array.shape, partition_spec(array.axes, rules_of(ConvertOptions())), parsed, hosts)
         for key, array in source.arrays.items()
     }
     read = dict.fromkeys(layouts, 0)
@@ -56,7 +56,7 @@ def test_exchanged_arrays_are_tiled_by_the_hosts(mesh: str, hosts: int, unit_byt
 
 
 def test_a_real_model_is_read_once_by_any_number_of_hosts() -> None:
-    conversion = prepare(Options(mesh=("fsdp=16",)), headers_only(LLAMA_8B))
+    conversion = plan_conversion(ConvertOptions(mesh=("fsdp=16",)), headers_only(LLAMA_8B))
     planned = plan_load(conversion, Mesh.parse("fsdp=16"), 4)
     assert planned.host_bytes * 4 < 1.01 * conversion.source_bytes
     assert planned.ways["params.params.decoder.layers.mlp.wi_0.kernel"] == "exchanged"
@@ -73,7 +73,7 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
     for name in [name for name in tensors if name.endswith("_proj.weight") and not (mixed and ".1." in name)]:
         blocks = tuple(-(-size // 16) for size in tensors[name].shape)
         tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
-    conversion = prepare(Options(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
+    conversion = plan_conversion(ConvertOptions(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
     assert not conversion.plan.problems
     source = MappedRelease(conversion)
     for array in conversion.plan.arrays:
@@ -98,7 +98,7 @@ def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch
     monkeypatch.setattr(
         release, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes)
     )
-    conversion = prepare(Options(), headers_only(DEEPSEEK_V3 | dict(num_hidden_layers=8)))
+    conversion = plan_conversion(ConvertOptions(), headers_only(DEEPSEEK_V3 | dict(num_hidden_layers=8)))
     planned = plan_load(conversion, Mesh.parse("fsdp=64"), 16)
     assert planned.host_bytes * 16 < 1.01 * conversion.source_bytes
     assert len(spelled_out) < 200 < planned.steps

@@ -29,7 +29,7 @@ from deploy import face
 from weightbeam.pipelines import api
 from weightbeam.pipelines.terminal.arguments.commands import SHELL
 from weightbeam.pipelines.terminal.arguments.parser import make_parser
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.planning.values import size
 
 jax = lazily("jax")
@@ -403,7 +403,7 @@ BEAMS = {"runner", "rnner", "help"}  # which are given as on the command line
 def test_options_are_spelled_out() -> None:
     """For `help()` and completion: every option, with its default."""
     parameters = inspect.signature(wb.convert).parameters
-    for name, default in vars(Options()).items():
+    for name, default in vars(ConvertOptions()).items():
         assert parameters[name].default == default
 
 

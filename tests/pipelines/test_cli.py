@@ -32,7 +32,7 @@ import weightbeam
 from weightbeam.pipelines.running.without_beam import is_local, says_threads
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.transforms.cutting.mesh import mesh_axes
-from weightbeam.transforms.planning.options import Options, Token, options_of
+from weightbeam.transforms.planning.options import ConvertOptions, Token, options_of
 
 ocp = lazily("orbax.checkpoint")
 
@@ -78,7 +78,7 @@ def test_help_names_every_option() -> None:
     assert set(DOCUMENTED) <= options
     for option in options:
         assert f"--{option} " in convert_help
-    for option in {*(each.name for each in (*options_of(Options), *options_of(Token))), "source", "json"}:
+    for option in {*(each.name for each in (*options_of(ConvertOptions), *options_of(Token))), "source", "json"}:
         assert f"--{option} " in plan_help
     for default in ("default: true", "default: bfloat16", "default: 1)", "default: none", "default: 128MiB"):
         assert default in convert_help

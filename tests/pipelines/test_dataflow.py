@@ -41,9 +41,9 @@ from weightbeam.pipelines.running.graph import build
 from weightbeam.pipelines.running.runners import dataflow
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.memory import memory_bound
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 CASE = "qwen3-moe"
 UNIT_BYTES = 100_000
@@ -160,8 +160,8 @@ def test_what_the_job_asks_for(converted: Run, generated: Path) -> None:
     """Machines, threads and memory follow from the plan's bound; one process on a machine; the package is staged, and
     nothing of __main__.
     """
-    conversion = prepare(
-        Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]),
+    conversion = plan_conversion(
+        ConvertOptions(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]),
         open_hf(generated / "cases" / CASE),
     )
     pool, environment = converted.job.pool, converted.job.environment
@@ -385,7 +385,7 @@ def graph_of(conversion: Conversion, folder: Path) -> bytes:
 @pytest.mark.parametrize(("unit_bytes", "units"), [(4 * MIB, 10_000), (5 * MIB // 4, 41_600)])
 def test_the_job_is_small_for_any_model(tmp_path: Path, unit_bytes: int, units: int) -> None:
     """Within 60 kB, for as many units as a model of 16 GB has if they are tiny: as many as DeepSeek-V3's."""
-    conversion = prepare(Options(unit_bytes=unit_bytes), headers_only(LLAMA_8B))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=unit_bytes), headers_only(LLAMA_8B))
     assert len(conversion.units) >= units
     assert len(graph_of(conversion, tmp_path)) < 60_000
 
@@ -407,7 +407,7 @@ def test_a_job_of_an_export_fits_its_machines(tmp_path: Path) -> None:
 
 @pytest.fixture
 def conversion() -> Conversion:
-    return prepare(Options(), headers_only(LLAMA))
+    return plan_conversion(ConvertOptions(), headers_only(LLAMA))
 
 
 def settled(conversion: Conversion, *arguments: str) -> PipelineOptions:
@@ -460,7 +460,7 @@ def test_what_the_user_says_stays(conversion: Conversion) -> None:
     ],
 )
 def test_threads_by_machine(machine: str, unit_bytes: int, threads: int) -> None:
-    conversion = prepare(Options(unit_bytes=unit_bytes), headers_only(LLAMA))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=unit_bytes), headers_only(LLAMA))
     options = settled(conversion, f"--machine_type={machine}")
     assert options.view_as(DebugOptions).number_of_worker_harness_threads == threads
     assert options.view_as(StandardOptions).resource_hints == [
@@ -469,7 +469,7 @@ def test_threads_by_machine(machine: str, unit_bytes: int, threads: int) -> None
 
 
 def test_a_machine_that_is_too_small() -> None:
-    conversion = prepare(Options(unit_bytes=1 << 30), headers_only(LLAMA))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=1 << 30), headers_only(LLAMA))
     with pytest.raises(
         Refused, match=r"--machine_type=n1-highcpu-2 has 1.93 GB of memory, but .* are needed: 1 threads"
     ):
@@ -487,13 +487,13 @@ def test_what_some_modes_forbid(conversion: Conversion) -> None:
 def test_jobs_are_named_by_model_and_target() -> None:
     """The same for the same target, so that Dataflow itself lets no second one run; another for another."""
     checkpoint = dataclasses.replace(headers_only(LLAMA), root="hf://org/Llama-3.1_8B.Instruct@0123456789abcdef")
-    conversion = prepare(Options(), checkpoint)
+    conversion = plan_conversion(ConvertOptions(), checkpoint)
     name = dataflow.job_name(conversion, "gs://bucket/out/0")
     assert name.startswith("weightbeam-llama-3-1-8b-instruct-")
     assert (
         name == dataflow.job_name(conversion, "gs://bucket/out/0") != dataflow.job_name(conversion, "gs://bucket/out/1")
     )
-    long = prepare(Options(), dataclasses.replace(checkpoint, root=f"/models/{'x' * 100}"))
+    long = plan_conversion(ConvertOptions(), dataclasses.replace(checkpoint, root=f"/models/{'x' * 100}"))
     assert len(dataflow.job_name(long, "gs://bucket/out/0")) <= 63
 
 

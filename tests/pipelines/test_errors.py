@@ -40,8 +40,8 @@ from weightbeam.model_mappings import doors
 from weightbeam.pipelines.cli import Failed
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.graph import execute
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -537,7 +537,7 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     published.
     """
     source = make_release(tmp_path / "hf")
-    conversion = prepare(Options(), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)
     with pytest.raises(Failed, match=r"model\.safetensors changed while it was converted, [^$]*overwrite=True"):
         execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))

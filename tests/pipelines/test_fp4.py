@@ -30,8 +30,8 @@ from support import (
 )
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 GPT_OSS = dict(
     model_type="gpt_oss", vocab_size=64, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,
@@ -198,7 +198,7 @@ def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:
     checkpoint = HfCheckpoint(
         "/nowhere", GPT_OSS_20B, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),)
     )
-    conversion = prepare(Options(unit_bytes=128 << 20), checkpoint)
+    conversion = plan_conversion(ConvertOptions(unit_bytes=128 << 20), checkpoint)
     assert not conversion.plan.problems
     assert conversion.source_bytes == offset
     assert conversion.read_bytes == offset

@@ -20,8 +20,8 @@ from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_op
 from weightbeam.pipelines.running.graph import build, execute
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution.arena import Arena
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.stages.staged import load
 from weightbeam.transforms.stages.work import Work, WorkCoder
 
@@ -33,7 +33,7 @@ CASE = "qwen3-moe"
 def test_the_stages_are_one_chain(tmp_path: Path) -> None:
     """Each stage is a transform of its own, whose only input is what the one before puts out."""
     pipeline = beam.Pipeline(options=PipelineOptions([]))
-    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
+    build(pipeline, plan_conversion(ConvertOptions(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     proto = pipeline.to_runner_api()
     transforms = proto.components.transforms
     (root,) = (transforms[name] for name in proto.root_transform_ids)
@@ -49,7 +49,7 @@ def test_nothing_is_shuffled_between_read_and_write(tmp_path: Path) -> None:
     one plain ParDo.
     """
     pipeline = beam.Pipeline(options=PipelineOptions([]))
-    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
+    build(pipeline, plan_conversion(ConvertOptions(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     leaves = [t for t in pipeline.to_runner_api().components.transforms.values() if t.spec.urn and not t.subtransforms]
     shuffles = {t.unique_name.split("/")[0] for t in leaves if t.spec.urn == "beam:transform:group_by_key:v1"}
     assert shuffles == {"ExpandUnits", "AssembleCheckpoint"}
@@ -63,7 +63,7 @@ def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
     """Each counts bytes and milliseconds: what is read is the source, what is written the arrays. That the run passed
     proves that no `Work` was encoded on the way, since that raises.
     """
-    conversion = prepare(Options(unit_bytes=100_000), open_hf(generated / "cases" / CASE))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=100_000), open_hf(generated / "cases" / CASE))
     assert len(conversion.units) > 5
     result = execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     found = {
@@ -96,7 +96,7 @@ def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
     is unpickled.
     """
     pipeline = beam.Pipeline(options=PipelineOptions([]))
-    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
+    build(pipeline, plan_conversion(ConvertOptions(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     components = pipeline.to_runner_api().components
     (shuffle,) = (t for name, t in components.transforms.items() if t.unique_name == "ExpandUnits/Expand")
     (made,) = shuffle.outputs.values()
@@ -115,7 +115,7 @@ def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
 def test_each_worker_makes_the_same_units(tmp_path: Path) -> None:
     """What a worker finds in its own copy of the plan is what the launcher planned."""
     source = make_release(tmp_path / "hf", DEEPSEEK)
-    conversion = prepare(Options(unit_bytes=30_000, mesh=("fsdp=4",)), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=30_000, mesh=("fsdp=4",)), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     staging.create(conversion.stage())
     copy = load(staging.read_plan())

@@ -25,8 +25,8 @@ from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.transforms.planning import conversion_planner as planner
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of CPU and memory of one command, and what it printed
@@ -133,10 +133,10 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def options_of(config: dict[str, Any]) -> Options:
+def options_of(config: dict[str, Any]) -> ConvertOptions:
     """Options that use most of a checkpoint: its towers, if it has any."""
     layout = list(layouts_of(config).values())[-1]
-    return Options(scan_layers=layout.scan, multimodal=layout.multimodal)
+    return ConvertOptions(scan_layers=layout.scan, multimodal=layout.multimodal)
 
 
 def is_refused(planned: Conversion) -> bool:
@@ -179,9 +179,9 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
     options = options_of(config)
     with monkeypatch.context() as patched:
         patched.setattr(planner, "maxtext_of", lambda *_: (None, ()))  # its fields are the next test's
-        read = fields_read(lambda: prepare(options, checkpoint_of(config, tensors)), monkeypatch)
+        read = fields_read(lambda: plan_conversion(options, checkpoint_of(config, tensors)), monkeypatch)
     assert {"hidden_size", "num_hidden_layers", "model_type"} <= read
-    assert not is_refused(prepare(options, checkpoint_of(config, tensors)))
+    assert not is_refused(plan_conversion(options, checkpoint_of(config, tensors)))
     refused = 0
     for path in paths(config):
         if read.isdisjoint(path[-1:]):
@@ -189,7 +189,9 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
         for value in VALUES:
             if zlib.crc32(f"{path} {value}".encode()) % SHARE == 0:
                 with limited(SECONDS):
-                    refused += is_refused(prepare(options, checkpoint_of(mutated(config, path, value), tensors)))
+                    refused += is_refused(
+                        plan_conversion(options, checkpoint_of(mutated(config, path, value), tensors))
+                    )
     assert refused > 60 // SHARE
 
 

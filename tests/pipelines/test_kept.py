@@ -44,8 +44,8 @@ from support import (
 
 import weightbeam
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 jax = lazily("jax")
 safetensors = lazily("safetensors")
@@ -247,7 +247,7 @@ def test_heads_of_deepseek_v3() -> None:
     quantization = dict(quant_method="fp8", weight_block_size=[128, 128])
     config = DEEPSEEK_V3 | dict(quantization_config=quantization)
     checkpoint = headers_only(config, known=known)
-    problems = prepare(Options(save_dtype=KEPT[1]), with_dtypes(checkpoint)).plan.problems
+    problems = plan_conversion(ConvertOptions(save_dtype=KEPT[1]), with_dtypes(checkpoint)).plan.problems
     attention = (
         "decoder.{}_layers.self_attention.{}.kernel: its weights can't stay float8_e4m3fn: {} isn't whole blocks of 128"
     )

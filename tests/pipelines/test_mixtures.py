@@ -13,18 +13,18 @@ from support import TIME, call, make_dated_release, make_release
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
-OPTIONS = Options(maxtext_model="llama2-7b")
+OPTIONS = ConvertOptions(maxtext_model="llama2-7b")
 
 
 def test_two_releases_of_equal_sizes_and_times_have_two_plans(tmp_path: Path) -> None:
     """As from reproducible archives: --resume took one for the other, and published a mixture."""
-    plans = [prepare(OPTIONS, open_hf(make_dated_release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
+    plans = [plan_conversion(OPTIONS, open_hf(make_dated_release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
     assert plans[0] != plans[1]
     shutil.move(tmp_path / "1", tmp_path / "moved")
-    assert prepare(OPTIONS, open_hf(tmp_path / "moved")).hash == plans[0]
+    assert plan_conversion(OPTIONS, open_hf(tmp_path / "moved")).hash == plans[0]
 
 
 def test_a_file_that_is_rewritten_in_place_and_its_time_set_back(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from support import call, convert, make_release
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import open_store
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 TABLE = """
 from weightbeam.model_mappings.blocks import layers, stack
@@ -187,9 +187,9 @@ def test_a_table_that_changes_is_another_plan(tmp_path: Path) -> None:
     write_mlp(tmp_path / "source")
     file = tmp_path / "own.py"
     file.write_text(TABLE)
-    before = prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash
+    before = plan_conversion(ConvertOptions(family=str(file)), open_hf(tmp_path / "source")).hash
     file.write_text(f"{TABLE}\nFACTOR = 3\n")
-    assert prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash != before
+    assert plan_conversion(ConvertOptions(family=str(file)), open_hf(tmp_path / "source")).hash != before
 
 
 def test_the_table_that_runs_is_the_one_of_the_plan(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_the_table_that_runs_is_the_one_of_the_plan(tmp_path: Path) -> None:
     write_mlp(tmp_path / "source")
     file = tmp_path / "own.py"
     file.write_text(f"{TABLE}\nopen(__file__, 'w').write({TABLE!r})\n")
-    ran = prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash
+    ran = plan_conversion(ConvertOptions(family=str(file)), open_hf(tmp_path / "source")).hash
     assert file.read_text() == TABLE
-    assert prepare(Options(family=str(file)), open_hf(tmp_path / "source")).hash != ran
+    assert plan_conversion(ConvertOptions(family=str(file)), open_hf(tmp_path / "source")).hash != ran
 
 
 def test_resume_with_another_version_of_a_package(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_op
 from weightbeam.pipelines.running.runners.failure import last_words
 from weightbeam.pipelines.running.runners.jobs import Site, may_get_one_slot, outlives, patience_of, pool_of
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.handshake import UnfitError, check_place, greet
 from weightbeam.transforms.stages.staged import AtWork
@@ -96,7 +96,7 @@ def test_the_words_of_a_java_failure() -> None:
 def stopped(tmp_path: Path) -> tuple[Path, Staging, Conversion]:
     """A conversion that is staged, and nothing of it done: its source, its place and its plan."""
     source = make_release(tmp_path / "hf")
-    conversion = prepare(Options(), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     stage(conversion, staging, Delivery())
     return source, staging, conversion

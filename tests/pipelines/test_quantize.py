@@ -32,8 +32,8 @@ import weightbeam as wb
 from weightbeam.formats.encodings.made_codes import MadeCodes, MadeScales
 from weightbeam.formats.encodings.quantizing import quantize
 from weightbeam.formats.safetensors import Tensor, open_hf
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import CODED, Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import CODED, ConvertOptions
 
 safetensors = lazily("safetensors.torch")
 torch = lazily("torch")
@@ -466,7 +466,7 @@ def test_the_plan_says_that_weights_are_read_twice(tmp_path: Path) -> None:
     """Once for codes, once for scales."""
     tensors = random_tensors(TREES["llama"], BF16)
     source = save(tmp_path / "hf", TREES["llama"], tensors)
-    planned = prepare(Options(save_dtype=CODED, quantize="fp8"), open_hf(source))
+    planned = plan_conversion(ConvertOptions(save_dtype=CODED, quantize="fp8"), open_hf(source))
     once = sum(tensor.nbytes for tensor in tensors.values())
     twice = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("_proj.weight"))
     assert (planned.source_bytes, planned.read_bytes) == (once, once + twice)

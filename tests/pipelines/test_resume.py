@@ -38,8 +38,8 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.graph import execute
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.planning.transfer import Transfer
 
 ocp = lazily("orbax.checkpoint")
@@ -83,7 +83,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     first = kill_after(source, output, 3)
     second = kill_after(source, output, 3, "--resume")
     assert first.items() <= second.items()
-    conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=8000, mesh=("fsdp=2",)), open_hf(source))
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
     with staging_at(output, 0).hold():  # the killed process's, which is stale
@@ -469,7 +469,7 @@ def test_other_threads_go_on_with_the_units_there_are(
     with monkeypatch.context() as failing:
         failing.setattr("weightbeam.formats.orbax.ocdbt.merge", lambda *_: 1 // 0)
         assert asked(2) == 1
-    cut = [len(prepare(Options(), open_hf(source), slots=slots).units) for slots in (2, 4)]
+    cut = [len(plan_conversion(ConvertOptions(), open_hf(source), slots=slots).units) for slots in (2, 4)]
     assert cut[0] < cut[1]
     assert asked(4) == 0
     record = json.loads((tmp_path / "out/0/conversion.json").read_text())

@@ -32,8 +32,8 @@ from weightbeam.formats.staging import IncompleteError, staging_at
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.commands.convert import carry_out
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 OPTIONS = ("--mesh", "fsdp=2", "--unit_bytes", "60000")
 MODEL = QWEN3_MOE | dict(vocab_size=512)
@@ -118,7 +118,7 @@ def test_all_damaged_files_are_named(gcs: FakeGcs, tmp_path: Path, capsys: pytes
 
 def test_an_assembly_that_is_tried_again_says_what_was_damaged(gcs: FakeGcs, tmp_path: Path) -> None:
     """As engines do with what fails for them: it named units that are missing, which it had thrown away itself."""
-    conversion = prepare(Options(), open_hf("gs://bucket/models/it"))
+    conversion = plan_conversion(ConvertOptions(), open_hf("gs://bucket/models/it"))
     gcs.fail("flip", matching=RANGES, every=2, times=1)
     with pytest.raises(Failed, match="damaged on its way"):
         carry_out(conversion, str(tmp_path / "out"), progress=False)
@@ -169,7 +169,7 @@ def test_a_header_that_was_damaged_when_it_was_planned(gcs: FakeGcs, tmp_path: P
         )
         for shard in opened.shards
     ]
-    conversion = prepare(Options(), dataclasses.replace(opened, shards=tuple(shards)))
+    conversion = plan_conversion(ConvertOptions(), dataclasses.replace(opened, shards=tuple(shards)))
     with pytest.raises(Failed, match="its header isn't what it was planned with"):
         carry_out(conversion, str(tmp_path / "out"), progress=False)
     assert not (tmp_path / "out/0").exists()

@@ -33,8 +33,8 @@ from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.pipelines.cli import Interrupts, main
 from weightbeam.pipelines.running import writing
 from weightbeam.pipelines.running.output import alone
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.stages.assembly import stage
 from weightbeam.transforms.stages.chain import _assemble, _ExpandFn, _ReadBoxesFn
 from weightbeam.transforms.stages.staged import AtWork
@@ -212,7 +212,7 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, gcs: FakeGcs, t
     """Before a unit is read, before anything is put together, and before the units of a job that its engine begins
     anew; who goes on isn't stopped by a stop of before.
     """
-    conversion, place = prepare(Options(), open_hf(source)), output.format(tmp=tmp_path)
+    conversion, place = plan_conversion(ConvertOptions(), open_hf(source)), output.format(tmp=tmp_path)
 
     def stages(worker: Any) -> list[Callable[[], Any]]:
         at_work = AtWork(worker, conversion.hash)
@@ -248,7 +248,7 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, gcs: FakeGcs, t
 
 def test_a_stop_says_what_is_kept(source: Path, tmp_path: Path) -> None:
     """Nothing before something is staged."""
-    conversion = prepare(Options(), open_hf(source))
+    conversion = plan_conversion(ConvertOptions(), open_hf(source))
     staging = staging_at(str(tmp_path / "out"), 0, conversion.hash)
     with pytest.raises(KeyboardInterrupt) as stopped, alone(staging):
         raise KeyboardInterrupt

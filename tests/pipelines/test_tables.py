@@ -11,7 +11,7 @@ from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import tables
 from weightbeam.pipelines.watching.config import TargetConfig
 from weightbeam.pipelines.watching.records import PUBLISHED, History, history_of, key_of
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 TABLE = b'''"""A family."""
 from weightbeam import rules
@@ -62,7 +62,7 @@ def test_what_was_published_stays_published(tmp_path: Path, monkeypatch: pytest.
     """A release that a version before published, which knew its tables by their text, isn't begun anew while they say the
     same; once they say something else, it is.
     """
-    output, target = open_store(str(tmp_path)), TargetConfig("any", {}, Options())
+    output, target = open_store(str(tmp_path)), TargetConfig("any", {}, ConvertOptions())
     version = SimpleNamespace(name="acme/model", weights="weights", commit="c" * 40)
     before = History(output, version.name, key_of(version.name, version.weights, target, "text"))
     about = dict(weights="weights", updated="2026-01-01T00:00:00+00:00", commit=version.commit, target="any")

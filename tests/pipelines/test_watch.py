@@ -63,7 +63,7 @@ from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.releases import find_release
 from weightbeam.pipelines.watching.watch import Findings
 from weightbeam.pipelines.watching.watcher import Finding
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 grpc = lazily("grpc")
 pubsub = lazily("google.pubsub_v1")
@@ -218,7 +218,7 @@ def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub
 def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> None:
     """Of eight threads that take a step from one state one succeeds, and the others are told."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
-    found, target = find_release(REPO, "main"), TargetConfig("any", {}, Options())
+    found, target = find_release(REPO, "main"), TargetConfig("any", {}, ConvertOptions())
     output = open_store(str(tmp_path / "out"))
     racers = [History(output, REPO, key_of(REPO, found.weights, target)) for _ in range(8)]
     start = threading.Barrier(8)
@@ -941,7 +941,7 @@ def test_a_conversion_that_others_are_at_is_waited_for(
     watch.set(attempts=1)
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
     commit = hub.repositories[REPO].head.sha
-    made = works.plan(f"hf://{REPO}@{commit}", Options(mesh=("fsdp=2",)))["plan"]
+    made = works.plan(f"hf://{REPO}@{commit}", ConvertOptions(mesh=("fsdp=2",)))["plan"]
     staging = staging_at(str(watch.output / REPO / commit[:12] / f"fsdp2-{made[:8]}"), 0)
     staging.output.make()
     with staging.hold():

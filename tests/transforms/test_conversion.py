@@ -22,12 +22,12 @@ from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, r
 from weightbeam import formats, model_mappings, transforms
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.inputs import this_code
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.stages.staged import load
 
-SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
+SMALL_UNITS = ConvertOptions(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
 
 
 def units_digest(conversion: Conversion) -> str:
@@ -41,10 +41,10 @@ def test_plans_are_alike_in_every_process() -> None:
     """Another process with another hash seed makes the same units and the same hash of the same headers."""
     script = (
         f"import sys; sys.path.insert(0, {str(HERE)!r}); import support, runpy; test = runpy.run_path({__file__!r});"
-        "conversion = test['prepare'](test['SMALL_UNITS'], support.headers_only(support.QWEN3_MOE));"
+        "conversion = test['plan_conversion'](test['SMALL_UNITS'], support.headers_only(support.QWEN3_MOE));"
         "print(conversion.hash, test['units_digest'](conversion), len(conversion.units))"
     )
-    conversion = prepare(SMALL_UNITS, headers_only(QWEN3_MOE))
+    conversion = plan_conversion(SMALL_UNITS, headers_only(QWEN3_MOE))
     here = [conversion.hash, units_digest(conversion), str(len(conversion.units))]
     for seed in ("1", "2"):
         ran = run(sys.executable, "-c", script, env=os.environ | {"PYTHONHASHSEED": seed}, status=0)
@@ -65,7 +65,7 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
         ].astype("float32")
     tensors["model.layers.3.enorm.weight"] = tensors["model.norm.weight"].copy()  # multi-token prediction: dropped
     checkpoint = open_hf(save(tmp_path / "hf", config, *split(tensors, 3)))
-    made = prepare(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
+    made = plan_conversion(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
     assert not made.plan.problems
     assert made.plan.dropped
     loaded = load(made.stage())
@@ -93,7 +93,7 @@ def test_a_lock_of_an_editor_is_no_code(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize("fact", ["hash", "code"])
 def test_another_version_is_refused(fact: str) -> None:
     """A worker that would plan it differently, or whose code is another, doesn't start; nor does `--resume` go on."""
-    inputs = json.loads(gzip.decompress(prepare(SMALL_UNITS, headers_only(LLAMA)).stage()))
+    inputs = json.loads(gzip.decompress(plan_conversion(SMALL_UNITS, headers_only(LLAMA)).stage()))
     with pytest.raises(RuntimeError, match="another version"):
         load(gzip.compress(json.dumps(inputs | {fact: "0" * 64}).encode()))
 
@@ -115,13 +115,14 @@ def test_the_hash_tells_every_option_apart() -> None:
     """Whatever changes a byte or a chunk's key changes the hash, so that `--resume` never mixes two conversions."""
     checkpoint = headers_only(LLAMA)
     hashes = {
-        name: prepare(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash for name, change in CHANGES.items()
+        name: plan_conversion(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash
+        for name, change in CHANGES.items()
     }
-    assert len({prepare(SMALL_UNITS, checkpoint).hash, *hashes.values()}) == len(hashes) + 1
+    assert len({plan_conversion(SMALL_UNITS, checkpoint).hash, *hashes.values()}) == len(hashes) + 1
     # Llama has neither; below
-    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp", "multimodal"}
+    assert {field.name for field in dataclasses.fields(ConvertOptions)} - set(CHANGES) == {"mtp", "multimodal"}
     deepseek = headers_only(DEEPSEEK)
-    assert prepare(Options(mtp=True), deepseek).hash != prepare(Options(), deepseek).hash
+    assert plan_conversion(ConvertOptions(mtp=True), deepseek).hash != plan_conversion(ConvertOptions(), deepseek).hash
 
 
 def test_the_hash_tells_sources_apart() -> None:
@@ -134,7 +135,7 @@ def test_the_hash_tells_sources_apart() -> None:
         dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, name="other.safetensors"),)),
         dataclasses.replace(checkpoint, config=checkpoint.config | {"rms_norm_eps": 1e-6}),
     ]
-    assert len({prepare(SMALL_UNITS, one).hash for one in [checkpoint, *others]}) == len(others) + 1
+    assert len({plan_conversion(SMALL_UNITS, one).hash for one in [checkpoint, *others]}) == len(others) + 1
 
 
 def test_the_hash_doesnt_know_where_the_files_lie() -> None:
@@ -148,7 +149,7 @@ def test_the_hash_doesnt_know_where_the_files_lie() -> None:
         )
 
     elsewhere = HfCheckpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
-    assert prepare(SMALL_UNITS, elsewhere).hash == prepare(SMALL_UNITS, checkpoint).hash
+    assert plan_conversion(SMALL_UNITS, elsewhere).hash == plan_conversion(SMALL_UNITS, checkpoint).hash
 
 
 def gptq_headers(index: bool) -> HfCheckpoint:
@@ -188,7 +189,7 @@ def test_groups_in_any_order_are_read_once(index: bool, unit_bytes: int, options
     """Where each input has its own group, a unit takes all inputs of some outputs: no scale is read for every part, and
     units stay within bounds.
     """
-    conversion = prepare(Options(unit_bytes=unit_bytes, **options), gptq_headers(index))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=unit_bytes, **options), gptq_headers(index))
     assert not conversion.plan.problems
     assert conversion.unit_working_bytes <= unit_bytes
     assert max(conversion.expand(unit).working_bytes for unit in range(len(conversion.units))) <= unit_bytes
@@ -196,13 +197,13 @@ def test_groups_in_any_order_are_read_once(index: bool, unit_bytes: int, options
 
 
 def test_units_that_cannot_hold_all_inputs_are_a_problem() -> None:
-    conversion = prepare(Options(unit_bytes=10_000), gptq_headers(index=True))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=10_000), gptq_headers(index=True))
     assert {problem.kind for problem in conversion.plan.problems} == {"memory"}
 
 
 def test_units_are_values() -> None:
     """A unit can be pickled and is equal afterwards: it is what crosses Beam's shuffle."""
-    conversion = prepare(SMALL_UNITS, headers_only(DEEPSEEK))
+    conversion = plan_conversion(SMALL_UNITS, headers_only(DEEPSEEK))
     for number in range(len(conversion.units)):
         unit = conversion.expand(number)
         assert unit.id == number

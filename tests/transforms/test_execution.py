@@ -25,15 +25,15 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 
 
 def planned(folder: Path, config: dict[str, Any], **options: Any) -> tuple[Conversion, dict[str, np.ndarray]]:
     tensors = random_tensors(config)
-    conversion = prepare(Options(**options), open_hf(save(folder, config, *split(tensors, 2))))
+    conversion = plan_conversion(ConvertOptions(**options), open_hf(save(folder, config, *split(tensors, 2))))
     assert not conversion.plan.problems
     return conversion, reference(config, tensors, conversion.save_dtype)
 

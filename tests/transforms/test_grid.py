@@ -29,8 +29,8 @@ from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 nn = lazily("flax.linen")
 
@@ -49,7 +49,7 @@ MESHES = {
 
 
 def plan(config: dict[str, Any], **options: Any) -> Conversion:
-    conversion = prepare(Options(**options), headers_only(config))
+    conversion = plan_conversion(ConvertOptions(**options), headers_only(config))
     assert not conversion.plan.problems
     return conversion
 
@@ -253,8 +253,8 @@ def test_fp8_of_real_size(mesh: str, dtype: str) -> None:
     """Codes, scales, decoded values and arrays count towards a unit's bound; scales that two units need are all that is
     read twice.
     """
-    conversion = prepare(
-        Options(mesh=MESHES[mesh], save_dtype=dtype), fp8_headers(DEEPSEEK_V3 | dict(num_hidden_layers=4))
+    conversion = plan_conversion(
+        ConvertOptions(mesh=MESHES[mesh], save_dtype=dtype), fp8_headers(DEEPSEEK_V3 | dict(num_hidden_layers=4))
     )
     assert not conversion.plan.problems
     assert_each_shard_once(conversion)
@@ -264,12 +264,12 @@ def test_fp8_of_real_size(mesh: str, dtype: str) -> None:
 
 def test_a_bound_that_is_too_small_is_a_problem() -> None:
     """Not even a row fits: the plan says which array, and how much it needs."""
-    conversion = prepare(Options(unit_bytes=1000), headers_only(LLAMA_8B))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=1000), headers_only(LLAMA_8B))
     (problem,) = conversion.plan.problems
     assert "--unit_bytes=1000" in str(problem)
     needed = re.search(r"needs at least (\d+)", str(problem))
     assert needed
-    assert not prepare(Options(unit_bytes=int(needed[1])), headers_only(LLAMA_8B)).plan.problems
+    assert not plan_conversion(ConvertOptions(unit_bytes=int(needed[1])), headers_only(LLAMA_8B)).plan.problems
 
 
 # --- with no mesh named: every common mesh, for every model that MaxText has ------------------------------------------
@@ -317,7 +317,7 @@ def loads(
     kinds = {(array.shape, array.logical_axes, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
     grids = {
-        kind: make_grid(array, SourceCost(2), named, base_rules(), Options().unit_bytes, format, experts)
+        kind: make_grid(array, SourceCost(2), named, base_rules(), ConvertOptions().unit_bytes, format, experts)
         for kind, array in kinds.items()
     }
     return {
@@ -378,7 +378,7 @@ def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
         shards = 0
         for array in arrays:
             spec = make_grid(
-                array, SourceCost(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)
+                array, SourceCost(2), (), base_rules(), ConvertOptions().unit_bytes, Format(), count_experts(arrays)
             ).spec
             shards += math.prod(spec.grid)
             packed = math.prod(spec.shard) // math.prod(spec.chunk)

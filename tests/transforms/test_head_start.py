@@ -16,8 +16,8 @@ from weightbeam.transforms.execution import arena
 from weightbeam.transforms.execution import boxes as execution
 from weightbeam.transforms.execution.overlap import READERS, SPARE, Background, wait_for_all
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.stages.head_start import claim, head_start
 
 
@@ -28,7 +28,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def planned(source: Path) -> Conversion:
-    return prepare(Options(unit_bytes=8 << 10), open_hf(str(source)))
+    return plan_conversion(ConvertOptions(unit_bytes=8 << 10), open_hf(str(source)))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from support import DEEPSEEK, FP8, LLAMA_8B, call, headers_only, make_release, r
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning import makespan
-from weightbeam.transforms.planning.conversion_planner import prepare
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.makespan import (
     DOUBLING,
     LATENCY,
@@ -35,7 +35,7 @@ from weightbeam.transforms.planning.makespan import (
     ramp,
     schedule,
 )
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.options import ConvertOptions
 
 jobs = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 WORKER = Worker(gbps=8, hour_price=3.6, threads=4, cores=2)  # a GB a second, and a thousandth of the currency a second
@@ -183,7 +183,7 @@ def test_more_workers_are_never_slower_from_a_bucket(units: list[Effort], worker
 )
 def test_efforts_are_the_plans_bytes(options: dict[str, Any]) -> None:
     """All units together read and write what the plan says, one effort for each."""
-    conversion = prepare(Options(**options), headers_only(LLAMA_8B | dict(num_hidden_layers=4)))
+    conversion = plan_conversion(ConvertOptions(**options), headers_only(LLAMA_8B | dict(num_hidden_layers=4)))
     efforts = list(efforts_of(conversion))
     assert len(efforts) == len(conversion.units) > 10
     assert sum(effort.read for effort in efforts) == conversion.read_bytes
@@ -201,7 +201,7 @@ def test_decoding_takes_its_time(tmp_path: Path) -> None:
         tensors[name] = tensors[name].astype(FP8)
         tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
     config = DEEPSEEK | dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    conversion = prepare(Options(unit_bytes=30_000), open_hf(save(tmp_path / "hf", config, tensors)))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=30_000), open_hf(save(tmp_path / "hf", config, tensors)))
     efforts = list(efforts_of(conversion))
     assert sum(effort.read for effort in efforts) == conversion.read_bytes
     decoded = sum(tensors[name].nbytes for name in names) / scaled.FP8_RATE

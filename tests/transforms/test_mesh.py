@@ -25,8 +25,8 @@ from weightbeam.transforms.cutting.mesh import (
     read_rules,
 )
 from weightbeam.transforms.planning.conversion import rules_of
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.stages.staged import load
 
 nn = lazily("flax.linen")
@@ -57,7 +57,7 @@ def names_of_arrays() -> set[tuple[str | None, ...]]:
     """The logical axes of every array of the families, scanned and unscanned, in both versions of MaxText."""
     found = set()
     for config, scan, version in itertools.product(CONFIGS.values(), (True, False), VERSIONS):
-        conversion = prepare(Options(scan_layers=scan, maxtext=version), headers_only(config))
+        conversion = plan_conversion(ConvertOptions(scan_layers=scan, maxtext=version), headers_only(config))
         assert not conversion.plan.problems
         found |= {array.logical_axes for array in conversion.plan.arrays}
     return found
@@ -190,7 +190,7 @@ def test_llama2_shards_its_norms_over_fsdp() -> None:
         == partition_spec(("norm", "layers"), base_rules())
         == (("tensor",), "stage")
     )
-    conversion = prepare(Options(maxtext_model="llama2-70b", mesh=("fsdp=4",)), headers_only(LLAMA))
+    conversion = plan_conversion(ConvertOptions(maxtext_model="llama2-70b", mesh=("fsdp=4",)), headers_only(LLAMA))
     (norm,) = (grid for grid in conversion.grids if grid.spec.key.endswith("decoder_norm.scale"))
     assert (norm.partition, norm.spec.shape, norm.spec.chunk) == ({"fsdp=4": ("fsdp",)}, (32,), (8,))
 
@@ -199,7 +199,7 @@ def test_rules_are_part_of_the_plan_and_reach_the_workers() -> None:
     """Another rule, another hash and another grid; a worker makes the same of what is staged."""
     rules = read_rules([["embed", ["rows", "fsdp"]], ["heads", None]], base_rules())
     plain, own = (
-        prepare(Options(mesh=("fsdp=4",), sharding_rules=given_rules), headers_only(LLAMA))
+        plan_conversion(ConvertOptions(mesh=("fsdp=4",), sharding_rules=given_rules), headers_only(LLAMA))
         for given_rules in (None, rules)
     )
     assert plain.hash != own.hash
@@ -209,9 +209,11 @@ def test_rules_are_part_of_the_plan_and_reach_the_workers() -> None:
         (("rows", "fsdp"), None, None)
     }
     with pytest.raises(MeshError, match="no axis 'rows'"):
-        prepare(Options(mesh=("rows=4",)), headers_only(LLAMA))
+        plan_conversion(ConvertOptions(mesh=("rows=4",)), headers_only(LLAMA))
     assert "rows" in axes_in(rules)
-    assert prepare(Options(mesh=("rows=4",), sharding_rules=rules), headers_only(LLAMA)).grids != own.grids
+    assert (
+        plan_conversion(ConvertOptions(mesh=("rows=4",), sharding_rules=rules), headers_only(LLAMA)).grids != own.grids
+    )
 
 
 @pytest.mark.parametrize(

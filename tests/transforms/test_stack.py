@@ -18,8 +18,8 @@ from support import DEEPSEEK, QWEN3_MOE, headers_only
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.transforms.cutting.units import ShardsRecipe
 from weightbeam.transforms.execution.stack import copy, stack
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -75,7 +75,7 @@ def test_copy_is_an_assignment(pair: tuple[np.ndarray, np.ndarray], ops: tuple) 
 @pytest.mark.parametrize("scan", [True, False])
 def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str, ...], scan: bool) -> None:
     """A recipe of many shards, cut up into recipes of one shard each."""
-    conversion = prepare(Options(mesh=mesh, scan_layers=scan), headers_only(config))
+    conversion = plan_conversion(ConvertOptions(mesh=mesh, scan_layers=scan), headers_only(config))
     together = 0
     for number in range(len(conversion.units)):
         unit = conversion.expand(number)
@@ -109,7 +109,7 @@ def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str
 
 def test_jobs_hold_every_shard_once() -> None:
     """However they are put together."""
-    conversion = prepare(Options(mesh=("fsdp=4,expert=2",), unit_bytes=60_000), headers_only(DEEPSEEK))
+    conversion = plan_conversion(ConvertOptions(mesh=("fsdp=4,expert=2",), unit_bytes=60_000), headers_only(DEEPSEEK))
     made = [
         (recipe.spec.key, box)
         for number in range(len(conversion.units))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
 from weightbeam.transforms.cutting.blocks import Block, largest_first, target_bytes, working_bytes
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -43,7 +43,7 @@ def taken(sizes: Sequence[int], workers: int) -> np.ndarray:
 @pytest.mark.parametrize("model", MODELS)
 def test_no_worker_is_last_by_more_than_a_unit(model: str, layout: str) -> None:
     """Real models."""
-    conversion = prepare(Options(**LAYOUTS[layout]), headers_only(MODELS[model]))
+    conversion = plan_conversion(ConvertOptions(**LAYOUTS[layout]), headers_only(MODELS[model]))
     assert not conversion.plan.problems
     sizes = list(map(working_bytes, conversion.units))
     assert len(sizes) > 200
@@ -67,7 +67,7 @@ def test_nor_with_any_sizes(sizes: list[int], workers: int) -> None:
 @pytest.mark.parametrize("config", [DEEPSEEK, QWEN3_MOE], ids=["deepseek", "qwen3 moe"])
 def test_units_of_one_size_follow_the_source(config: dict[str, Any]) -> None:
     """So that the files are read forwards."""
-    units = prepare(Options(unit_bytes=8_000), headers_only(config)).units
+    units = plan_conversion(ConvertOptions(unit_bytes=8_000), headers_only(config)).units
     assert len(units) > 20
     streams: dict[int, list] = {}
     for unit in units:

@@ -14,8 +14,8 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.cutting.read_cost import load_of
 from weightbeam.transforms.cutting.virtual import loads_of, percent
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.conversion_planner import prepare
-from weightbeam.transforms.planning.options import Options
+from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.options import ConvertOptions
 
 QWEN_30B = QWEN3_MOE | dict(
     vocab_size=151936, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=48, num_experts=128,
@@ -25,7 +25,7 @@ P = "params.params.decoder."
 
 
 def plan(config: dict, dtype: np.dtype = BF16, **options: object) -> Conversion:
-    return prepare(Options(virtual=True, **options), headers_only(config, dtype))  # type: ignore[arg-type]
+    return plan_conversion(ConvertOptions(virtual=True, **options), headers_only(config, dtype))  # type: ignore[arg-type]
 
 
 def reasons(conversion: Conversion) -> dict[str, str]:
@@ -118,8 +118,8 @@ def test_a_changed_dtype_is_refused_where_it_is_most_of_the_model(tmp_path: Path
         assert f"a changed dtype; --save_dtype {dtype.name}" in problem.message
     tensors = random_tensors(LLAMA)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(F32)
-    made = prepare(
-        Options(virtual=True, maxtext_model="llama3.3-70b"), open_hf(save(tmp_path / "source", LLAMA, tensors))
+    made = plan_conversion(
+        ConvertOptions(virtual=True, maxtext_model="llama3.3-70b"), open_hf(save(tmp_path / "source", LLAMA, tensors))
     )
     assert not made.plan.problems
     assert reasons(made)[f"{P}decoder_norm.scale"] == "float32, stored as bfloat16"

@@ -39,18 +39,18 @@ from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of
 from weightbeam.transforms.cutting.virtual import Placement, references
-from weightbeam.transforms.planning.options import Delivery, Options
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.planning.transfer import Transfer
 
 LOG = logging.getLogger("weightbeam")
 
 
-def rules_of(options: Options) -> Rules:
+def rules_of(options: ConvertOptions) -> Rules:
     """The logical axis rules: the user's, else MaxText's for the model that was named."""
     return model_rules(options.maxtext_model) if options.sharding_rules is None else options.sharding_rules
 
 
-def meshes_of(options: Options) -> list[Mesh]:
+def meshes_of(options: ConvertOptions) -> list[Mesh]:
     """The target meshes.
 
     Raises:
@@ -60,12 +60,12 @@ def meshes_of(options: Options) -> list[Mesh]:
     return [Mesh.parse(text, axes) for text in options.mesh]
 
 
-def dtype_of(options: Options) -> np.dtype | None:
+def dtype_of(options: ConvertOptions) -> np.dtype | None:
     """What every float array is cast to; None where each stays what it is."""
     return None if options.save_dtype == CODES else dtype_named(options.save_dtype)
 
 
-def format_of(options: Options) -> Format:
+def format_of(options: ConvertOptions) -> Format:
     """How the checkpoint is stored."""
     return Format(options.use_ocdbt, options.use_zarr3, options.compression)
 
@@ -91,7 +91,7 @@ class Conversion(Transfer):
       made_of: the release that the record names, where the source is what a virtual checkpoint holds of it.
     """
 
-    options: Options
+    options: ConvertOptions
     source: HfCheckpoint
     plan: ArrayPlan
     encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)

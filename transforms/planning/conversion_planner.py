@@ -66,7 +66,7 @@ from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import Conversion, dtype_of, format_of, meshes_of, rules_of
 from weightbeam.transforms.planning.layouts import config_problem, maxtext_of
-from weightbeam.transforms.planning.options import Options, options_from
+from weightbeam.transforms.planning.options import ConvertOptions, options_from
 
 COPY = "copy"  # the kind of problem where what is left out as a copy of another tensor isn't one
 # problems of one quantised tensor, which don't count where it is dropped
@@ -109,8 +109,8 @@ class _Grids:
     problems: tuple[Problem, ...] = ()
 
 
-def prepare(
-    options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None
+def plan_conversion(
+    options: ConvertOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None
 ) -> Conversion:
     """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
 
@@ -180,7 +180,7 @@ def prepare(
 
 
 def _without_table(
-    options: Options,
+    options: ConvertOptions,
     checkpoint: HfCheckpoint,
     adapters: Sequence[Adapter],
     found: Sequence[Problem],
@@ -196,7 +196,9 @@ def _without_table(
     return Conversion(options=options, source=checkpoint, plan=plan, adapters=tuple(adapters))
 
 
-def _lay_out(options: Options, config: Config, family: Family, source: ReleaseTensors) -> tuple[ModelNaming, Layout]:
+def _lay_out(
+    options: ConvertOptions, config: Config, family: Family, source: ReleaseTensors
+) -> tuple[ModelNaming, Layout]:
     """MaxText's model, and what besides `config.json` the table depends on. Raises ConfigError where the model that was
     named isn't this one, or `config.json` lacks what tells.
     """
@@ -305,7 +307,7 @@ def _check_copies(
 
 
 def _cut(
-    options: Options,
+    options: ConvertOptions,
     arrays: Sequence[Array],
     encodings: Mapping[str, Encoding],
     meshes: Sequence[Mesh],
@@ -346,7 +348,7 @@ def _adapter_family(family: Family, folding: Folding) -> Family:
     )
 
 
-def _check_options(options: Options, family: Family) -> Iterator[Problem]:
+def _check_options(options: ConvertOptions, family: Family) -> Iterator[Problem]:
     """What was asked for and MaxText doesn't have."""
     if options.quantize and options.save_dtype != CODES:
         yield Problem("option", f"--quantize={options.quantize}", f"makes codes, which --save_dtype {CODES} writes")
@@ -364,7 +366,7 @@ def _check_options(options: Options, family: Family) -> Iterator[Problem]:
 
 
 def _grids(
-    options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]
+    options: ConvertOptions, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]
 ) -> list[Grid]:
     rules, save, experts = rules_of(options), dtype_named(options.save_dtype), count_experts(arrays)
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
@@ -410,7 +412,7 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
 
 
 def _units(
-    options: Options,
+    options: ConvertOptions,
     arrays: Sequence[Array],
     made: Sequence[int],
     grids: Sequence[Grid],
@@ -440,8 +442,8 @@ def _position(array: Array, spec: ArraySpec, shards: Box, encodings: Mapping[str
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    made = prepare(
-        options_from(Options, inputs["options"]),
+    made = plan_conversion(
+        options_from(ConvertOptions, inputs["options"]),
         HfCheckpoint.from_json(inputs["source"]),
         adapters,
         inputs.get("slots"),

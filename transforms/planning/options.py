@@ -303,7 +303,7 @@ class Linking(FromHub):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Excerpt):
+class ConvertOptions(Excerpt):
     """Of a conversion, as far as they change a byte or a chunk's key."""
 
     scan_layers: bool = _layout("stack the layers of a kind in one array, as in MaxText", True)

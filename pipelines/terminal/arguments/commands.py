@@ -13,6 +13,7 @@ from weightbeam.transforms.planning.options import (
     PATHS_HELP,
     SOURCE_HELP,
     TRUTH,
+    ConvertOptions,
     CutOptions,
     Delivery,
     DequantizeOptions,
@@ -25,7 +26,6 @@ from weightbeam.transforms.planning.options import (
     MaterializeOptions,
     MergeOptions,
     Option,
-    Options,
     QuantizeOptions,
     ReshardOptions,
     Simulation,
@@ -210,13 +210,13 @@ COMMANDS = {
         Command(
             "convert", "convert a release into an Orbax checkpoint", texts.CONVERT, "SOURCE OUTPUT [options]",
             _place("source", SOURCE_HELP, "what is read") | _to(f"where the checkpoint goes: {_FOLDER}; it must not hold that step yet"),
-            (Options, Linking), progress=True,
+            (ConvertOptions, Linking), progress=True,
         ),
         Command(
             "plan", "say what a conversion would do, and every problem", texts.PLAN,
             "SOURCE [OUTPUT] [options]\n       weightbeam plan COMMAND … [options]",
             _place("source", SOURCE_HELP, "what is read") | _to("where the checkpoint would go"),
-            (Options, Token, Simulation), (PlanShell,),
+            (ConvertOptions, Token, Simulation), (PlanShell,),
         ),
         Command(
             "fit", "compare a release with a MaxText configuration, field by field", texts.FIT, "SOURCE MODEL [options]",
