@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import run
 from safetensors.numpy import save_file
-from support import call, convert, make_release
+from support import call, convert, make_release, save
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.safetensors import open_hf
@@ -102,6 +102,14 @@ def test_a_family_outside_the_project(tmp_path, way):
         refused = weightbeam(*verify)
         assert refused.returncode == 2
         assert f"--family={tmp_path / 'own.py'} takes it" in " ".join(refused.stderr.split())
+
+
+def test_a_release_of_nothing(tmp_path, capsys):
+    """A checkpoint of no array would be nothing that anybody can load."""
+    source = save(tmp_path / "hf", {"model_type": "mine"}, {})
+    assert call("convert", source, tmp_path / "ckpt", "--family", "identity") == 2
+    assert "holds no tensor" in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
 
 
 def test_identity(tmp_path):

@@ -156,6 +156,8 @@ def plan_conversion(
     unneeded = _unneeded(source, family, table)
     dropped, problems = _audit(checkpoint, source, family, table, arrays, asked, unneeded)
     problems += merging.in_vain(dropped)
+    if not (arrays or problems):
+        problems.append(Problem("missing", checkpoint.root, "holds no tensor"))
     known = {problem.subject for problem in problems} | checkpoint.lost | stored.lost
     copies = {copy: of for copy, of in family.copies(config, layout).items() if not known & {copy, of}}
     compared, unlike = _check_copies(stored, copies, dropped)
