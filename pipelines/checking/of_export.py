@@ -18,15 +18,10 @@ from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import has_scales, is_scanned
+from weightbeam.pipelines.checking.recorded import options_made_with, options_of_export, read_record, recorded_options
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
-from weightbeam.pipelines.running.prepare import (
-    open_source,
-    options_of,
-    options_of_export,
-    read_record,
-    refuse,
-    said_of,
-)
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_release
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.comparing.release_faults import find_dtype_faults, find_release_faults
@@ -57,14 +52,14 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
         keys = {name: key for name, key in keys.items() if not name.startswith(TOWERS)}
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}
-    exported = open_source(release.url)
+    exported = open_release(release.url)
     check_together(release, exported.opened, release.list())
     if has_scales(weights) and not any(exported.config.get(field) for field in QUANTIZATIONS):
         raise Refused(
             f"{release}: holds the values of {checkpoint}'s FP8 codes, each rounded once, which verify doesn't make; "
             "`weightbeam diff` compares both"
         )
-    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
+    options = options_made_with(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     record, remembered = read_record(release), opened.record.get("config")
     faults, notes = find_release_faults(
@@ -76,7 +71,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     if SINGLE in dict((*faults, *notes)):  # put beside the export's own files: that is told, and may be accepted
         others = tuple(problem for problem in exported.problems if problem.subject != SINGLE)
         exported = dataclasses.replace(exported, problems=others)
-    axis = asked.get("param_scan_axis", said_of(items).get("param_scan_axis"))
+    axis = asked.get("param_scan_axis", recorded_options(items).get("param_scan_axis"))
     conversion = plan_as(options, exported, weights, is_settled=axis is not None)
     refuse(_problems(conversion), conversion.source)
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))

@@ -24,20 +24,14 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
+from weightbeam.pipelines.checking.recorded import options_made_with, read_record, recorded_options
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
 from weightbeam.pipelines.running.beam_options import check_options
-from weightbeam.pipelines.running.prepare import (
-    open_adapters,
-    open_source,
-    options_of,
-    read_record,
-    reading,
-    refuse,
-    said_of,
-)
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_adapters, open_release, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.array_sums import known_digests
@@ -74,7 +68,7 @@ def plan_verification(
         with held_item(find_items(checkpoint)) as items:
             found = _open_checkpoint(items, checkpoint, source, given)
             options = _options(found, given)
-            is_settled = any(said.get("param_scan_axis") is not None for said in (given, said_of(items)))
+            is_settled = any(said.get("param_scan_axis") is not None for said in (given, recorded_options(items)))
             conversion = plan_as(options, found.source, found.arrays, open_adapters(options), is_settled)
             subject = None if conversion.plan.problems else _compare_metadata(found, conversion)
     refuse(_with_whole(conversion.plan.problems, options), conversion.source)
@@ -141,7 +135,7 @@ def _open_checkpoint(items: Store, checkpoint: str, source: str | None, given: M
         _refuse_merged(items)
     _refuse_widened(items)
     made = record_of(items).get("options", {})
-    opened = own or open_source(
+    opened = own or open_release(
         source or _named_source(items, checkpoint), bool(made.get("allow_links")), Cut.of(made, given.get("family"))
     )
     return _Checkpoint(items, stores, weights, files, opened, own is not None)
@@ -190,7 +184,7 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> ConvertOptions:
     """The options of the conversion into such a checkpoint. Raises Refused where adapters were merged into it, and
     nothing says where they are; or they are in the release already.
     """
-    options = options_of(found.items, found.arrays, given, found.source.config)
+    options = options_made_with(found.items, found.arrays, given, found.source.config)
     merged = read_record(found.source.root) if options.lora and not given.get("lora") else {}
     if (
         merged.get("kind") == "merge"

@@ -23,8 +23,9 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import COUNTER, GENERATORS, MODULES, is_scanned
+from weightbeam.pipelines.checking.recorded import options_made_with, options_of_export
 from weightbeam.pipelines.checking.subject import plan_as
-from weightbeam.pipelines.running.prepare import options_of, options_of_export, refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.transforms.comparing.differences import coarser
 from weightbeam.transforms.execution.boxes import make_boxes
@@ -368,7 +369,7 @@ def _converted(
     """
     try:
         given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}
-        options = options_of(items, open_arrays(items), options_of_export(release.root) | given, release.config)
+        options = options_made_with(items, open_arrays(items), options_of_export(release.root) | given, release.config)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
     options = dataclasses.replace(options, scan_layers=is_scanned(there))

@@ -16,7 +16,7 @@ from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.pipelines.checking.comparison import MISSING, SHAPE, Comparison, Verdict
 from weightbeam.pipelines.checking.pairs import ComparedPair
-from weightbeam.pipelines.running.prepare import check_read
+from weightbeam.pipelines.running.sources import check_read
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.progress import Report, watch_progress

@@ -10,8 +10,8 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.pipelines.checking.recorded import read_record
 from weightbeam.pipelines.checking.verification import diff_command
-from weightbeam.pipelines.running.prepare import read_record
 from weightbeam.pipelines.terminal.errors import Refused
 
 

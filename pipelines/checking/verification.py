@@ -11,7 +11,7 @@ from typing import Any
 
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.pipelines.running.prepare import SHOWN
+from weightbeam.pipelines.running.problems import SHOWN
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.report import collapse
 from weightbeam.pipelines.terminal.shown import Shown

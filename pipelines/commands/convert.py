@@ -16,8 +16,8 @@ from weightbeam.formats.storage import ChangedError, Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import NO_OUTPUT, NO_SOURCE, check_beam, plan_source
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.sources import NO_OUTPUT, NO_SOURCE, check_beam, plan_source
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.writing import find_place
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Busy

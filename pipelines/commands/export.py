@@ -33,7 +33,7 @@ from weightbeam.pipelines.commands.releases import (
 )
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config, read_tokenizer, with_tokenizer
-from weightbeam.pipelines.running.prepare import open_adapters
+from weightbeam.pipelines.running.sources import open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each

@@ -17,7 +17,8 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, eff
 from weightbeam.model_mappings.naming import ModelNameError, ModelNaming, name_model
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
-from weightbeam.pipelines.running.prepare import open_source, refuse
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_release
 from weightbeam.pipelines.terminal import tables
 from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import keywords_of, takes
@@ -116,7 +117,7 @@ def fit(source: str, maxtext_model: str) -> Fit:
         raise Refused("--maxtext_model is missing: one of MaxText's models, or a file of its keys")
     theirs = _read(maxtext_model)
     named = str(theirs.get("model_name") or "default")
-    release = open_source(source)
+    release = open_release(source)
     if not release.config:
         refuse(release.problems, of=source)
     config = Config(release.config)

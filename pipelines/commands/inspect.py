@@ -29,7 +29,9 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
-from weightbeam.pipelines.running.prepare import open_source, options_of, reading, refuse
+from weightbeam.pipelines.checking.recorded import options_made_with
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_release, reading
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.report import count_arrays
@@ -357,8 +359,8 @@ def _axes(
                 f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)"
             )
         return rules, record["axes"]
-    opened = open_source(source, cut=Cut.of(made))
-    options = options_of(items, open_arrays(items), {"maxtext_model": model}, opened.config)
+    opened = open_release(source, cut=Cut.of(made))
+    options = options_made_with(items, open_arrays(items), {"maxtext_model": model}, opened.config)
     conversion = plan_conversion(options, opened)
     if not conversion.plan.arrays:
         refuse(conversion.plan.problems, conversion.source)

@@ -26,7 +26,7 @@ from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import tokenize
 from weightbeam.pipelines.running.like import find_form
-from weightbeam.pipelines.running.prepare import check_read, reading
+from weightbeam.pipelines.running.sources import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes

@@ -21,7 +21,8 @@ from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
 from weightbeam.pipelines.commands.convert import Converted, carry_out, dry_run
 from weightbeam.pipelines.running.output import bring_back
-from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, describe, plan_with, reading
+from weightbeam.pipelines.running.problems import describe
+from weightbeam.pipelines.running.sources import NO_OUTPUT, check_beam, plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keywords_of, sharding_rules, takes

@@ -25,7 +25,7 @@ from weightbeam.pipelines.commands.releases import (
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.prepare import open_adapters, open_source
+from weightbeam.pipelines.running.sources import open_adapters, open_release
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
@@ -122,7 +122,7 @@ def plan(
     if not source:
         raise Refused(no_source("merge"))
     options = going_to(output, asked)
-    checkpoint, adapters = try_each(lambda: open_source(source, cut=asked.cut), lambda: open_adapters(options))
+    checkpoint, adapters = try_each(lambda: open_release(source, cut=asked.cut), lambda: open_adapters(options))
     with refusing(UnknownFamilyError):
         planned = plan_merge(options, checkpoint, adapters, given, slots)
     if planned.plan.problems:

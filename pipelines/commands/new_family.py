@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.release.source import open_source as open_tensors
+from weightbeam.formats.release.source import open_source
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.drafting import TODO, Draft, draft
 from weightbeam.model_mappings.plan import TensorSpec
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
-from weightbeam.pipelines.running.prepare import open_source
+from weightbeam.pipelines.running.sources import open_release
 from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
@@ -74,8 +74,8 @@ def new_family(name: str, like: str) -> Drafted:
     found = None if name == "__main__" else importlib.util.find_spec(name)
     if found and found.origin and Path(found.origin).parent != Path.cwd():  # what is here is told by its file's name
         raise Refused(f"{name}: is the name of an installed Python module; take another one, such as my_{name}")
-    release = open_source(like)
-    held = open_tensors(release)
+    release = open_release(like)
+    held = open_source(release)
     if problems := [*release.problems, *held.problems]:
         found = "\n".join(map(str, problems))
         raise Refused(f"{like}: {count(len(problems), 'problem')}\n{found}", problems)

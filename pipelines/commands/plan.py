@@ -12,8 +12,9 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines.checking import virtual
 from weightbeam.pipelines.loading import report as load_report
-from weightbeam.pipelines.running.prepare import check_beam, plan_source, reading, refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.slots import slots_of, worker_of
+from weightbeam.pipelines.running.sources import check_beam, plan_source, reading
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.terminal import report, tables
 from weightbeam.pipelines.terminal.arguments.parser import command_line

@@ -19,8 +19,8 @@ from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, 
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
-from weightbeam.pipelines.running.prepare import check_beam
 from weightbeam.pipelines.running.slots import slots_of, slots_of_release
+from weightbeam.pipelines.running.sources import check_beam
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written

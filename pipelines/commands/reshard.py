@@ -24,8 +24,8 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config
-from weightbeam.pipelines.running.prepare import NO_OUTPUT, check_beam, reading
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
+from weightbeam.pipelines.running.sources import NO_OUTPUT, check_beam, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING

@@ -17,8 +17,8 @@ from weightbeam.pipelines.checking.of_source import plan_verification
 from weightbeam.pipelines.checking.subject import Subject, is_spare
 from weightbeam.pipelines.checking.verification import Verification
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
-from weightbeam.pipelines.running.prepare import check_read
 from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
+from weightbeam.pipelines.running.sources import check_read
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.notebook import as_in_a_script

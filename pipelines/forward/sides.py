@@ -16,8 +16,8 @@ from weightbeam.formats.release.source import open_source
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.boxes import Box, extent, slices
 from weightbeam.model_mappings.cut import Cut
-from weightbeam.pipelines.running.prepare import open_source as open_prepared
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_release
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.tensor_rows import rows_of
 from weightbeam.transforms.cutting.units import Fetch
@@ -54,7 +54,7 @@ def of_release(where: str, lora: str | None = None, cut: Cut | None = None) -> S
       Refused: problems stand against it: all of them.
       StorageError: it can't be looked at.
     """
-    checkpoint = open_prepared(where, cut=cut)
+    checkpoint = open_release(where, cut=cut)
     source, adapters = open_source(checkpoint), [open_adapter(lora)] if lora else []
     if adapters:
         source = source.merged(merge_release(checkpoint, source, adapters))

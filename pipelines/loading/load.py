@@ -48,7 +48,7 @@ from weightbeam.pipelines.loading.schedule import (
 )
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic

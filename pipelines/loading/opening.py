@@ -24,7 +24,8 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.release import MappedRelease, Tensors
 from weightbeam.pipelines.loading.scaled import DecodedOrbax
 from weightbeam.pipelines.loading.source import ArraySource
-from weightbeam.pipelines.running.prepare import open_adapters, plan_with, reading, refuse
+from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import open_adapters, plan_with, reading
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
 from weightbeam.transforms.planning.exporting import Like

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from weightbeam.formats.record.naming import HUB
 from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.running.output import alone, check_output, is_finished, look_for_job
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, told, write
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report

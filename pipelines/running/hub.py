@@ -23,7 +23,7 @@ from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.formats.targets.release_place import ReleaseFolder
 from weightbeam.pipelines.running.output import alone, is_finished, look_for_job, why_not_go_on
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, write
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report

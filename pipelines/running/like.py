@@ -25,7 +25,7 @@ from weightbeam.model_mappings.config_json import as_taken, config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.registry import UnknownFamilyError
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.maxtext_file import read_maxtext_yaml
 from weightbeam.transforms.cutting.quantizing import Given

@@ -16,7 +16,7 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.formats.targets.published import changed_in
 from weightbeam.formats.text.printable import listed, printable
 from weightbeam.pipelines.running.output import check_output
-from weightbeam.pipelines.running.prepare import refuse
+from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import is_local
 from weightbeam.pipelines.terminal.errors import Failed, Refused, refusing

@@ -56,7 +56,7 @@ def plan(source: str, asked: ConvertOptions) -> dict[str, Any]:
       Failed: a file can't be read, or isn't whole, which may be different another time.
     """
     from weightbeam.pipelines.commands.plan import plan
-    from weightbeam.pipelines.running.prepare import describe
+    from weightbeam.pipelines.running.problems import describe
 
     made = plan(source, asked=asked)
     if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
@@ -165,7 +165,7 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions, merged: Sequence[Any
 def _planned(planned: Any) -> dict[str, Any]:
     """What is worth knowing of a planned export. Raises Refused where it has problems."""
     from weightbeam.formats.record.naming import digest
-    from weightbeam.pipelines.running.prepare import refuse
+    from weightbeam.pipelines.running.problems import refuse
 
     refuse(planned.plan.problems)
     reasons = Counter(planned.lossy.values())
@@ -250,7 +250,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands import reshard
-    from weightbeam.pipelines.running.prepare import refuse
+    from weightbeam.pipelines.running.problems import refuse
 
     _opened(open_orbax, source)
     made = reshard.plan(source, asked=asked)

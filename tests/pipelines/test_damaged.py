@@ -21,7 +21,7 @@ from hostile import mutated, paths
 from support import call, convert
 
 from weightbeam.pipelines.commands import inspect
-from weightbeam.pipelines.running import prepare
+from weightbeam.pipelines.running import sources
 
 ROUNDS = 40
 VALUES: list[Any] = [None, True, -1, 10**30, "", "\x1b[31m[/x]", [], [[]], {}, {"a": {}}, 1.5, "../../x"]
@@ -109,7 +109,7 @@ def test_the_corpus_of_the_fuzzer(part: int, whole: Path, tmp_path: Path) -> Non
 
 def test_what_the_fuzzer_checks_can_fail(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader whose errors nobody translates is found out."""
-    monkeypatch.setattr(prepare, "reading", contextlib.nullcontext)
+    monkeypatch.setattr(sources, "reading", contextlib.nullcontext)
     monkeypatch.setattr(inspect, "reading", contextlib.nullcontext)
     with pytest.raises((AssertionError, TypeError, AttributeError, ValueError)):
         [answers(whole, tmp_path / "ckpt", what) for what in CORPUS]
