@@ -113,8 +113,13 @@ class BucketStaging(Staging):
         self._version = found.version if found else ""
 
     def stop(self) -> None:
+        """Also takes back what others' readers look for, where the marker isn't there yet: nothing was published."""
         _STOPPED.add(self._claim)  # also where the bucket doesn't answer
         super().stop()
+        if self.looked_for and self.is_held() and not self.is_complete():
+            known = self._known(self._left())
+            there = [file for file in self.final.list() if file.name in self.looked_for]
+            self.final.delete_all([file for file in there if content_of(file) in known])
 
     def give_up(self) -> None:
         if self._claim:
@@ -285,9 +290,8 @@ class BucketStaging(Staging):
         self._note(map(content_of, files))
         self.check_place()
         self._bring(self.aside, [file for file in files if file.name not in self.looked_for])
-        if last := [file for file in files if file.name in self.looked_for]:
-            self.check_claim()
-            self._bring(self.aside, last)
+        for name in sorted(self.looked_for & {file.name for file in files}):
+            self.put(name, self.aside.read(name))  # as the marker: a stop takes the right to it away
 
     def announce(self, files: Mapping[str, bytes]) -> None:
         self._note((name, len(data), as_base64(google_crc32c.value(data))) for name, data in files.items())

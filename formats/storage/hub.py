@@ -59,6 +59,7 @@ MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a r
 MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 DESCRIBED = 1000  # files that a description of a repository lists for certain
+PORTS = {"http": 80, "https": 443}
 OURS = "weightbeam"  # as the hub's client names us in each request
 MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
 MAX_ANSWER = 32 << 20  # bytes of one answer; what the hub says of 10,000 files has 5 MB
@@ -346,9 +347,11 @@ def _endpoint() -> str:
 
 
 def _is_hub(url: str) -> bool:
-    """Whether an address is the hub's, whom its token is for."""
-    hub, there = urlsplit(_endpoint()), urlsplit(url)
-    return (hub.scheme, hub.hostname, hub.port) == (there.scheme, there.hostname, there.port)
+    """Whether an address is the hub's, whom its token is for; the same host's by TLS is, too."""
+    hub, there = (urlsplit(each) for each in (_endpoint(), url))
+    ports = [each.port or PORTS.get(each.scheme) for each in (hub, there)]
+    is_same = hub.scheme == there.scheme and ports[0] == ports[1]
+    return hub.hostname == there.hostname and (is_same or ports == [*PORTS.values()])
 
 
 def _told_endpoint() -> str:

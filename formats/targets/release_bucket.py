@@ -20,6 +20,7 @@ from typing import Any
 
 import google_crc32c
 
+from weightbeam.formats.adapters.config import CONFIG as ADAPTER
 from weightbeam.formats.release.files import CONFIG
 from weightbeam.formats.release.small_files import remove_others
 from weightbeam.formats.staging import ASIDE, BucketStaging, IncompleteError
@@ -36,7 +37,8 @@ MAX_UPLOADS = 2  # components that a unit uploads; with their copies 32 MiB
 class ReleaseBucket(ReleasePlace, BucketStaging):
     """The place of a release in a bucket."""
 
-    looked_for, written = frozenset({CONFIG}), None  # no loader takes a folder without it for a model
+    # no loader takes a folder without it for a model, or for an adapter
+    looked_for, written = frozenset({CONFIG, ADAPTER}), None
 
     @property
     def parts(self) -> Bucket:

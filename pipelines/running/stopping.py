@@ -26,14 +26,28 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
         DONE.append(said)
     except (KeyboardInterrupt, SystemExit) as e:
         patience.hurry()
-        with contextlib.suppress(OSError):
-            staging.stop()
-            if staging.is_held() and staging.is_public() and made_by(staging.final) == plan_hash:
+        try:
+            is_published = _give_up(staging, plan_hash)
+        except KeyboardInterrupt:  # a second one, which waits for nothing
+            raise KeyboardInterrupt(f"whether {staging.final} is published isn't known: look there") from None
+        if is_published and isinstance(e, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
+        if is_published:
+            e.add_note(said)
+        raise
+
+
+def _give_up(staging: Staging, plan_hash: str) -> bool:
+    """Takes a place from whoever is at work there; returns whether the plan's result was published before, as far as the
+    store answers.
+    """
+    with contextlib.suppress(OSError):
+        staging.stop()
+        if staging.is_held() and staging.is_public() and made_by(staging.final) == plan_hash:
+            with contextlib.suppress(OSError):
                 staging.tidy()
                 staging.clean()
                 if staging.exists():
                     staging.publish()
-                if isinstance(e, KeyboardInterrupt):
-                    raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
-                e.add_note(said)
-        raise
+            return True
+    return False

@@ -117,9 +117,13 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Ends the process, if there is one."""
-        if self._process is not None:
-            if self._is_stopping:
+        if self._process is None:
+            return
+        waits, self._is_stopping = self._is_stopping, False
+        try:
+            if waits:
                 self._process.join(STOP_SECONDS)
+        finally:  # a second stop doesn't wait
             self._process.kill()  # it has said all there is to say, or isn't to go on
             self._process.join()
             self.connection.close()

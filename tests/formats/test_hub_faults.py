@@ -542,3 +542,20 @@ def test_the_token_is_for_the_hub_alone(
         with pytest.raises(StorageError, match="an answer that names localhost"):
             [attempt(files) for _ in range(2)]  # the first makes the repository
         assert not list(other.log)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "is_hub"),
+    [
+        ("https://hub", "https://hub:443/x", True),
+        ("https://hub:443", "https://hub/x", True),
+        ("http://hub", "https://hub/x", True),
+        ("https://hub", "http://hub/x", False),
+        ("http://u:p@hub:8080", "http://hub:8080/x", True),
+        ("http://hub:8080", "http://hub:8081/x", False),
+        ("https://hub", "https://hub.elsewhere/x", False),
+    ],
+)
+def test_which_address_is_the_hubs(endpoint: str, url: str, is_hub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert store._is_hub(url) == is_hub

@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.pipelines.terminal.errors import Failed, Refused
@@ -115,3 +118,29 @@ def test_what_is_done_together() -> None:
         assert workers.run(tell, {"arguments": ["again"]}).status == DONE
         workers.rest()
         assert children() == before
+
+
+def refuse_to_stop(ready: Path) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(60)
+    return {}
+
+
+def test_a_stop_is_waited_for_and_a_second_one_waits_for_nothing(tmp_path: Path) -> None:
+    """A process that doesn't give up its work is ended; none outlives what it worked for."""
+    before, ready, stops = children(), tmp_path / "ready", list[float]()
+
+    def stop_twice() -> None:
+        wait_until(ready.exists)
+        for _ in range(2):
+            stops.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(2)
+
+    threading.Thread(target=stop_twice, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt), Workers(prepare) as workers:
+        workers.run_together([(refuse_to_stop, {"ready": ready})])
+    assert len(stops) == 2
+    assert time.monotonic() - stops[1] < 5
+    assert children() == before

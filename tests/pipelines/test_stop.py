@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import warm
 from processes import ROOT, free_port, listening, running, wait_until
+from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
+from servers.late import LateGcs
 from support import LLAMA, QWEN3_MOE, assert_same_bits, convert, make_release, restore
 
 import weightbeam as wb
@@ -459,6 +461,43 @@ def test_an_interrupt_once_the_marker_is_there_says_so(
         (by_export if name == "weightbeam.json" else by_convert)(source, checkpoint, "gs://bucket/out")
     time.sleep(2)  # threads of what was stopped
     assert not [name for name in gcs.objects["bucket"] if ".weightbeam" in name]
+
+
+@pytest.mark.parametrize("acts_late", [True, False])
+def test_a_stop_while_a_release_gets_its_config(source: Path, checkpoint: Path, acts_late: bool) -> None:
+    """Other loaders take the weights for a model once it is there: it doesn't come later, and is taken back."""
+    with LateGcs(r"/config\.json/rewriteTo", acts_late) as gcs:
+        words = ("export", checkpoint, "gs://bucket/out", "--like", source, "--maxtext_model", MODEL_NAME)
+        process = warm.start(*words, env=os.environ | gcs.env())
+        wait_until(gcs.asked.is_set, process=process)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        assert (process.returncode, "is kept" in told) == (130, True)
+        assert "out/config.json" not in gcs.objects["bucket"]
+        time.sleep(4)
+        assert "out/config.json" not in gcs.objects["bucket"]
+        assert "out/model.safetensors" in gcs.objects["bucket"]
+        with asking(gcs):
+            by_export(source, checkpoint, "gs://bucket/out", resume=True)
+            assert made_by(open_store("gs://bucket/out"))
+
+
+def test_a_second_stop_waits_for_nothing_and_says_so(source: Path, checkpoint: Path) -> None:
+    """While the bucket is asked for the marker: whether it will be there can't be known."""
+    with LateGcs("rewriteTo.*/out/0/commit_success", True, seconds=6) as gcs:
+        process = warm.start(
+            "convert", source, "gs://bucket/out", "--maxtext_model", MODEL_NAME, env=os.environ | gcs.env()
+        )
+        wait_until(gcs.asked.is_set, process=process)
+        with gcs.lock:  # nor does it answer what the first stop asks
+            for _ in range(2):
+                time.sleep(1.3)
+                process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "whether gs://bucket/out/0 is published isn't known: look there" in told
 
 
 @pytest.mark.parametrize("command", [by_convert, by_export])

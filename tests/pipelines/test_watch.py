@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -34,6 +33,7 @@ from processes import wait_until
 from servers.clients import at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
+from servers.late import LateGcs
 from servers.server import Call, Fault, Reply, Server, json_reply
 from support import (
     BF16,
@@ -808,26 +808,6 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
     hub.cdn.faults = []
     assert watch.once() == 0
     assert watch.states() == [["discovered", "planned", "converting", "planned", "converting", "verified", "published"]]
-
-
-class LateGcs(FakeGcs):
-    """A bucket that is late with one request: with what it does, or only with its answer."""
-
-    def __init__(self, matching: str, acts_late: bool) -> None:
-        super().__init__("bucket")
-        self._matching, self._acts_late, self.asked = matching, acts_late, threading.Event()
-
-    def answer(self, call: Call) -> Reply:
-        said = f"{urllib.parse.unquote(call.path)} {call.query} {call.body[:2000].decode('latin1')}"
-        is_it = call.method in ("POST", "PUT") and re.search(self._matching, said) and not self.asked.is_set()
-        if is_it and self._acts_late:
-            self.asked.set()
-            time.sleep(3)
-        reply = super().answer(call)
-        if is_it and not self._acts_late:
-            self.asked.set()
-            time.sleep(3)
-        return reply
 
 
 @pytest.mark.parametrize("acts_late", [True, False])
