@@ -251,7 +251,7 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
             (spec.dtype, spec.encoding): None for name in part.tensors if (spec := tensors.get(name))
         }:
             if part.rule.integer:
-                dtype = stored if is_float(dtype) else np.promote_types(dtype, stored)
+                dtype = dtype if not is_float(dtype) and np.can_cast(stored, dtype) else stored
             elif encoding:
                 reasons[f"{encoding}, rounded once to {save_dtype.name}"] = None
             elif not inexact and is_float(stored) and not holds(save_dtype, stored):

@@ -433,7 +433,7 @@ def _bound(request: httpx2.Request) -> None:
     where a list has too many pages, or an answer names another host, to which its client would send our token.
     """
     is_ours = OURS in request.headers.get("User-Agent", "")  # anyone's requests go this way
-    if is_ours and "Authorization" in request.headers and not _is_hub(str(request.url)):
+    if is_ours and "Authorization" in request.headers and request.url.host and not _is_hub(str(request.url)):
         raise ValueError(f"an answer that names {request.url.host}, where its client would send the token for the hub")
     if (left := getattr(_PAGES, "left", None)) is not None:
         request.headers["Accept-Encoding"] = "identity"

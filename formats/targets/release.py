@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from weightbeam.formats.adapters.adapter import WEIGHTS as ADAPTER
 from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.extremes import SEEN, see_infinite
 from weightbeam.formats.record.provenance import take_shares, total
@@ -129,6 +130,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         if plan_hash_of(place.final) is None:
             foreign = f"exists, {FOREIGN}, and isn't deleted; {self.another}"
             return self._deletes(place.unknown()) if place.is_empty() else foreign
+        if {name for name, *_ in self.files} == {ADAPTER} and not place.final.exists(ADAPTER):
+            return f"exists, and is a model, which no adapter takes the place of; {self.another}"
         return self._deletes({*others_in(place.final)} - self.own)
 
     def why_not_discard(self, place: ReleasePlace) -> str:

@@ -5,7 +5,6 @@ factors.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.record.naming import HUB
@@ -22,9 +21,6 @@ class ExportedAdapter(Released):
     """What came of the export of an adapter; see `Released`."""
 
     planned: AdapterExport
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"rank": self.planned.rank, "alpha": self.planned.alpha}
 
     def blocks(self) -> list[str]:
         lines = [about(self.written, self.planned.layout)]

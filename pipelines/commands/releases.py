@@ -32,6 +32,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.planning.adapter_export import AdapterExport
 from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
 from weightbeam.transforms.planning.to_release import ToRelease
 
@@ -92,6 +93,7 @@ def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any
         "slots": planned.slots,
         "bytes": {"source": planned.source_bytes, "target": planned.target_bytes},
         "memory": {"unit_bytes": planned.unit_bytes, "largest_unit_bytes": planned.unit_working_bytes},
+        **({"rank": planned.rank, "alpha": planned.alpha} if isinstance(planned, AdapterExport) else {}),
     }
     if written is None:
         return about

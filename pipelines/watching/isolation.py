@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
@@ -61,7 +62,7 @@ class WorkerProcess:
     def __init__(self, prepare: Prepare | None = None) -> None:
         self._prepare = prepare
         self._process: BaseProcess | None = None
-        self._is_stopping = False
+        self._latest = 0.0  # when a process that is to stop is ended
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.was_used = False
 
@@ -82,7 +83,7 @@ class WorkerProcess:
             process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
             with _without_interrupts():
                 process.start()
-            self._process, self._is_stopping = process, False
+            self._process, self._latest = process, 0.0
             self.was_used = False
             theirs.close()
 
@@ -113,16 +114,16 @@ class WorkerProcess:
         """Has the process give up its work, as a command does that is stopped; `end` waits for that, but not for long."""
         if self._process is not None:
             self._process.terminate()
-            self._is_stopping = True
+            self._latest = time.monotonic() + STOP_SECONDS
 
     def end(self) -> None:
         """Ends the process, if there is one."""
         if self._process is None:
             return
-        waits, self._is_stopping = self._is_stopping, False
+        latest, self._latest = self._latest, 0.0
         try:
-            if waits:
-                self._process.join(STOP_SECONDS)
+            if latest:
+                self._process.join(max(0.0, latest - time.monotonic()))
         finally:  # a second stop doesn't wait
             self._process.kill()  # it has said all there is to say, or isn't to go on
             self._process.join()

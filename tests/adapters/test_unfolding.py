@@ -16,6 +16,7 @@ from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import call, decoded, read_config, read_file
 
+import weightbeam as wb
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.release.source import open_source
@@ -242,6 +243,16 @@ def test_workers_make_the_same_plan(adapter: Path, written: Path, tmp_path: Path
     carry(planned, str(tmp_path / "parts"), Delivery(), progress=False)
     assert json.loads((tmp_path / "parts" / "adapter_config.json").read_text())["lora_alpha"] == 6.5
     assert (tmp_path / "parts" / "adapter_model.safetensors").read_bytes() == made.read_bytes()
+
+
+def test_an_adapter_takes_no_models_place(adapter: Path, written: Path, tmp_path: Path) -> None:
+    """Nor does `--overwrite` delete the release that it is for."""
+    base = written / "plain" / "base"
+    wb.cut(str(base), str(tmp_path / "model"), layers="0:1", progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(Refused, match="is a model, which no adapter takes the place of"):
+        back(adapter, base, tmp_path / "model", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
 
 def test_nothing_but_zeros_is_no_adapter(written: Path, tmp_path: Path) -> None:

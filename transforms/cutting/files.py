@@ -167,8 +167,8 @@ def _split(group: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
 
 
 def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) -> list[str]:
-    """The names of several files: those of `like` where its files are the same, as many as they say, and named as all loaders want
-    them, else as transformers numbers them.
+    """The names of several files: those of `like` where its files are the same, as many as they say, and named as all
+    loaders want them, else as transformers numbers them.
 
     llama.cpp takes only files whose names begin with `model`.
     """

@@ -2,8 +2,8 @@
 
     fetches ─ read ▸ stored ─ decode ▸ values ─ arrange ▸ views ─ stack ▸ arrays
 
-A pipeline's unit takes the four steps in four stages (`transforms/stages/chain.py`). `make_boxes` takes them at once, for any boxes of
-any arrays.
+A pipeline's unit takes the four steps in four stages (`transforms/stages/chain.py`). `make_boxes` takes them at once,
+for any boxes of any arrays.
 """
 
 from __future__ import annotations

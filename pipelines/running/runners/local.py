@@ -243,13 +243,9 @@ def run_threads(tasks: Iterable[Callable[[], T]], stop: Callable[[], object]) ->
     threads: list[threading.Thread] = []
     try:
         for number, task in enumerate(tasks):
-            threads.append(threading.Thread(target=run, args=(number, task), name=f"worker-{number}", daemon=True))
-            threads[-1].start()
-    except RuntimeError as e:
-        errors.append(e)
-        stop()
-        threads.pop()
-    try:
+            thread = threading.Thread(target=run, args=(number, task), name=f"worker-{number}", daemon=True)
+            thread.start()
+            threads.append(thread)
         for thread in threads:
             thread.join()
     except BaseException as e:
