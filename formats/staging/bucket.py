@@ -40,6 +40,7 @@ CLAIM = re.compile(rf"claim\.{PLACE.pattern}/")
 OWN_ATTEMPT = re.compile(rf"{ITEMS}/{re.escape(ATTEMPT)}[0-9a-f]{{32,}}/")
 REMAINS = re.compile(rf"{OWN_ATTEMPT.pattern}|{ITEMS}/(?:{SOURCE}/)?d/|{ITEMS}/{SOURCE}/manifest\.ocdbt$")
 _STOPPED: set[str] = set()  # claims that this process has given up, whose threads may be at work still
+_PUBLISHING: set[str] = set()  # claims whose markers this process has asked for
 DELETING = "deleting."  # and a claim's name: what notes what is being deleted
 FILES = "files.json"  # there: of what lies where it is read, or may be copied there yet
 NOTED = "noted"  # in a place: the same of what is copied, a note each time
@@ -154,6 +155,9 @@ class BucketStaging(Staging):
     def is_public(self) -> bool:
         """The marker is the publication; the plan lies there until all that it was made in is removed."""
         return self.is_complete() or not self.exists()
+
+    def is_publishing(self) -> bool:
+        return self._claim in _PUBLISHING
 
     def beside(self) -> Sequence[Bucket]:
         return [self.desk]
@@ -333,6 +337,8 @@ class BucketStaging(Staging):
             if original is None:
                 raise self.taken_over()
             self._note([content_of(original)])
+            if name == self.marker:
+                _PUBLISHING.add(self._claim)
             self._bring(claim, [original])
         except StorageError as e:
             if claim.exists(MARKER):

@@ -246,6 +246,10 @@ class Staging(abc.ABC):
         """Whether nothing of what was made is left to be published."""
         return not self.exists()
 
+    def is_publishing(self) -> bool:
+        """Whether somebody in this process may be waiting for the answer to what publishes it."""
+        return False
+
     def check(self) -> None:
         """Makes sure that the place is still this one's.
 

@@ -133,14 +133,23 @@ def _is_repeated(error: Exception) -> bool:
 RETRY: Any = DEFAULT_RETRY.with_predicate(_is_repeated).with_timeout(RETRY_SECONDS).with_delay(maximum=LONGEST_BACKOFF)
 
 
+class _Hurried(HTTPAdapter):
+    """An answer is waited for as long as its request says, but where somebody was stopped no longer than they wait."""
+
+    def send(self, *arguments: Any, timeout: Any = None, **more: Any) -> Any:
+        if isinstance(timeout, tuple):
+            timeout = tuple(min(each, max(1.0, patience.left())) for each in timeout)
+        return super().send(*arguments, timeout=timeout, **more)
+
+
 @functools.cache
 def _client() -> storage.Client:
     """This process's client."""
     client = _connect()
     client._http.hooks["response"].append(_REACH.answered)
     # the stock pool throws away what goes beyond ten
-    client._http.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
-    client._http.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))
+    client._http.mount("https://", _Hurried(pool_maxsize=CONNECTIONS))
+    client._http.mount("http://", _Hurried(pool_maxsize=CONNECTIONS))
     return client
 
 

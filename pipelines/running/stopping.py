@@ -26,10 +26,12 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
         DONE.append(said)
     except (KeyboardInterrupt, SystemExit) as e:
         patience.hurry()
+        is_published, is_publishing = False, staging.is_publishing()
         try:
             is_published = _give_up(staging, plan_hash)
-        except KeyboardInterrupt:  # a second one, which waits for nothing
-            raise KeyboardInterrupt(f"whether {staging.final} is published isn't known: look there") from None
+        except (KeyboardInterrupt, OSError):  # a second one, which waits for nothing; or there is no answer
+            if is_publishing:
+                raise KeyboardInterrupt(f"whether {staging.final} is published isn't known: look there") from None
         if is_published and isinstance(e, KeyboardInterrupt):
             raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
         if is_published:
@@ -38,16 +40,15 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
 
 
 def _give_up(staging: Staging, plan_hash: str) -> bool:
-    """Takes a place from whoever is at work there; returns whether the plan's result was published before, as far as the
-    store answers.
+    """Takes a place from whoever is at work there; returns whether the plan's result was published before. Raises OSError
+    where the store doesn't answer.
     """
-    with contextlib.suppress(OSError):
-        staging.stop()
-        if staging.is_held() and staging.is_public() and made_by(staging.final) == plan_hash:
-            with contextlib.suppress(OSError):
-                staging.tidy()
-                staging.clean()
-                if staging.exists():
-                    staging.publish()
-            return True
-    return False
+    staging.stop()
+    is_published = staging.is_held() and staging.is_public() and made_by(staging.final) == plan_hash
+    if is_published:
+        with contextlib.suppress(OSError):
+            staging.tidy()
+            staging.clean()
+            if staging.exists():
+                staging.publish()
+    return is_published

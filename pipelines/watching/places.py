@@ -374,12 +374,15 @@ class BucketPlace(StorePlace):
         if isinstance(place, Bucket) and isinstance(release, Bucket):
             place.copy_all(release, first)
         else:
-            late = [*first, *late]
-        *others, report = late
-        for file in others:
-            place.copy_new(release, file)
+            for file in first:
+                place.copy_new(release, file)
+
+        def copy_late() -> None:
+            for file in late:
+                place.copy_new(release, file)
+
         unknown = f"{url} was being published; it is if {REPORT} is there"
-        uninterrupted(lambda: place.copy_new(release, report), lambda _: f"but {url} is published", unknown)
+        uninterrupted(copy_late, lambda _: f"but {url} is published", unknown)  # others' readers look for each of them
         return {}
 
     def remove(self, url: str, key: str, title: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
+from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
@@ -392,7 +394,9 @@ class RunFeed(Feed):
             if before and not is_pointer(self.output.read(pointer)):
                 warn(told_foreign(self.output.path(pointer), url))
                 return
-            is_told = not self._is_newest_by_now(history) or self.output.write_over(pointer, said, before)
+            write = functools.partial(self.output.write_over, pointer, said, before)
+            unknown = f"{self.output.path(pointer)} was being written"
+            is_told = not self._is_newest_by_now(history) or uninterrupted(write, lambda _: "", unknown)
 
     def _is_pointed_at(self, history: History) -> bool:
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to

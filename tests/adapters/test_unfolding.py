@@ -22,9 +22,10 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import open_store
+from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.pipelines.commands.export import export, plan
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.transforms.planning.adapters import is_adapter, read_adapter
 from weightbeam.transforms.planning.options import Delivery
 from weightbeam.transforms.stages.staged import load
@@ -243,6 +244,27 @@ def test_workers_make_the_same_plan(adapter: Path, written: Path, tmp_path: Path
     carry(planned, str(tmp_path / "parts"), Delivery(), progress=False)
     assert json.loads((tmp_path / "parts" / "adapter_config.json").read_text())["lora_alpha"] == 6.5
     assert (tmp_path / "parts" / "adapter_model.safetensors").read_bytes() == made.read_bytes()
+
+
+def test_what_was_stopped_of_another_adapter_is_refused_by_name(
+    adapter: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was replaced meanwhile, by one whose layers hold other factors: which files changed is said."""
+    base, checkpoint = written / "plain" / "base", shutil.copytree(adapter, tmp_path / "ckpt")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise OSError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReleaseTarget, "complete", stopped)
+        with pytest.raises(Failed, match="no more"):
+            back(checkpoint, base, tmp_path / "out")
+    shutil.rmtree(checkpoint)
+    shutil.copytree(there(written / "one-layer", tmp_path / "other", "--maxtext_model", "llama3.1-8b"), checkpoint)
+    with pytest.raises(Refused) as refused:
+        back(checkpoint, base, tmp_path / "out", resume=True)
+    assert "another plan" in str(refused.value)
+    assert "another version" not in str(refused.value)
 
 
 def test_an_adapter_takes_no_models_place(adapter: Path, written: Path, tmp_path: Path) -> None:

@@ -1584,17 +1584,21 @@ def test_a_watcher_killed_between_a_branch_and_main(
     assert len(branches["step-1"].history()) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "run.json"), (signal.SIGTERM, "run.json"), (signal.SIGINT, "config.json")]
+)
 def test_a_stop_while_a_bucket_publishes_a_step(
-    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, number: signal.Signals
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, number: signal.Signals, name: str
 ) -> None:
-    """The answer is waited for, and it is said that the step is published; nothing is after that was said."""
+    """The answer is waited for, and it is said that the step is published; nothing is after that was said. Others' readers
+    look for config.json, which comes before the report.
+    """
     run, printed = tmp_path / "run", tmp_path / "printed"
     write(run, 1, model=model)
     file = tmp_path / "watch.yaml"
     about = dict(checkpoints=str(run), like=str(model[0]), targets=[dict(name="t", output="gs://out/pub")])
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
-    fault = gcs.fail("slow", seconds=2, times=1, matching=r"POST .*run\.json/(rewriteTo|copyTo)")
+    fault = gcs.fail("slow", seconds=2, times=1, matching=rf"POST .*(rewriteTo|copyTo)/b/out/o/pub\W.*step-1\W.*{name}")
     with start([*WATCH, "--config", str(file), "--once"], printed) as watcher:
         wait_until(lambda: fault.hits > 0, printed.read_text, PATIENCE)
         watcher.send_signal(number)

@@ -483,6 +483,23 @@ def test_a_stop_while_a_release_gets_its_config(source: Path, checkpoint: Path, 
             assert made_by(open_store("gs://bucket/out"))
 
 
+@pytest.mark.slow("waits for a bucket as long as a stop does; a second stop that waits for nothing always runs")
+def test_a_stop_whose_bucket_freezes_while_it_is_asked_for_the_marker(source: Path) -> None:
+    """It takes connections, and answers none: the stop ends in seconds, and says that nothing is known."""
+    with LateGcs("rewriteTo.*/out/0/commit_success", True, seconds=1) as gcs:
+        words = ("convert", source, "gs://bucket/out", "--maxtext_model", MODEL_NAME)
+        process = warm.start(*words, env=os.environ | gcs.env())
+        wait_until(gcs.asked.is_set, process=process)
+        with gcs.lock:
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=120)
+            took = time.monotonic() - start
+    assert process.returncode == 130
+    assert "whether gs://bucket/out/0 is published isn't known: look there" in told
+    assert took < 40
+
+
 def test_a_second_stop_waits_for_nothing_and_says_so(source: Path, checkpoint: Path) -> None:
     """While the bucket is asked for the marker: whether it will be there can't be known."""
     with LateGcs("rewriteTo.*/out/0/commit_success", True, seconds=6) as gcs:

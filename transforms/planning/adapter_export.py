@@ -14,7 +14,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,12 @@ class AdapterExport(Export):
 
     Attributes:
       rank, alpha: of all modules.
+      used: the modules, by the table's names, of which the adapter holds other values than zeros.
     """
 
     rank: int = 0
     alpha: float = 1.0
+    used: frozenset[str] = frozenset()
 
     kind, title = "adapter", "Adapter"
 
@@ -64,7 +66,7 @@ class AdapterExport(Export):
         return [*super().settled(), self.rank, self.alpha]
 
     def staged(self) -> dict[str, Any]:
-        return {**super().staged(), "alpha": self.alpha}
+        return {**super().staged(), "alpha": self.alpha, "used": sorted(self.used)}
 
     def peft_config(self, base: str) -> bytes:
         """`adapter_config.json`, for a base that is called so."""
@@ -91,13 +93,16 @@ class AdapterExport(Export):
         return json.dumps(said, indent=2).encode()
 
 
-def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, slots: int | None) -> AdapterExport:
+def plan_adapter(
+    options: ExportOptions, source: OrbaxCheckpoint, like: Like, slots: int | None, used: Collection[str] | None = None
+) -> AdapterExport:
     """Plans the export of an adapter. What stands against it is in `plan.problems`.
 
     Args:
       source: a checkpoint for which `is_adapter` holds.
       like: the release that it is an adapter of, of which `config.json` is enough.
       slots: units at a time that they are cut for, if that is known.
+      used: the modules that hold values; found out by reading the factors where it isn't given.
 
     Raises:
       StorageError: the factors can't be read.
@@ -110,7 +115,8 @@ def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, sl
     problems, files, made = [*found.problems, *find_lost(source.record, source.arrays)], None, ChunkUnits()
     names, rounded = dict[str, tuple[str, ...]](), dict[str, str]()
     if not problems:
-        names = _names(source, arrays, found, like)
+        used = _find_used(source, arrays) if used is None else used
+        names = _names(arrays, used, found, like)
         entries = [
             Entry(name, array.dtype, array.parts[0].window_shape)
             for array in arrays
@@ -142,29 +148,37 @@ def plan_adapter(options: ExportOptions, source: OrbaxCheckpoint, like: Like, sl
         slots=slots,
         rank=found.rank,
         alpha=found.alpha,
+        used=frozenset(used or ()),
     )
 
 
 def _names(
-    source: OrbaxCheckpoint, arrays: Iterable[Array], found: AdapterParts, like: Like
+    arrays: Iterable[Array], used: Collection[str], found: AdapterParts, like: Like
 ) -> dict[str, tuple[str, ...]]:
     """PEFT's name of each factor, by the table's; none where the adapter's factors of a layer are zeros."""
     assert found.family is not None
-    sides: dict[str, tuple[str, str]] = {}
+    in_memory = {module: _in_memory(module, found.family, like) for module in used}
+    names = {}
+    for tensor in (tensor for array in arrays for tensor in array.parts[0].tensors):
+        module, side = _split(tensor)
+        names[tensor] = (f"{PREFIX}{in_memory[module]}.{SIDES[side]}.weight",) if module in used else ()
+    return names
+
+
+def _split(tensor: str) -> tuple[str, str]:
+    """The module of a factor, by the table's name of that, and which of its two it is."""
+    match = _NAMED.fullmatch(tensor)
+    assert match, tensor
+    return match["tensor"].removesuffix(".weight"), match["side"]
+
+
+def _find_used(source: OrbaxCheckpoint, arrays: Iterable[Array]) -> set[str]:
+    """The modules of which a factor holds another value than zero; an array is read at a time."""
     used: set[str] = set()
     for array in arrays:
         ((values, *_), *_), _ = read([Fetch(source.weights[array.key], whole(array.shape), array.dtype)])
-        for cell in array.cells():
-            if match := _NAMED.fullmatch(str(cell.tensor)):
-                module = match["tensor"].removesuffix(".weight")
-                sides[str(cell.tensor)] = module, match["side"]
-                if module not in used and _holds_values(cell, values):
-                    used.add(module)
-    in_memory = {module: _in_memory(module, found.family, like) for module in used}
-    return {
-        tensor: (f"{PREFIX}{in_memory[module]}.{SIDES[side]}.weight",) if module in used else ()
-        for tensor, (module, side) in sides.items()
-    }
+        used |= {_split(str(cell.tensor))[0] for cell in array.cells() if _holds_values(cell, values)}
+    return used
 
 
 def _holds_values(cell: Cell, values: np.ndarray) -> bool:
@@ -195,5 +209,6 @@ def _has_towers(like: Like) -> bool:
 def load(inputs: Mapping[str, Any]) -> AdapterExport:
     """The export that `AdapterExport.stage` staged."""
     options = dataclasses.replace(options_from(ExportOptions, inputs["options"]), lora_alpha=inputs["alpha"])
-    made = plan_adapter(options, load_checkpoint(inputs["source"]), like_from(inputs["like"]), inputs.get("slots"))
+    source, like = load_checkpoint(inputs["source"]), like_from(inputs["like"])
+    made = plan_adapter(options, source, like, inputs.get("slots"), inputs["used"])
     return dataclasses.replace(made, staged_small=inputs["small"])
