@@ -89,10 +89,13 @@ def convert(
       made_of: as `plan` found it; empty where an earlier version planned it.
 
     Raises:
+      Refused: the runner can't be reached, or the plan has problems.
       Failed: it would be made of others by now; the next attempt plans anew.
     """
     from weightbeam.pipelines.commands.convert import carry_out, plan_into
+    from weightbeam.pipelines.running.sources import check_beam
 
+    check_beam(beam, "convert", {"source": source, "output": output})
     conversion = plan_into(source, output, asked, how, beam)
     if made_of and not conversion.plan.problems and _made_of(conversion) != made_of:
         also = ", or what is merged into it," if asked.lora else ", or its table,"
