@@ -9,8 +9,9 @@ import datetime
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import File, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
+from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
 
@@ -41,6 +42,13 @@ class Waiting:
 
     reason: str
     again: datetime.datetime | None = None
+
+
+def write_pointer(output: Store, name: str, said: bytes, before: File | None) -> bool:
+    """Writes a pointer over what was there before, an answer that a stop waits for; returns whether it still was that."""
+    return uninterrupted(
+        lambda: output.write_over(name, said, before), lambda _: "", f"{output.path(name)} was being written"
+    )
 
 
 def is_pointer(data: bytes) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import releases, works
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign, write_pointer
 from weightbeam.pipelines.watching.notices import inform, warn
 from weightbeam.pipelines.watching.records import (
     FAILED,
@@ -230,9 +229,7 @@ class ReleaseFeed(Feed):
             if there is not None and not is_pointer(there):
                 warn(told_foreign(output.path(pointer), json.loads(newest)["checkpoint"]))
                 return False
-            write = functools.partial(output.write_over, pointer, newest, before)
-            unknown = f"{output.path(pointer)} was being written"
-            if uninterrupted(write, lambda _: "", unknown):
+            if write_pointer(output, pointer, newest, before):
                 return True
 
     def _published(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import itertools
 import json
@@ -13,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
-from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign, write_pointer
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
@@ -394,9 +392,7 @@ class RunFeed(Feed):
             if before and not is_pointer(self.output.read(pointer)):
                 warn(told_foreign(self.output.path(pointer), url))
                 return
-            write = functools.partial(self.output.write_over, pointer, said, before)
-            unknown = f"{self.output.path(pointer)} was being written"
-            is_told = not self._is_newest_by_now(history) or uninterrupted(write, lambda _: "", unknown)
+            is_told = not self._is_newest_by_now(history) or write_pointer(self.output, pointer, said, before)
 
     def _is_pointed_at(self, history: History) -> bool:
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to
