@@ -34,6 +34,7 @@ from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.report import (
+    adapter_flags,
     by_mesh,
     count_arrays,
     maxtext_lines,
@@ -46,6 +47,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
+from weightbeam.transforms.planning.adapters import is_adapter, said_of
 from weightbeam.transforms.planning.adapting import MaxTextAdapter
 from weightbeam.transforms.planning.options import FULL, FromHub, ReshardOptions
 from weightbeam.transforms.planning.reshard_planner import plan_reshard
@@ -104,6 +106,8 @@ class Resharded(Shown):
         planned = self.planned
         is_full = any(kept.role == "moment" for kept in planned.tree.arrays)
         flags: dict[str, Any] = {"load_full_state_path" if is_full else "load_parameters_path": self.path}
+        if is_adapter(planned.source) and not is_full:
+            flags = adapter_flags(self.path, said_of(planned.source))
         if planned.tree.maxtext:
             flags |= planned.tree.maxtext.flags()
         else:

@@ -198,14 +198,11 @@ def model_text(plan: ArrayPlan) -> str:
 
 
 def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
-    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line. Of an adapter that is
-    rank and alpha, too: it compares them with the metadata, but only after it has made the factors.
-    """
+    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line."""
     plan, options = conversion.plan, conversion.options
     flags: dict[str, Any] = {"load_parameters_path": path}
     if options.adapter_only and conversion.folding:
-        scale = {f"lora.{key}": value for key, value in conversion.folding.metadata.items()}
-        flags = {"lora.enable_lora": True, "lora.lora_restore_path": path} | scale
+        flags = adapter_flags(path, conversion.folding.metadata)
     if plan.maxtext:
         flags |= {"scan_layers": options.scan_layers} | plan.maxtext.flags()
     else:
@@ -221,6 +218,14 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
         flags |= {"mtp_num_layers": 1} if options.mtp else {}
         flags |= {"use_multimodal": True} if options.multimodal else {}
     return {name: scalar(value) for name, value in (flags | storage_flags(format_of(options))).items()}
+
+
+def adapter_flags(path: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """What MaxText must be told to load an adapter. Rank and alpha among it: MaxText compares them with the metadata, but
+    only after it has made the factors.
+    """
+    said = {f"lora.{key}": scaling[key] for key in ("lora_rank", "lora_alpha") if key in scaling}
+    return {"lora.enable_lora": True, "lora.lora_restore_path": path} | said
 
 
 def maxtext_lines(flags: Mapping[str, str], step: str, has_file: bool) -> list[str]:

@@ -124,6 +124,17 @@ def test_a_trained_adapter(made: Path, trained: Path, tmp_path: Path) -> None:
     assert_same_bits(rounded, {key: values.astype(ml_dtypes.bfloat16) for key, values in got.items()})
 
 
+def test_an_adapter_resharded_is_one_still(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bits are those of the adapter that is made so, and what is said to MaxText is said of an adapter."""
+    step = tmp_path / "out" / "0"
+    assert call("reshard", made / "scanned" / "adapter", tmp_path / "out", "--scan_layers", "false") == 0
+    said = capsys.readouterr()
+    assert f"in MaxText: lora.enable_lora=true lora.lora_restore_path={step / 'items'} lora.lora_rank=4" in said.out
+    assert "isn't the model" not in said.err
+    both = (step, made / "apart" / "adapter" / "0")
+    assert_same_bits(*(flatten(ocp.PyTreeCheckpointer().restore(one / "items")) for one in both))
+
+
 def test_half_of_one_twice(made: Path, tmp_path: Path) -> None:
     """Products are multiplied by their weights and summed; the plan and the record say which arrays are merged, and
     which took part.

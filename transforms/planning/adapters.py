@@ -43,6 +43,12 @@ def is_adapter(source: OrbaxCheckpoint) -> bool:
     return is_lora(source.weights)
 
 
+def said_of(source: OrbaxCheckpoint) -> Mapping[str, Any]:
+    """What an adapter's metadata say of its scaling, `lora_rank` and `lora_alpha`; empty where they say nothing."""
+    said = source.custom.get("lora")
+    return said if isinstance(said, Mapping) else {}
+
+
 def read_adapter(
     source: OrbaxCheckpoint,
     config: Mapping[str, Any],
@@ -102,7 +108,7 @@ def read_adapter(
 def _scaling(source: OrbaxCheckpoint, alpha: float | None) -> tuple[int, float, list[Problem]]:
     """The rank of all factors, the alpha that the checkpoint names, or else this one, and what is wrong with them."""
     problems = []
-    said = _mapping(source.custom, "lora")
+    said = said_of(source)
     ranks = {array.shape[-1] for key, array in source.weights.items() if key.endswith("_lora_a") and array.shape}
     rank = next(iter(ranks), 0)
     if len(ranks) != 1 or repr(said.get("lora_rank", rank)) != repr(rank):
@@ -148,12 +154,6 @@ def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -
 def _places(parts: Mapping[str, Part]) -> dict[str, object]:
     """Which factor of the table's lies on which axis of each array."""
     return {key: part.target_axes for key, part in parts.items()}
-
-
-def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object of a checkpoint's metadata; empty where there is none."""
-    found = held.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _parts(

@@ -22,7 +22,7 @@ from weightbeam.model_mappings.rules import PARAMS
 from weightbeam.model_mappings.scales import ARRAY_SUFFIX
 from weightbeam.model_mappings.spares import spares
 from weightbeam.model_mappings.stacking import Moved, Path, Stacks, narrowed, unused
-from weightbeam.model_mappings.trees import PIPELINE, VALUE, TreeError, has_scales
+from weightbeam.model_mappings.trees import PIPELINE, VALUE, TreeError, has_scales, is_lora
 from weightbeam.model_mappings.versions import NEWEST
 from weightbeam.transforms.planning.layouts import SCAN_AXES, is_tower, layout_of, maxtext_of, version_of, version_said
 from weightbeam.transforms.planning.old_tree import OldTree
@@ -303,7 +303,7 @@ class TreeLayouts:
     def describe(self, tree: NewTree) -> NewTree:
         """A tree with what is known of its model."""
         said = dict(family=self.family.name, note=self.note, version=self.version)
-        if misfit := self.misfit():
+        if not is_lora(self.weights) and (misfit := self.misfit()):
             return dataclasses.replace(tree, misfit=misfit, **said)
         return dataclasses.replace(tree, maxtext=self.maxtext(), model=self.naming.model, **said)
 
