@@ -308,9 +308,9 @@ def _read(path: Path) -> Owner | None:
         text = os.fsencode(os.readlink(path))
     except FileNotFoundError:
         return None
-    except NotADirectoryError:  # a file lies where its folder should be
-        raise
-    except OSError:  # no link
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # which says that it is no link
+            raise
         try:
             with open(open_file(str(path)), "rb") as file:
                 text = file.read(MOST_BYTES + 1)

@@ -408,13 +408,17 @@ class Bucket(Store):
         with self._translate_errors(name):
             try:
                 last = None if stop is None else stop - 1
-                return self._blob(name).download_as_bytes(
+                data = self._blob(name).download_as_bytes(
                     start=start or None, end=last, raw_download=True, checksum=NO_CHECKSUM, timeout=TIMEOUT, retry=RETRY
                 )
             except exceptions.RequestRangeNotSatisfiable:
                 return b""
             except exceptions.NotFound as e:
                 raise FileNotFoundError(2, "no such object", self.path(name)) from e
+        if stop is not None and len(data) > stop - start:
+            more = f"{len(data):,} bytes came where bytes {start:,} to {stop:,} were asked for"
+            raise StorageError(f"{self.path(name)}: {more}; does a proxy leave out the range of a request?")
+        return data
 
     def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         store = ts.KvStore.open(self.kvstore(), context=_context()).result()

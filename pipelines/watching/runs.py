@@ -205,12 +205,15 @@ def read_step(run: Store, name: str, seen: SeenStep) -> RunStep | None:
 
 
 def _committed(step: Store, stamp: object) -> datetime.datetime:
-    """When a step was committed: by Orbax's word, where it is a time, else by its newest file."""
+    """When a step was committed: by Orbax's word, else by its newest file; the epoch where neither is a calendar's."""
+    none = (OverflowError, ValueError, OSError)
     if isinstance(stamp, int):
-        with contextlib.suppress(OverflowError, ValueError, OSError):
+        with contextlib.suppress(*none):
             return datetime.datetime.fromtimestamp(stamp / 1e9, datetime.UTC)
     newest = max((file.updated for file in step.list(recursive=False)), default=0.0)
-    return datetime.datetime.fromtimestamp(newest, datetime.UTC)
+    with contextlib.suppress(*none):
+        return datetime.datetime.fromtimestamp(newest, datetime.UTC)
+    return datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
 def _content(store: Store, path: str) -> bytes:

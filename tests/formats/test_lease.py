@@ -78,6 +78,14 @@ def test_another_user_s_try_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"lease", "lease.lock"}
 
 
+def test_a_folder_that_is_a_loop_of_links(tmp_path: Path) -> None:
+    """What the system says of it, and not that it isn't a lease."""
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"), hold(tmp_path / "one" / "lease"):
+        pass
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_a_lock_that_another_user_left(tmp_path: Path) -> None:
     """He was killed while he took or released a lease in a folder of all: others can't remove his file, and needn't."""

@@ -387,6 +387,21 @@ def test_an_answer_that_is_none_of_a_buckets(
             ask()
 
 
+def test_more_than_was_asked_for(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole object where some bytes of it were asked for is none of what is read."""
+    bucket.write("x", b"0123456789")
+    honest = gcs.answer
+
+    def whole(call: Call) -> Reply:
+        del call.headers["Range"]
+        return honest(call)
+
+    monkeypatch.setattr(gcs, "answer", whole)
+    assert bucket.read("x") == b"0123456789"
+    with pytest.raises(StorageError, match="10 bytes came where bytes 0 to 8 were asked for"):
+        bucket.read("x", 0, 8)
+
+
 @pytest.fixture
 def new_client() -> Iterator[None]:
     """A client of the test's own."""

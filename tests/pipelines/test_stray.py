@@ -115,6 +115,19 @@ def test_metadata_of_a_step_that_say_nonsense(said: bytes, tmp_path: Path) -> No
     assert step.updated.timestamp() == pytest.approx((tmp_path / "7/_CHECKPOINT_METADATA").stat().st_mtime)
 
 
+def test_a_step_of_no_calendars_time(tmp_path: Path) -> None:
+    """Files of a year that no calendar has, and metadata that don't say when it was committed: the step is one still."""
+    (tmp_path / "7/items").mkdir(parents=True)
+    for file in ("7/_CHECKPOINT_METADATA", "7/items/_METADATA"):
+        (tmp_path / file).write_text("{}")
+        os.utime(tmp_path / file, (10**12, 10**12))
+    run = open_store(tmp_path)
+    (seen,) = list_steps(run)
+    step = read_step(run, "run", seen)
+    assert step
+    assert step.updated.year in (1970, 2446)  # ext4 keeps no year behind 2446
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 FIRST = {
