@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import ocdbt
-from weightbeam.formats.orbax.source import OrbaxArray, opened_store
+from weightbeam.formats.orbax.source import OrbaxArray, opened_store, result_of
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import same_folders
@@ -60,7 +60,7 @@ def _decoded(
     array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], read: ts.Future
 ) -> EncodedChunk:
     is_zarr3, name = array.driver == "zarr3", _name(array, index)
-    got = read.result()
+    got = result_of(array, read)
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
     encoded = got.value  # a copy, each time

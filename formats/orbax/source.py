@@ -138,10 +138,7 @@ class ChunkRead:
                 writes.append((read, ts.array(values).write(stored, can_reference_source_data_indefinitely=True)))
                 made.append(values)
             for read, write in writes:
-                try:
-                    write.result()
-                except ValueError as e:
-                    raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
+                result_of(read.array, write)
         return made, sum(values.nbytes for values in made)
 
 
@@ -154,14 +151,21 @@ def _context(items: str) -> tuple[ts.Context, dict[str, ts.TensorStore]]:
 
 
 def _opened(array: OrbaxArray) -> ts.TensorStore:
-    """The open array; opened once in a process."""
+    """The open array; opened once in a process. Raises StorageError where it isn't there any more, or another one is."""
     with _OPENING:
         context, opened = _context(array.items)
         if array.key not in opened:
-            opened[array.key] = _open(
-                open_store(array.items), array.key, array.driver, array.use_ocdbt, context
-            ).result()
+            opening = _open(open_store(array.items), array.key, array.driver, array.use_ocdbt, context)
+            opened[array.key] = result_of(array, opening)
         return opened[array.key]
+
+
+def result_of(array: OrbaxArray, future: ts.Future | ts.WriteFutures) -> Any:
+    """What TensorStore has done for an array. Raises StorageError where it says what went wrong, whatever that is."""
+    try:
+        return future.result()
+    except ValueError as e:
+        raise StorageError(f"{array.items}: {array.key}: {ocdbt.brief(e)}") from e
 
 
 @functools.lru_cache(maxsize=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -14,6 +15,7 @@ from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tr
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
+from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.boxes import Box, extent, slices, tile, volume
 from weightbeam.model_mappings.trees import TreeError, recognize
 from weightbeam.pipelines.loading.source import ArraySource, Cost, Described, Wanted, cast
@@ -73,7 +75,7 @@ class Orbax(ArraySource):
             names.get(key, key): _Array.of(key, opened[key]) for key in known_digests(self._record) if key in opened
         }
         self.has_digests = bool(self._digested)
-        self._noted: list[tuple[bool, Shares]] | None = None
+        self._noted: list[tuple[int, Shares]] | None = None
         axes = self._record.get("axes", {})
         self.stored: Mapping[str, Described] = {
             key: self._described(store, axes.get(key)) for key, store in self._stores.items()
@@ -128,21 +130,29 @@ class Orbax(ArraySource):
         for want, read in zip(wanted, values, strict=True):
             if array := self._digested.get(want.key):
                 add_shares(shares := Shares(), array, want.box, read)
-                self._noted.append((want.is_first, shares))
+                self._noted.append((want.others, shares))
 
     def summed(self, names: Sequence[str]) -> np.ndarray:
-        """The shares of what this process was the first to read since `sum_up`: of each array how many shards, and their
-        sum in words, the lowest first.
+        """What this process has read since `sum_up`: of each array how many shards it was the first to read, the sum of
+        their shares, and what tells its copy from those of others. The latter is the share of each shard, subtracted by
+        all who read it, but added by the first of them as often: where all have read the same values, the sum of all
+        processes is 0.
+
+            processes 0, 1 and 2 read a shard of share s      0 adds 2 s      1 and 2 add -s each
 
         Returns:
-          A row for each name, `(array, word)` of uint32, which processes can exchange.
+          A row for each name, `(array, word)` of uint32, the lowest word of a sum first, which processes can exchange.
         """
-        first = total(shares for is_first, shares in self._noted or () if is_first)
-        rows = np.zeros((len(names), 1 + DIGEST_WORDS), np.uint32)
+        first = total(shares for others, shares in self._noted or () if others >= 0)
+        copies = Counter[str]()
+        for others, shares in self._noted or ():
+            for key, (_, share) in shares.items():
+                copies[key] += others * int(share, 16)
+        rows = np.zeros((len(names), 1 + 2 * DIGEST_WORDS), np.uint32)
         for row, name in zip(rows, names, strict=True):
-            if (array := self._digested.get(name)) and array.key in first:
-                count, share = first[array.key]
-                row[:] = [count, *(int(share, 16) >> 32 * word & 0xFFFFFFFF for word in range(DIGEST_WORDS))]
+            if array := self._digested.get(name):
+                count, share = first.get(array.key, (0, "0"))
+                row[:] = [count, *_words(int(share, 16)), *_words(copies[array.key])]
         return rows
 
     def compare_read(self, names: Sequence[str], gather: Callable[[np.ndarray], np.ndarray]) -> Compared:
@@ -158,13 +168,15 @@ class Orbax(ArraySource):
           more: names of arrays that each process has read for itself alone.
 
         Raises:
-          StorageError: some aren't what was written.
+          StorageError: some aren't what was written, or not in each process what they are in the others.
         """
-        together = Shares()
+        together, unlike = Shares(), []
         for name, rows in zip(names, sums.swapaxes(0, 1).tolist(), strict=True):
             if array := self._digested.get(name):
-                share = sum(word << 32 * place for _, *words in rows for place, word in enumerate(words))
-                together[array.key] = sum(count for count, *_ in rows), f"{share % (1 << 128):032x}"
+                share = _sum_of(row[1 : 1 + DIGEST_WORDS] for row in rows)
+                together[array.key] = sum(count for count, *_ in rows), f"{share:032x}"
+                if _sum_of(row[1 + DIGEST_WORDS :] for row in rows):
+                    unlike.append(name)
         arrays = [self._digested[name] for name in (*names, *more) if name in self._digested]
         own = total(shares for _, shares in self._noted or ())
         whole = {array.key: own[array.key] for array in arrays if own.get(array.key, (0,))[0] == shard_count(array)}
@@ -173,6 +185,11 @@ class Orbax(ArraySource):
         compared = Compared.of(self._record, found.arrays, asked - found.arrays, asked - len(arrays))
         if damaged:
             raise StorageError(damage(self.url, damaged, compared.arrays))
+        if unlike:
+            raise StorageError(
+                f"{self.url}: some processes read other values than others of {listed(unlike, 3, 'arrays')}; so what one of "
+                f"them reads is damaged, or another copy: take the source anew there"
+            )
         return compared
 
     def _read(self, key: str, box: Box, into: np.ndarray) -> ts.WriteFutures:
@@ -204,6 +221,16 @@ class Orbax(ArraySource):
 
     def check(self) -> None:
         self._files.check()
+
+
+def _words(number: int) -> list[int]:
+    """A number, mod 2^128, in words of 32 bits, the lowest first."""
+    return [number >> 32 * word & 0xFFFFFFFF for word in range(DIGEST_WORDS)]
+
+
+def _sum_of(rows: Iterable[Sequence[int]]) -> int:
+    """The sum of numbers in such words, mod 2^128."""
+    return sum(word << 32 * place for words in rows for place, word in enumerate(words)) % (1 << 32 * DIGEST_WORDS)
 
 
 def _names(items: Store) -> dict[str, str]:

@@ -461,7 +461,7 @@ class Loading:
             dtype = self.targets[block.key].dtype
             kept = block.is_whole_direct  # a CPU device keeps such an array where it is
             for share in block.shares(self.process):
-                wanted += [Wanted(block.key, box, dtype, share.is_one_box, share.is_first) for _, box in share.parts]
+                wanted += [Wanted(block.key, box, dtype, share.is_one_box, share.others) for _, box in share.parts]
                 makers += [aligned_empty if kept else scratch.empty] * len(share.parts)
         made, _ = self.source.make(wanted, scratch.empty, makers)
         rest = iter(made)

@@ -105,6 +105,6 @@ class DecodedOrbax(Orbax):
         with self._reading:
             if key not in self._scales:
                 stored = self.stored[name]
-                (read,), _ = super().make([Wanted(name, whole(stored.shape), stored.dtype, is_first=False)])
+                (read,), _ = super().make([Wanted(name, whole(stored.shape), stored.dtype, others=-1)])
                 self._scales[key] = finite(read, _Named(name, self.url))
             return self._scales[key]

@@ -83,13 +83,13 @@ class HostShare:
       devices: numbers of the devices that get it.
       shape: of what they get; what no part covers is padding.
       parts: `(box within the share, box of the array)`.
-      is_first: whether no process with a lower number reads the same.
+      others: how many processes with higher numbers read the same; -1 where one with a lower number does.
     """
 
     devices: tuple[int, ...]
     shape: tuple[int, ...]
     parts: tuple[tuple[Box, Box], ...]
-    is_first: bool = True
+    others: int = 0
 
     @property
     def is_one_box(self) -> bool:
@@ -157,18 +157,19 @@ class ReadBlock:
             if owner == process:
                 numbers.setdefault(device // together, []).append(device)
         for number, devices in numbers.items():
-            is_first = process == min(self.layout.processes[number * together : (number + 1) * together])
+            readers = set(self.layout.processes[number * together : (number + 1) * together])
+            others = len(readers) - 1 if process == min(readers) else -1
             if self.ways is None:
                 index = np.unravel_index(number, self.layout.counts) if self.layout.counts else ()
                 corner = [
                     int(i) * size + start for i, size, start in zip(index, self.layout.shard, self.start, strict=True)
                 ]
                 box = tuple((at, at + n) for at, n in zip(corner, self.extent, strict=True))
-                yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),), is_first)
+                yield HostShare(tuple(devices), self.extent, ((whole(self.extent), box),), others)
             else:
                 index = map(int, np.unravel_index(number, self.ways)) if self.ways else ()
                 spans = tile(tuple(index), self.slice_shape, self.shape)
-                yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)), is_first)
+                yield HostShare(tuple(devices), self.slice_shape, tuple(self._parts(spans)), others)
 
     def _parts(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, Box]]:
         """A box of the block, whose shares lie side by side there, as boxes of the array, where they lie apart."""

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 class Wanted(NamedTuple):
     """A box of an array, to be made in a dtype; `alone` if nothing is joined to it, so that it may be what a device
-    decodes; `is_first` unless another process, with a lower number, reads the same.
+    decodes; `others` as in `HostShare`: how many processes read the same.
     """
 
     key: str
     box: Box
     dtype: np.dtype
     alone: bool = False
-    is_first: bool = True
+    others: int = 0
 
 
 class Cost(NamedTuple):
@@ -147,7 +147,7 @@ class ArraySource(abc.ABC):
           gather: brings a row of words for each array, `(array, word)`, from all processes: `(process, array, word)`.
 
         Raises:
-          StorageError: some aren't what was written.
+          StorageError: some aren't what was written, or not what others have read.
         """
         return Compared()
 

@@ -89,6 +89,14 @@ def test_streamed_or_not_the_same_bits(
     assert np.array_equal(unpacked.decode(read_boxes(unpacked.reads(box))[0], box, VALUES.dtype), VALUES[3:17, 1:29])
 
 
+def test_another_checkpoint_in_its_place(tmp_path: Path) -> None:
+    """Between the plan and the first byte another array of the same name came there: said in words."""
+    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (VALUES, FORMS["zarr 2"][0])})).arrays.values()
+    (tmp_path / "items" / "params.params.w" / ".zarray").write_text("{}")
+    with pytest.raises(StorageError, match=r"items: params\.params\.w: "):
+        ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])
+
+
 @pytest.mark.parametrize("form", ["zarr 2, big-endian, zstd", "zarr 2, keys with slashes", "zarr 2, Fortran's order"])
 def test_small_units_make_the_same_copy(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command: the values of the source, or words before anything is written."""

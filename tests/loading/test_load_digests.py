@@ -62,6 +62,22 @@ def test_what_several_processes_read_is_compared(tmp_path: Path) -> None:
     assert not any("not compared" in each.stderr for each in ended)
 
 
+def test_a_copy_that_is_damaged_on_one_host(tmp_path: Path) -> None:
+    """Of those who read a shard one is the first, whose values are compared with the digests; what the others read of
+    their own copies is compared with that. Here no process reads a whole array.
+    """
+    release = make_release(tmp_path / "hf", MODEL | dict(hidden_size=256, intermediate_size=1024))
+    step = convert(release, tmp_path / "cut", "--mesh", "fsdp=2")
+    other = damaged(step, tmp_path)[0]
+    sources = {"good": step, "damaged": [step, other, step, other]}
+    loads = {name: dict(source=source, mesh="fsdp=2,data=4") for name, source in sources.items()}
+    told, ended = run_job(4, loads, tmp_path)
+    assert all("shards" in said for said in told["good"]), [each.stderr[-3000:] for each in ended]
+    assert len(told["damaged"]) == 4
+    for said in told["damaged"]:
+        assert "some processes read other values than others of" in said.get("failed", ""), said
+
+
 def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All of it, where steps are large; with small ones what is read in parts of shards isn't, and that is logged."""
     with caplog.at_level(logging.INFO, "weightbeam"):
