@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm
 from hostile import snapshot
 from processes import run
 from support import HERE, call
@@ -176,8 +177,9 @@ def fork(job: Mapping[str, Any]) -> int:
 
 def main(jobs: Collection[Mapping[str, Any]]) -> None:
     """Runs jobs; one with `"zombie"` is left stopped until all others are done, then it goes on."""
-    for command in {job["arguments"][0] for job in jobs}:  # once for all of them
-        importlib.import_module(f"weightbeam.pipelines.commands.{command}")
+    commands = {f"weightbeam.pipelines.commands.{job['arguments'][0]}" for job in jobs}
+    for module in (*warm.PRELOADED, "weightbeam.pipelines.running.runners.local", *commands):  # once for all of them
+        importlib.import_module(module)
     sleeping: dict[int, Mapping[str, Any]] = {}
 
     def tell(job: Mapping[str, Any], status: int) -> None:

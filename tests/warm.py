@@ -26,7 +26,10 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-PRELOADED = ["apache_beam", "google.cloud.storage", "numpy", "tensorstore", "warm"]
+PRELOADED = [
+    *("apache_beam", "apache_beam.runners.portability.fn_api_runner.fn_runner", "apache_beam.utils.profiler"),
+    *("google.cloud.storage", "google_crc32c", "numpy", "sortedcontainers", "tensorstore", "xxhash", "warm"),
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOADED)
 
