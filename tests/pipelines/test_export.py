@@ -69,7 +69,7 @@ def compare(made: dict[str, np.ndarray], wanted: dict[str, np.ndarray], lossy: d
             assert values.tobytes() == wanted[name].tobytes(), name
 
 
-@pytest.mark.parametrize("case", some(CASES, 2))
+@pytest.mark.parametrize("case", some(CASES, 6))
 def test_there_and_back(generated: Path, tmp_path: Path, case: str) -> None:
     """Converted to float32 and exported without being told anything: the original bits, tensor by tensor, and the
     release's files. That every family's table reads back what it wrote is proved by `tests/families/test_rebuilt.py`.
@@ -108,7 +108,7 @@ def test_there_and_back(generated: Path, tmp_path: Path, case: str) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "back"}
 
 
-@pytest.mark.parametrize("case", ["llama3.1", "deepseek3", "gemma2", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("case", some(["llama3.1", "deepseek3", "gemma2", "gpt-oss", "qwen3-next"], 2))
 def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> None:
     """In units of a few chunks, from a layer's array each: exact where the record doesn't say otherwise."""
     source = generated / "cases" / case
@@ -120,7 +120,7 @@ def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> 
 
 
 @needs_shared
-@pytest.mark.parametrize("case", some([case for case in CASES if case != "gemma3"], 2))
+@pytest.mark.parametrize("case", some([case for case in CASES if case != "gemma3"], 6))
 def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
     source = SHARED / "cases" / case

@@ -135,8 +135,7 @@ def in_blocks(
     return save(tmp_path / "release", config | dict(quantization_config=quantization), tensors)
 
 
-@pytest.mark.parametrize("layout", ["true", "false"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), pairs.each([*FAMILIES], ["true", "false"]))
 def test_any_family(tmp_path: Path, family: str, layout: str) -> None:
     """Codes times the scales of their blocks are the values that are converted without `--save_dtype`, to the bit."""
     source = in_blocks(tmp_path, FAMILIES[family])

@@ -231,7 +231,7 @@ def test_shards_that_a_unit_has_no_room_for_are_read_by_their_chunks(tmp_path: P
         pytest.param(
             case,
             marks=[pytest.mark.slow("ten seconds a family; the others are restacked in the landing tier")]
-            * bool(number % 3),
+            * bool(number % 6),
         )
         for number, case in enumerate(CASES)
     ],
@@ -297,8 +297,7 @@ def state() -> State:
     return State(kinds, [jnp.float32(0.5), None, {"step": 3, "empty": {}, "of": [jnp.ones((5,), jnp.int32)]}])
 
 
-@pytest.mark.parametrize("use_zarr3", [True, False])
-@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize(("use_ocdbt", "use_zarr3"), each([True, False], [True, False]))
 def test_any_tree_in_any_storage(tmp_path: Path, use_ocdbt: bool, use_zarr3: bool) -> None:
     """Stock Orbax restores the same tree, of the same types, from the copy: chunks copied, cut anew, and in the other
     storage.

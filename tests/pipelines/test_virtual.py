@@ -53,7 +53,7 @@ MODELS = [
     "llama4-dense", "kimi_k25", "qwen3_5", "qwen3_5-text", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni", "gemma4-vision", "gemma4-text", "gemma4-e4b",
 ]  # fmt: skip
 UNSCANNED_ONLY = ("gemma4-small", "gemma4-e4b", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni")
-SOURCES = some([("cases", case) for case in given()] + [("models", model) for model in MODELS], 2)
+SOURCES = some([("cases", case) for case in given()] + [("models", model) for model in MODELS], 6)
 
 
 def options_of(kind: str, name: str, layout: str) -> list[str]:
@@ -398,7 +398,7 @@ TOLD = {  # exit status, and what is said
 }
 
 
-@pytest.mark.parametrize(("link", "accident"), TOLD)
+@pytest.mark.parametrize(("link", "accident"), each(["hard", "symlink", "copy"], [*ACCIDENTS]))
 def test_verify_says_what_happened_to_the_source(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str
 ) -> None:
@@ -436,8 +436,7 @@ def test_a_record_whose_files_make_no_sense(
         assert "the files that are referred to makes no sense" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
-@pytest.mark.parametrize("accident", ["by rename", "in place"])
+@pytest.mark.parametrize(("link", "accident"), each(["hard", "symlink", "copy"], ["by rename", "in place"]))
 def test_another_model_of_the_same_size_and_time(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str
 ) -> None:
