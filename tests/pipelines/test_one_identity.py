@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import each, some
 from quantised import fp8_llama
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, make_release, restore, stop_midway
@@ -301,7 +302,7 @@ def test_which_file_changed_and_how(
 OF_RESULTS = [(name, pattern) for name, command in COMMANDS.items() for pattern in command.files]
 
 
-@pytest.mark.parametrize(("name", "pattern"), OF_RESULTS)
+@pytest.mark.parametrize(("name", "pattern"), some(OF_RESULTS, 2))
 def test_a_change_after_the_end(name: str, pattern: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--resume` of what is finished says so only where a quiet run would make the same of what is there now."""
     arguments, quiet = (COMMANDS[name].arguments(here, here.parent / place) for place in ("out", "quiet/out"))
@@ -310,26 +311,30 @@ def test_a_change_after_the_end(name: str, pattern: str, here: Path, capsys: pyt
     resume_and_compare(arguments, here, quiet, capsys)
 
 
-@pytest.mark.parametrize("finished", [False, True], ids=["stopped", "finished"])
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    ("words", "finished"),
     [
-        ("export of arrays", "{A}", "{B}"),
-        ("export", "{lora}", "{lora},0.5"),
-        ("merge", "{lora}", "{lora},0.5"),
-        ("convert", "{lora}", "{lora},0.5"),
+        pytest.param(words, finished, id=f"{words[0]}-{'finished' if finished else 'stopped'}")
+        for words, finished in each(
+            [
+                ("export of arrays", "{A}", "{B}"),
+                ("export", "{lora}", "{lora},0.5"),
+                ("merge", "{lora}", "{lora},0.5"),
+                ("convert", "{lora}", "{lora},0.5"),
+            ],
+            [False, True],
+        )
     ],
 )
 def test_another_option_after_a_stop(
-    name: str,
-    before: str,
-    after: str,
+    words: tuple[str, str, str],
     finished: bool,
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Another tokenizer, or another weight of an adapter: one's chat template doesn't stay beside the other's tokens."""
+    name, before, after = words
     command = COMMANDS[name]
     arguments = command.arguments(here, here.parent / "out")
     other = dataclasses.replace(command, words=command.words.replace(before, after))
