@@ -309,7 +309,7 @@ def spoiled(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return spoil
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("value", pairs.some([math.nan, -math.inf], 2))
 def test_nan_isnt_the_newest(model: tuple[Path, dict[str, Any]], tmp_path: Path, value: float) -> None:
     """It is published, told, and passed over, by another watcher too; the next good step is the newest, and what it is
     compared with is the last good one.
@@ -639,7 +639,9 @@ def test_a_clock_that_is_wrong(
     assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-1"]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    "at_once", [True, pytest.param(False, marks=pytest.mark.slow("a look for each step; one look at all always runs"))]
+)
 def test_a_clock_that_was_ahead(model: tuple[Path, dict[str, Any]], tmp_path: Path, at_once: bool) -> None:
     """The first steps bear times of next year: the newest is the last all the same, and `keep` keeps the last. What it
     wouldn't keep of the steps that are there isn't made at all.
@@ -1607,7 +1609,7 @@ def test_a_stop_while_a_bucket_publishes_a_step(
     assert "pub/step-1/run.json" in gcs.objects["out"]
 
 
-@pytest.mark.parametrize("what", ["an empty folder", "notes", "a link"])
+@pytest.mark.parametrize("what", pairs.some(["an empty folder", "notes", "a link"], 2))
 def test_what_lies_where_a_step_is_to_be_published(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, what: str
 ) -> None:
@@ -2007,7 +2009,7 @@ class Interrupt:
             yield task
 
 
-@pytest.mark.parametrize("change", ["nothing", "like", "a file that is being written"])
+@pytest.mark.parametrize("change", pairs.some(["like", "nothing", "a file that is being written"], 2))
 def test_a_whole_release_of_another_attempt(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -2315,8 +2317,7 @@ def test_a_pointer_that_another_watcher_moves_meanwhile(
     assert open_store(output).read(pointer) == b"newer"
 
 
-@pytest.mark.parametrize("kind", ["export", "reshard"])
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("kind", "back"), pairs.each(["export", "reshard"], [False, True]))
 def test_a_step_that_is_another_one_while_it_is_made(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, back: bool
 ) -> None:

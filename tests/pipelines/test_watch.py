@@ -29,6 +29,7 @@ import tenacity
 import warm
 import yaml
 from lazily import lazily
+from pairs import each, some
 from processes import wait_until
 from servers.clients import at_hub
 from servers.gcs import FakeGcs
@@ -254,7 +255,7 @@ def test_a_commit_of_the_readme_isnt_converted_again(
     assert not hub.cdn.log
 
 
-@pytest.mark.parametrize("state", ["discovered", "converting", "failed", "refused"])
+@pytest.mark.parametrize("state", some(["discovered", "converting", "failed", "refused"], 2))
 def test_a_release_whose_history_is_squashed(
     watch: Watch, hub: FakeHub, tmp_path: Path, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,7 +355,7 @@ def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "how", ["a commit", "the branch", "a repository made anew", "the branch, before it is published"]
+    "how", some(["a commit", "the branch", "a repository made anew", "the branch, before it is published"], 2)
 )
 def test_a_hub_that_goes_back(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
@@ -419,7 +420,7 @@ def test_a_hub_that_goes_back_to_what_was_never_published(watch: Watch, hub: Fak
     assert all(found == commit for found, commit in wanted)
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"time": 5}', '{"time": "2026-01-01T00:00:00"}'])
+@pytest.mark.parametrize("text", some(["", "[" * 100_000, '{"time": 5}', '{"time": "2026-01-01T00:00:00"}'], 2))
 def test_a_note_of_what_came_back_that_is_none(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
@@ -810,17 +811,16 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
     assert watch.states() == [["discovered", "planned", "converting", "planned", "converting", "verified", "published"]]
 
 
-@pytest.mark.parametrize("acts_late", [True, False])
 @pytest.mark.parametrize(
-    ("matching", "name"),
-    [("release.json", "release.json"), ("rewriteTo.*/0/commit_success", "0/commit_success.txt")],
-    ids=["report", "checkpoint"],
+    ("what", "acts_late"),
+    each([("release.json", "release.json"), ("rewriteTo.*/0/commit_success", "0/commit_success.txt")], [True, False]),
 )
 def test_nothing_is_published_once_a_stop_is_told(
-    hub: FakeHub, tmp_path: Path, matching: str, name: str, acts_late: bool
+    hub: FakeHub, tmp_path: Path, what: tuple[str, str], acts_late: bool
 ) -> None:
     """While a bucket is asked to publish: the report, which says that a release is there, or the checkpoint."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    matching, name = what
     with LateGcs(matching, acts_late) as gcs:
         watch = Watch(tmp_path, hub, "gs://bucket/models")
         with watch.start("--once", **gcs.env()) as process:
