@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import warm
 from apache_beam.portability import common_urns
 from apache_beam.portability.api import beam_runner_api_pb2 as proto
 from apache_beam.portability.python_urns import PICKLED_DOFN_INFO
@@ -94,10 +95,9 @@ class Cloud:
                 process.kill()
 
     def convert(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs `command` to its end."""
-        with self.start(*arguments, **environment) as process:
-            out, err = process.communicate(timeout=TIMEOUT)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        """Runs `command` to its end, forked from a warm process."""
+        words = self.command(*map(str, arguments))[3:]
+        return warm.run(*words, env=self.environment | environment, cwd=ROOT, timeout=TIMEOUT)
 
     def submission(self) -> Submission:
         """The job that was submitted last, with what is staged for it."""
