@@ -64,9 +64,11 @@ def test_mutated_metadata_end_in_words(
     assert "\x1b" not in said.out + said.err
 
 
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"tree_metadata": []}', b'{"a": 1, "a": 2}']
+    ("name", "content"),
+    pairs.each(
+        FILES, [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"tree_metadata": []}', b'{"a": 1, "a": 2}']
+    ),
 )
 def test_what_is_no_metadata(name: str, content: bytes, source: Path, checkpoint: Path) -> None:
     (checkpoint / name).write_bytes(content)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pairs
 import pytest
 from lazily import lazily
 from support import (
@@ -116,13 +117,13 @@ def test_from_a_release(tmp_path: Path, model: dict, dtype: np.dtype, unit: str)
 
 
 @pytest.mark.parametrize(
-    ("model", "scan"), [(MODEL, "true"), (MOE, "true"), (MODEL, "false")], ids=["scanned", "experts", "unscanned"]
+    ("stored", "unit"), pairs.each([(MODEL, "true"), (MOE, "true"), (MODEL, "false")], ["128MiB", "700000"])
 )
-@pytest.mark.parametrize("unit", ["128MiB", "700000"])
-def test_from_a_checkpoint_in_one_pass(tmp_path: Path, model: dict, scan: str, unit: str) -> None:
+def test_from_a_checkpoint_in_one_pass(tmp_path: Path, stored: tuple[dict, str], unit: str) -> None:
     """A float32 checkpoint's values aren't rounded before they are quantised: the codes of the release that it was made
     of.
     """
+    model, scan = stored
     tensors = random_tensors(model, F32)
     name = {"llama": "llama2-7b"}.get(model["model_type"])
     model_name = ("--maxtext_model", name) if name else ()
@@ -276,7 +277,8 @@ def test_an_adapter_on_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["cases/deepseek4", "models/deepseek_v4", "cases/gpt-oss", "cases/gemma4-moe", "models/llama4"]
+    "case",
+    pairs.some(["cases/deepseek4", "models/deepseek_v4", "cases/gpt-oss", "cases/gemma4-moe", "models/llama4"], 2),
 )
 def test_transformers_takes_no_code_for_a_value(generated: Path, tmp_path: Path, case: str) -> None:
     """Embeddings and heads under the names of the hub, compressors, fused experts that no engine loads as codes: they

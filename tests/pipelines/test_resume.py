@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairs
 import pytest
 import warm
 from lazily import lazily
@@ -105,7 +106,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     assert [path.name for path in output.iterdir()] == ["0"]
 
 
-@pytest.mark.parametrize("left", [b"", b'{"attempt": "0123', b"[1]", bytes(40)], ids=["empty", "cut", "list", "zeros"])
+@pytest.mark.parametrize("left", pairs.some([b"", b'{"attempt": "0123', bytes(40), b"[1]"], 2), ids=repr)
 def test_an_entry_that_cant_be_read_doesnt_count(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bytes
 ) -> None:
@@ -130,8 +131,9 @@ def test_an_entry_that_cant_be_read_doesnt_count(
     )
 
 
-@pytest.mark.parametrize("options", [(), ("--use_ocdbt", "false")], ids=["database", "files"])
-@pytest.mark.parametrize("how", ["edited", "cut", "gone"])
+@pytest.mark.parametrize(
+    ("how", "options"), pairs.each(["edited", "cut", "gone"], [(), ("--use_ocdbt", "false")]), ids=str
+)
 def test_staged_data_that_changed_are_made_anew(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, options: tuple[str, ...]
 ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import warm
 from processes import ROOT, free_port, listening, running, wait_until
@@ -110,8 +111,7 @@ def test_a_service_that_goes_on_with_a_stopped_job(
 # --- after the publication -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize(("command", "number"), pairs.each(["convert", "export"], [signal.SIGINT, signal.SIGTERM]))
 def test_a_stop_after_the_publication_says_so(
     source: Path, checkpoint: Path, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:

@@ -120,7 +120,13 @@ def test_restores_what_the_ordinary_conversion_writes(
     assert record(step)["references"]["arrays"] > 0
 
 
-@pytest.mark.parametrize(("devices", "mesh"), [(1, "1x1"), (8, "4x2")])
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        pytest.param(1, "1x1", marks=pytest.mark.slow("restores in a process of JAX, 20 s; eight devices always run")),
+        (8, "4x2"),
+    ],
+)
 def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int, mesh: str) -> None:
     """Stock Orbax's and MaxText's ways, with and without targets: MaxText's own bits, of a virtual and of a mixed
     checkpoint.
