@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairs
 import pytest
 import support
 from loading.jobs import assert_holds, run_job
@@ -118,8 +119,8 @@ class Job:
         self._loads[name], self.wanted[name] = load, wanted
 
     def _add_cases(self, folder: Path) -> None:
-        """Cases and meshes are dealt out; four processes have a quarter of them, since each takes them a program to
-        compile.
+        """Cases and meshes are dealt out; one process has a third of them and four a quarter, since each takes a program to
+        compile. That each case is converted to MaxText's bits is shown by `tests/cases/test_maxtext_bits.py`.
         """
         number = 0
         for case, about in given().items():
@@ -134,7 +135,7 @@ class Job:
                     save_dtype="float32" if case.endswith("-fp32") else "bfloat16",
                 )
                 number += 1
-                if self.processes == 1 or number % 4 == 0:
+                if number % 4 == 0 if self.processes == 4 else pairs.FULL or number % 3 == 0:
                     mesh = MESHES[number % 4] if self.processes == 1 else MESHES[1 + number % 3]
                     name = f"{case} {layout} {mesh[1]}"
                     self.cases[name] = case, layout
@@ -221,8 +222,8 @@ def test_each_byte_is_read_once(job: Job) -> None:
 
 @of(1, 4)
 def test_all_cases_have_maxtexts_bits(job: Job) -> None:
-    """Every family, scanned and unscanned. Arrays that MaxText promotes to float32 are those of test_maxtext_bits."""
-    assert len(job.cases) > (40 if job.processes == 1 else 8)
+    """Scanned and unscanned, with `WEIGHTBEAM_PRODUCTS=full` of every family. Arrays that MaxText promotes to float32 are those of test_maxtext_bits."""
+    assert len(job.cases) > (8 if job.processes == 4 else 40 if pairs.FULL else 13)
     for name, (case, layout) in job.cases.items():
         wanted, stored = given_arrays(case, layout), "float32" if case.endswith("-fp32") else "bfloat16"
         members = job.told[name]
