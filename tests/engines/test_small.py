@@ -34,11 +34,7 @@ from engines.programs import jars
 
 STARTS = [
     pytest.param(flink_in_one_process, id="flink"),
-    pytest.param(
-        spark_in_one_process,
-        id="spark",
-        marks=pytest.mark.slow("Spark starts, and its workers for each command, half a minute; Flink always runs"),
-    ),
+    pytest.param(spark_in_one_process, id="spark"),
     pytest.param(prism_with_pool, id="prism", marks=LONG),
 ]
 ABSENT = "raise ModuleNotFoundError(\"No module named 'weightbeam'\", name='weightbeam')"
