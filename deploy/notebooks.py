@@ -1,4 +1,5 @@
-"""The first cell of each notebook, which installs Weightbeam where it isn't there, such as in Colab.
+"""The first cell of each notebook, which installs Weightbeam where it isn't there, such as in Colab, and goes to a folder
+of its own, so that the notebook can be run again, and after another one.
 `python -m deploy.notebooks` writes it anew: it follows from how Weightbeam is installed, which a release changes.
 """
 
@@ -12,15 +13,23 @@ from weightbeam.formats.text.installing import install
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 EXTRAS = "demo,models,follow"
+CELL = """import importlib.util
+import os
+import tempfile
+
+if importlib.util.find_spec("weightbeam") is None:
+{how}
+os.chdir(tempfile.mkdtemp())
+"""
 
 
 def first_cell() -> str:
-    """Installs the release where there is one; else says where to install from."""
+    """Installs the release where there is one, else says where to install from; goes to a new folder."""
     if found := re.fullmatch(r"pip install (\S+)", line := install(EXTRAS)):
         how = f"    %pip install --quiet {found[1]}"
     else:
         how = f"    raise SystemExit({line!r})"
-    return f'import importlib.util\n\nif importlib.util.find_spec("weightbeam") is None:\n{how}\n'
+    return CELL.format(how=how)
 
 
 def first_cell_of(notebook: dict) -> dict:

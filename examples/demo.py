@@ -6,6 +6,7 @@ python -m examples.demo out/demo
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -142,7 +143,10 @@ def main(folder: Path) -> int:
     if different:
         print(f"\nSomething is wrong: {len(different)} of {len(wanted)} arrays aren't what they should be.")
         return 1
-    print(f"\nAll is well. weightbeam inspect {output} shows what is in there.")
+    program = (
+        "weightbeam" if shutil.which("weightbeam") else os.path.relpath(Path(sys.executable).with_name("weightbeam"))
+    )
+    print(f"\nAll is well. {program} inspect {output} shows what is in there.")
     return 0
 
 

@@ -254,7 +254,7 @@ def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str
     return found
 
 
-SHAPES = "arrays of other shapes, or others: the checkpoint doesn't load"
+SHAPES = "other arrays, or arrays of other shapes: the checkpoint doesn't load"
 ROTARY = "no error: positions turn otherwise; logits are wrong, most in long contexts"
 ROUTING = "no error: tokens go to other experts, or with other weights; logits are wrong"
 WINDOW = "no error: layers look at other tokens; logits are wrong beyond a window"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.configuration import read_known
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_models import SIZES, differences, keys_of, models, of_these_sizes, own_name
@@ -51,9 +51,13 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Mode
     if named is not None:
         return _check(named, keys, of_these_sizes(keys, family_models))
     fitting = of_these_sizes(keys, candidates)
-    if len({family.variant(model) for model in fitting or candidates}) > 1:
+    variants: dict[object, list[str]] = {}
+    for model in sorted(fitting) or candidates:
+        variants.setdefault(family.variant(model), []).append(model)
+    if len(variants) > 1:
+        groups = (f"{family.note(config, Layout(model=same[0]))}: {', '.join(same)}" for same in variants.values())
         raise ModelNameError(
-            f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}"
+            f"config.json fits several MaxText models that differ; choose with --maxtext_model the one that the weights come from: {'; '.join(groups)}"
         )
     return ModelNaming(fitting[0] if fitting else None)
 

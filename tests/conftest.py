@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ class Progress:
         self._workers = max(1, int(getattr(config.option, "numprocesses", 0) or 1))
         self._total, self._done, self._failed = 0, 0, 0
         self._left: Counter[str] = Counter()
-        self._begun = time.monotonic()
+        self._begun = self._collected = time.monotonic()
         # what pytest's capture has put aside: a line that comes while a test runs is none of that test's output
         captured = getattr(config.pluginmanager.getplugin("capturemanager"), "_global_capturing", None)
         saved = getattr(getattr(captured, "out", None), "targetfd_save", None)
@@ -118,20 +118,25 @@ class Progress:
             return
         self._tests = Counter(test.partition("::")[0] for test in ids)
         self._left = Counter(self._tests)
-        self._total = len(ids)
+        self._total, self._collected = len(ids), time.monotonic()
         self._say(f"{len(ids):,} tests in {self._workers} processes, about {self._clock(self._rest())}")
 
     def _rest(self) -> float:
-        """Seconds that the tests will take that haven't run; those of an unknown file as long as the average."""
+        """Seconds that the tests will take that haven't run, at the pace of those that have; those of an unknown file as
+        long as the average.
+        """
         known = {file: self._known[file] for file in self._known if file in self._tests}
         average = sum(known.values()) / max(1, sum(self._tests[file] for file in known)) if known else 0.1
-        return (
-            sum(
-                left * (self._known[file] / self._tests[file] if file in self._known else average)
-                for file, left in self._left.items()
+
+        def forecast(counts: Mapping[str, int]) -> float:
+            return sum(
+                count * (self._known[file] / self._tests[file] if file in self._known else average)
+                for file, count in counts.items()
             )
-            / self._workers
-        )
+
+        left, done = forecast(self._left), forecast(self._tests - self._left)
+        pace = (time.monotonic() - self._collected) / done if done > left / 10 else 1 / self._workers
+        return left * pace
 
     @staticmethod
     def _clock(seconds: float) -> str:

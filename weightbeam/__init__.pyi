@@ -106,7 +106,7 @@ def convert(
         each with its scales beside it, and everything else in its own dtype.
       quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
         float8_e4m3fn.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
@@ -118,7 +118,7 @@ def convert(
         does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
-      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; or a list of them.
       adapter_only: write the adapter as MaxText's, and don't merge it.
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
@@ -332,7 +332,7 @@ def export(
       maxtext_model: the MaxText model, where neither the checkpoint nor config.json settles it.
       param_scan_axis: where the layers are stacked, where the shapes fit several axes.
       step: which step, where the root has several.
-      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; or a list of them.
       lora_alpha: alpha of an adapter that MaxText trained, if its metadata lack it.
       family: the table: one of ours, an installed package's or a file of your own (default: by config.json).
       maxtext_config: a MaxText configuration (.yml) to make config.json of, for a model without a release.
@@ -396,7 +396,7 @@ def inspect(
       layers: of the release take these layers alone, such as 0:4 or 0:2,58:61; they are numbered anew.
       experts: of each layer take these experts alone, such as 0:8, and their rows of the router.
       vocab_rows: of the vocabulary take the first rows alone.
-      mesh: what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated.
+      mesh: what loading costs on a mesh, such as fsdp=16,expert=4; or a list of them.
       sharding_rules: your logical_axis_rules, as for convert (default: those that it was made for).
       source: folder with the model's config.json, for a checkpoint that doesn't tell its logical axes.
       maxtext_model: the MaxText model, where neither config.json nor the checkpoint can settle it.
@@ -559,7 +559,7 @@ def maxtext_config(
         each with its scales beside it, and everything else in its own dtype.
       quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
         float8_e4m3fn.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
@@ -571,7 +571,7 @@ def maxtext_config(
         does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
-      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; or a list of them.
       adapter_only: write the adapter as MaxText's, and don't merge it.
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
@@ -630,7 +630,7 @@ def merge(
         workers are known).
       full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
         paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
-      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; or a list of them.
       family: the table whose spellings of names count (default: by config.json).
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       resume: go on with what a stopped command staged.
@@ -699,7 +699,7 @@ def plan(
         each with its scales beside it, and everything else in its own dtype.
       quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
         float8_e4m3fn.
-      mesh: the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any).
+      mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
       maxtext: the version of MaxText whose tree and names of axes are written: 0.2.5 of PyPI, or its main branch in
@@ -711,7 +711,7 @@ def plan(
         does; true: all of them, in a read of their own; false: none.
       allow_links: take files of the source that are links to another folder.
       multimodal: convert the vision and audio towers too.
-      lora: a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge: a folder, gs:// or hf://; or a list of them.
       adapter_only: write the adapter as MaxText's, and don't merge it.
       use_ocdbt: one database, or a folder for each array (Pathways: false).
       use_zarr3: zarr version 3 or 2 (Pathways: false).
@@ -783,7 +783,7 @@ def quantize(
         paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).
       format: what the weights of linear layers become.
       like: a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export.
-      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated.
+      lora: a PEFT adapter to merge on the way: a folder, gs:// or hf://; or a list of them.
       maxtext_model: of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it.
       param_scan_axis: of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes.
       step: of an Orbax checkpoint: which step, where the root has several.
@@ -853,7 +853,7 @@ def reshard(
       moment_dtype: dtype of the optimizer's moments.
       scan_layers: stack the layers of a kind in one array, or take them apart (default: as they are).
       param_scan_axis: where the stacked axis goes (default: where it is).
-      mesh: the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are).
+      mesh: the mesh that loads it, such as fsdp=64; or a list of them (default: chunks stay as they are).
       sharding_rules: your logical_axis_rules, as for convert.
       maxtext: the version of MaxText whose tree and names of axes are written (default: the source's).
       maxtext_model: the MaxText model, where config.json can't settle it, or in place of like=.
@@ -864,7 +864,7 @@ def reshard(
       unit_bytes: bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the
         workers are known).
       step: which step, where the source has several; and the one that is written (default: the source's).
-      lora: an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated.
+      lora: an adapter that MaxText trained, to merge: its Orbax checkpoint; or a list of them.
       lora_alpha: alpha of an adapter that MaxText trained, if its metadata lack it.
       full_paths: whether records and model cards name sources by their full paths, or by their names alone (default:
         paths in a folder, names on the hub; in gs:// names for what lies in this machine's folders).

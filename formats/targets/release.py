@@ -122,8 +122,10 @@ class ReleaseTarget(Target[ReleasePlace]):
     def find_overlap(self, place: ReleasePlace, inputs: Iterable[str], swaps: bool = False) -> str:
         for url in inputs:
             for there in (place.final, *place.beside()):
-                if lies_in(url, there.url) or lies_in(there.url, url):
-                    return f"and {url}, which it is made of, lie in each other; {self.another}"
+                if lies_in(url, there.url):
+                    return f"holds {url}, which it is made of; {self.another}"
+                if lies_in(there.url, url):
+                    return f"lies in {url}, which it is made of; {self.another}"
         return ""
 
     def why_not_replace(self, place: ReleasePlace) -> str:

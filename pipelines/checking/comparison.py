@@ -207,7 +207,7 @@ class Comparison(Shown):
         groups = (("kind of tensor, all layers", self.kinds), ("layer", self.layers))
         for heading, totals in groups if len(self.layers) > 2 else ():
             named = {
-                "in none" if key == -1 else str(key).removeprefix(PARAMETERS): (total, "")
+                "outside of layers" if key == -1 else str(key).removeprefix(PARAMETERS): (total, "")
                 for key, total in totals.items()
             }
             yield from _ranked(heading, {name: found for name, found in named.items() if found[0].different})

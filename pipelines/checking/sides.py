@@ -83,7 +83,8 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         release, made_of = checkpoint, source
         record = read_record(release)
         if not made_of and not isinstance(made_of := record.get("source"), str):
-            raise Refused(f"--source is missing: {release} doesn't say which checkpoint it was exported of")
+            line = f"weightbeam verify {shlex.quote(release)} CHECKPOINT"
+            raise Refused(f"{release} doesn't say which checkpoint it was exported from; name that, too:\n  {line}")
         if not source and is_name(made_of):
             raise Refused(only_named(release, made_of, checkpoint))
         with contextlib.suppress(StorageError):  # which is told where the checkpoint is looked for

@@ -96,7 +96,7 @@ class Subject:
             beside = len(known - {one.key for one in self._summed})
             lines = [*digests.lines()] if everything else []  # else nothing was read yet
             if beside and everything:
-                lines.append(f"{beside:,} of {len(known):,} arrays with their digests: nothing here is made of them")
+                lines.append(f"{beside:,} of {len(known):,} arrays: nothing here is made of them")
             notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
         return Verification(
             str(self.items),

@@ -189,7 +189,7 @@ def _state_text(keys: Sequence[str]) -> str:
     others = sorted({key.partition(".")[0] for key in keys if not key.startswith(OPTIMIZERS)})
     parts = [f"its optimizer ({count(optimizer, 'array')})"] if optimizer else []
     parts += [f"its {' and '.join(others)} ({count(len(keys) - optimizer, 'array')})"] if others else []
-    return f"a training state: {' and '.join(parts)} {'are' if len(keys) > 1 else 'is'} not compared"
+    return f"a training state: {' and '.join(parts)} {'are' if len(parts) > 1 else 'is'} not compared"
 
 
 def diff_command(a: str, b: str) -> str:

@@ -126,7 +126,7 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
         ready.models.append(StreamedModel(_open(source, asked), asked.dtype))
         ready.planned = _plan(source, asked) if asked.maxtext else None
     with refusals.kept():
-        ready.tokens = _tokens(ready.models[0], asked) if ready.models else ()
+        ready.tokens = _tokens(ready.models[0], asked) if ready.models and (asked.token_ids or asked.prompt) else ()
     with refusals.kept():
         beside = _open(other, asked, source) if other else None
         ready.models += [StreamedModel(beside, asked.dtype)] if beside else []
@@ -143,7 +143,7 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
 def _wrong(source: str, other: str | None, asked: LogitsOptions) -> Iterator[str]:
     """All that can't be meant together."""
     if bool(asked.prompt) == bool(asked.token_ids):
-        yield "--prompt and --token_ids: exactly one of them says what the model is run on"
+        yield "--prompt or --token_ids says what the model is run on; give one of them"
     if other and asked.maxtext:
         yield f"--maxtext={asked.maxtext}: compares {source} with MaxText; leave {other} out, or --maxtext"
     if asked.maxtext and asked.dtype != "float32":
@@ -193,7 +193,7 @@ def _plan(source: str, asked: LogitsOptions) -> Plan:
 def _tokens(model: StreamedModel, asked: LogitsOptions) -> tuple[int, ...]:
     """The tokens that the model is run on. Raises Refused where some aren't the model's, or it has no tokenizer."""
     side = model.side
-    tokens = asked.token_ids or tuple(tokenize(asked.prompt or "", side.small, side.where))
+    tokens = asked.token_ids or tuple(tokenize(str(asked.prompt), side.small, side.where))
     if beyond := sorted({token for token in tokens if token >= model.vocab}):
         named = ", ".join(map(str, beyond[:SHOWN]))
         raise Refused(f"--token_ids: {side.where} knows tokens 0 to {model.vocab - 1}, and no {named}")

@@ -51,7 +51,7 @@ def about(written: Written, files: FileLayout) -> str:
     if written.state == FINISHED:
         return f"{written.folder} is finished already; nothing to do"
     what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}"
-    return f"{written.folder}: {what}, {pace(files.size, written.written, written.seconds)}"
+    return f"{written.folder}: {what}, {pace(sum(tensor.nbytes for tensor in files.tensors.values()), written.written, written.seconds)}"
 
 
 def loading(folder: str, config: Mapping[str, Any]) -> list[str]:

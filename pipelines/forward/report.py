@@ -95,7 +95,7 @@ class Beside:
                 return behind if whole else "no layer was compared: none makes one vector for each token"
             most = max(whole, key=lambda each: each.relative, default=None)
             furthest = f"; the largest is {most.relative:.3g}, in layer {most.name}" if most and most.relative else ""
-            return f"no layer parts by more than {self.tolerance:g}{furthest}"
+            return f"no layer parts{f' by more than {self.tolerance:g}' if self.tolerance else ''}{furthest}"
         place = _place(first)
         layer, part = place["layer"], place["module"]
         named = f", in {part} ({', '.join(self.tensors)})" if part and self.tensors else f", in {part}" if part else ""

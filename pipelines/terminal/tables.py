@@ -65,8 +65,8 @@ class Table:
 
     A name is never broken. Where a table is too wide for its terminal, what neighbouring names in the first column have
     in common becomes a line above them, as much as it takes where no row gets a line of its own by that; else the columns
-    in `spare` are left out, one after the other; then the last column is wrapped. A cell of it with a word, such as a path,
-    that is longer than the column has lines of its own below its row.
+    in `spare` are left out, one after the other, and named below; then the last column is wrapped. A cell of it with a
+    word, such as a path, that is longer than the column has lines of its own below its row.
 
     Args:
       headings: of the columns; one that begins with `>` is aligned right. All empty: no line of headings.
@@ -127,6 +127,8 @@ class Table:
             yield from (
                 [row] if isinstance(row, str) else self._row(row, rows, columns, width, bold and row is self.headings)
             )
+        if left := [heading for column, heading in enumerate(self.headings) if column not in columns]:
+            yield from _wrap(f"(no room for {', '.join(left)}: a wider terminal, or a pipe, shows more)", width)
 
     def html(self) -> str:
         """The table for a notebook."""

@@ -35,7 +35,11 @@ COMMAND = re.compile(
     rf"|(?:^|(?P<apart>(?<=  )|(?<=[:?] )))weightbeam (?P<name>{_NAMES}) (?P<words>[^;\n`]+)"  # begins a line, or behind a label
     rf"|weightbeam (?P<bare>{_NAMES})\b(?P<flags>(?: --[a-z]\w*)*)"  # in a sentence
 )
-ALL_PROBLEMS = "weightbeam plan --json lists all"
+INSTEAD = {  # of what is said at the shell
+    "weightbeam plan --json lists all": ".problems has all",
+    "may be repeated": "or a list of them",
+    "repeat it for several": "a list for several",
+}
 WORD = re.compile(r" ?('(?:[^']|'\"'\"')*'|[^\s']+)")  # as a shell has it
 TOKEN = re.compile(
     r"weightbeam [a-z]+(?:(?!, | \()[^;\n`])*"  # another command, which stays as it is
@@ -76,7 +80,9 @@ def worded(text: str) -> str:
 
 def in_python(text: str) -> str:
     """A text about options as who calls functions would say it."""
-    return TOKEN.sub(_in_python, COMMAND.sub(_as_call, text.replace(ALL_PROBLEMS, ".problems has all")))
+    for at_the_shell, instead in INSTEAD.items():
+        text = text.replace(at_the_shell, instead)
+    return TOKEN.sub(_in_python, COMMAND.sub(_as_call, text))
 
 
 def _as_call(found: re.Match[str]) -> str:

@@ -69,4 +69,4 @@ def test_a_release_installs_itself_in_a_notebook(monkeypatch: pytest.MonkeyPatch
     """Once messages say how: one line is changed for all."""
     assert "raise SystemExit(" in notebooks.first_cell()
     monkeypatch.setattr(notebooks, "install", lambda extra: f"pip install 'it[{extra}]'")
-    assert notebooks.first_cell().splitlines()[-1] == f"    %pip install --quiet 'it[{notebooks.EXTRAS}]'"
+    assert notebooks.first_cell().splitlines()[-2] == f"    %pip install --quiet 'it[{notebooks.EXTRAS}]'"

@@ -80,7 +80,7 @@ def test_llamas(config, model):
 
 def test_only_70b_is_ambiguous():
     """Llama 3.1 and 3.3 have one `config.json`, and MaxText other rotary embeddings for them."""
-    with pytest.raises(UnknownFamilyError, match=r"choose with --maxtext_model: llama3\.1-70b, llama3\.3-70b$"):
+    with pytest.raises(UnknownFamilyError, match=r"paired .*: llama3\.1-70b; .* apart .*: llama3\.3-70b$"):
         family_of(llama(*LLAMA_70B, **LLAMA_31))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from facts import load_headers, load_trees
 from facts.tiny import CONFIGS
@@ -154,9 +156,9 @@ def test_llama3_rope_needs_a_model(field, key):
     settles it.
     """
     config = Config(CONFIGS["llama"] | {field: {key: "llama3", "factor": 8.0}})
-    with pytest.raises(UnknownFamilyError, match="choose with --maxtext_model: ") as error:
+    with pytest.raises(UnknownFamilyError, match="choose with --maxtext_model") as error:
         family_of(config)
-    choices = str(error.value).rpartition(": ")[2].split(", ")
+    choices = re.findall(r"llama3[\w.-]+", str(error.value))
     assert set(choices) >= set(LLAMA_31)
     assert {family_of(config, model).name for model in choices} == {"llama"}
 

@@ -123,18 +123,18 @@ def test_arrays_without_a_digest_are_counted(
     digests = json.loads((step / "conversion.json").read_text())["digests"]
     edit_record(step, digests=dict(list(digests.items())[:-2]))
     made = getattr(wb, command)(str(step), str(tmp_path / "out"), progress=False)
-    said = f"not compared: 2 of {len(digests)} arrays with their digests: conversion.json has no digest of them"
+    said = f"not compared: 2 of {len(digests)} arrays: conversion.json has no digest of them"
     assert str(made).splitlines()[-1] == said
     checked = made.to_dict()["checked"]
     assert (checked["arrays"], checked["not_compared"]) == (len(digests) - 2, 2)
     edit_record(step, digests={})
     made = getattr(wb, command)(str(step), str(tmp_path / "bare"), progress=False)
-    none = f"not compared: {len(digests)} of {len(digests)} arrays with their digests"
-    assert str(made).splitlines()[-1] == f"{none}: conversion.json has none"
+    none = f"not compared: {len(digests)} of {len(digests)} arrays"
+    assert str(made).splitlines()[-1] == f"{none}: conversion.json has no digests"
     (step / "conversion.json").unlink()
     like = {"like": str(checkpoints["packed"].parents[1] / "hf")} if command == "export" else {}
     made = getattr(wb, command)(str(step), str(tmp_path / "unknown"), progress=False, **like)
-    assert str(made).splitlines()[-1] == f"{none}: no conversion.json lies beside them"
+    assert str(made).splitlines()[-1] == f"{none}: no conversion.json with their digests lies beside them"
 
 
 def test_a_step_that_is_compared_hides_no_array(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_step_that_is_compared_hides_no_array(checkpoints: dict[str, Path], tm
     digests = json.loads((step / "conversion.json").read_text())["digests"]
     edit_record(step, digests={key: digest for key, digest in digests.items() if not key.endswith("embedding")})
     last = wb.reshard(str(step), str(tmp_path / "last"), progress=False)
-    assert str(last).splitlines()[-1].startswith(f"not compared: 1 of {arrays + 1} arrays with their digests")
+    assert str(last).splitlines()[-1].startswith(f"not compared: 1 of {arrays + 1} arrays")
 
 
 READERS = {

@@ -557,7 +557,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--source", step, "--output", tmp_path / "x", "--like", other], "has other sizes: num_hidden_layers is 5, "),
         (["--source", step, "--output", tmp_path / "full", "--overwrite"], "isn't a release that Weightbeam wrote"),
         (["--source", step, "--output", step / "items"], "lies in a checkpoint"),
-        (["--source", step, "--output", tmp_path], "lie in each other"),
+        (["--source", step, "--output", tmp_path], "which it is made of; choose another"),
         (["--source", tmp_path / "nothing", "--output", tmp_path / "x"], "nothing"),
         ([], "--source is missing: the Orbax checkpoint\n--output is missing: the folder"),
         (["--source", step, "--output", tmp_path / "x", "--like", tmp_path / "nothing"], "--like="),

@@ -214,7 +214,7 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
         return capsys.readouterr().err
 
     said = refused(release, "--save_logits", tmp_path / "no" / "l.npy")
-    assert "--prompt and --token_ids" in said
+    assert "--prompt or --token_ids" in said
     assert "there is no folder" in said
     assert "is a folder; name a file" in refused(release, "--token_ids", "1", "--save_logits", tmp_path)
     assert "0 to 95, and no 96, 500" in refused(release, "--token_ids", "500,1,96")

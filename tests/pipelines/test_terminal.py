@@ -228,9 +228,13 @@ def test_a_table_of_real_sizes_fits_the_terminal() -> None:
         "decoder.layers.",
         "post_self_attention_layer_norm.scale",
         "self_attention.query.kernel",
+        "(no",
     ]
-    assert "64 × 4 × 16 × 128" in lines[-1]
-    assert max(map(len, table.lines(64))) <= 64  # without chunks
+    assert "64 × 4 × 16 × 128" in lines[-2]
+    assert lines[-1] == "(no room for bytes: a wider terminal, or a pipe, shows more)"
+    narrow = list(table.lines(64))
+    assert max(map(len, narrow)) <= 64
+    assert " ".join(narrow[-2:]) == "(no room for bytes, chunk: a wider terminal, or a pipe, shows more)"
 
 
 @pytest.mark.parametrize("layers", [("layers",), ("layers_0", "layers_1", "layers_2")])
@@ -242,7 +246,8 @@ def test_a_training_state_fits_the_terminal(layers: tuple[str, ...]) -> None:
     names = [f"{tree}decoder.{layer}.{part}" for tree in trees for layer in layers for part in parts]
     for name in names:
         table.add_row(name, "128 × 4 × 4 × 16", "float32 compressed", "128 × 4 × 4 × 16", "32.8 KB")
-    lines = list(table.lines(COLUMNS))[1:]
+    *lines, left = list(table.lines(COLUMNS))[1:]
+    assert left.startswith("(no room for dtype, bytes:")
     assert max(map(len, lines)) <= COLUMNS
     heads = [line for line in lines if line.endswith(".")]
     assert heads == [f"{tree}decoder.{layer}." for tree in trees for layer in layers]

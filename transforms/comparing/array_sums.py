@@ -60,14 +60,14 @@ class Compared:
         """
         in_parts = "read in other parts than they were written in"
         if not record:
-            why = f"no {RECORD} lies beside them"
+            why = f"no {RECORD} with their digests lies beside them"
         elif not known_digests(record):
-            why = f"{RECORD} has none"
+            why = f"{RECORD} has no digests"
         elif unknown == not_compared:
             why = f"{RECORD} has no digest of them"
         else:
             why = (
-                f"{RECORD} has none of {unknown}, and the others were {in_parts}"
+                f"{RECORD} has no digest of {unknown}, and the others were {in_parts}"
                 if unknown
                 else f"they were {in_parts}"
             )
@@ -79,7 +79,7 @@ class Compared:
         if self.files:
             lines.append(f"{NOT_COMPARED} {' and '.join(self.files)}: {RECORD} has no hash of them")
         if self.not_compared:
-            lines.append(f"{NOT_COMPARED} {self.not_compared} of {total} arrays with their digests: {self.why}")
+            lines.append(f"{NOT_COMPARED} {self.not_compared} of {total} arrays: {self.why}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

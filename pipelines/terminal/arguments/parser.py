@@ -21,6 +21,7 @@ from weightbeam.transforms.planning.options import OUTPUT, Option
 from weightbeam.transforms.planning.values import BOOLEANS, OTHER_BOOLEANS, boolean
 
 MOST_NAMED = 2  # commands that have an option
+IN_PYTHON = ("load", "open")  # functions that are no commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +43,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
             commands = re.findall("'(.*?)'", wrong[2])
-            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], commands)}; weightbeam --help lists them"
+            python = f"; in Python there is weightbeam.{wrong[1]}" if wrong[1] in IN_PYTHON else ""
+            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], commands)}{python}; weightbeam --help lists them"
+        if missing := re.match(r"the following arguments are required: (.*)", message):
+            message = f"{missing[1]} is missing; {self.prog} --help says what it takes"
         told = [f"{self.prog}: {each}\n" for each in (*self.mistakes, message)]
         self.exit(2, self.format_usage() + "".join(told))
 
