@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.runners.runner import PipelineResult
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.staging import Staging
@@ -46,8 +44,6 @@ from weightbeam.transforms.stages.chain import (
 )
 from weightbeam.transforms.stages.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.stages.staged import AtWork, remember
-
-DELIVERY = Delivery()
 
 
 def build(
@@ -92,41 +88,26 @@ def run_units(
     rest: Sequence[str],
     ours: Mapping[str, Any],
     how: Delivery,
-    report: Report | None = None,
+    report: Report | None,
 ) -> int | None:
-    """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on
-    without it.
-
-    `ours` are the command's own options, for who looks at the job.
-    """
-    before, options = WRITTEN.total, pipeline_options(rest, ours)
-    execute(planned, staging, options, how, report)
-    return WRITTEN.total - before if runner_of(options).waits(options) else None
-
-
-def execute(
-    planned: Transfer,
-    staging: Staging,
-    options: PipelineOptions,
-    how: Delivery = DELIVERY,
-    report: Report | None = None,
-) -> PipelineResult | None:
     """Stages the plan and runs the pipeline, to its end unless told otherwise.
 
     Args:
       planned: what to do; its plan has no problems.
       staging: where.
-      options: Beam's options.
+      rest: Beam's options.
+      ours: the command's own options, for who looks at the job.
       how: what changes no byte.
       report: is told how far it has come.
 
     Returns:
-      The pipeline's result; None where only publishing was left to do.
+      The bytes that this process wrote, 0 where only publishing was left to do; None where a job goes on without it.
 
     Raises:
       Refused: no such runner, a job is at work there, or the source's files can't be linked.
       Failed: it failed on the way; what is done is kept.
     """
+    options, before = pipeline_options(rest, ours), WRITTEN.total
     runner = runner_of(options)
     runner.settle(options, planned, str(staging.final), len(how.compared_with))
     threads = threads_of(options.get_all_options(drop_default=True))
@@ -138,17 +119,18 @@ def execute(
         if not stage(planned, staging, how):
             with stopping(staging, planned.hash):
                 staging.publish(how.overwrite)
-            return None
+            return 0
         remember(planned)
         left, begun = planned.made_bytes - staging.bytes_done(), len(staging.done())
         with as_in_a_script():
             budget = at_a_time * planned.unit_bytes
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)
-        return runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
+        runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
     except LinkError as e:
         raise Refused(f"  link: {e}") from e
     except Exception as e:
         raise Failed(_failure(e, staging, noise.getvalue())) from e
+    return WRITTEN.total - before if runner.waits(options) else None
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

@@ -257,6 +257,22 @@ def test_an_image_and_no_waiting(servers: Cloud, source: str) -> None:
     assert not [name for name in servers.gcs.objects[OUTPUT] if name.startswith("left/0.weightbeam")]
 
 
+def test_no_waiting_where_only_the_rest_is_cleared_away(servers: Cloud, source: str) -> None:
+    """What is complete is published here and now, and no job is started: the command says where the checkpoint is."""
+    options = ["--maxtext_model", given()[CASE]["maxtext_model"], "--unit_bytes", UNIT_BYTES]
+    fault = servers.gcs.fail("status", status=403, matching=r"DELETE .*plan\.json")
+    done = servers.convert(source, f"gs://{OUTPUT}/complete", *options, "--runner", "FnApiRunner")
+    servers.gcs.faults.remove(fault)
+    assert "is published; what it was made in can't be removed" in done.stderr
+    before = len(servers.dataflow.jobs)
+    there = [*options, "--no_wait_until_finish", "--sdk_container_image", "an/image:1", "--resume"]
+    done = servers.convert(source, f"gs://{OUTPUT}/complete", *there)
+    assert done.returncode == 0, done.stderr
+    assert f"gs://{OUTPUT}/complete/0/items: " in done.stdout
+    assert len(servers.dataflow.jobs) == before
+    assert not [name for name in servers.gcs.objects[OUTPUT] if name.startswith("complete/0.weightbeam")]
+
+
 def test_a_job_that_is_lost_sight_of(servers: Cloud, source: str) -> None:
     """Where Dataflow can't be asked any more the command fails, and says that the job may not have."""
     servers.dataflow.states = ["JOB_STATE_RUNNING"]

@@ -38,10 +38,9 @@ from weightbeam.formats.staging import staging_at
 from weightbeam.formats.staging.folder import new_id
 from weightbeam.model_mappings import doors
 from weightbeam.pipelines.cli import Failed
-from weightbeam.pipelines.running.beam_options import pipeline_options
-from weightbeam.pipelines.running.graph import execute
+from weightbeam.pipelines.running.graph import run_units
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
-from weightbeam.transforms.planning.options import ConvertOptions
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -540,7 +539,7 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     conversion = plan_conversion(ConvertOptions(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)
     with pytest.raises(Failed, match=r"model\.safetensors changed while it was converted, [^$]*overwrite=True"):
-        execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
+        run_units(conversion, staging_at(tmp_path / "out", 0), [], {}, Delivery(), None)
     assert not (tmp_path / "out" / "0").exists()
 
 

@@ -17,11 +17,11 @@ from support import DEEPSEEK, convert, digests, given, given_arrays, headers_onl
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
-from weightbeam.pipelines.running.graph import build, execute
+from weightbeam.pipelines.running.graph import build
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution.arena import Arena
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
-from weightbeam.transforms.planning.options import ConvertOptions
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.stages.staged import load
 from weightbeam.transforms.stages.work import Work, WorkCoder
 
@@ -65,7 +65,12 @@ def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
     """
     conversion = plan_conversion(ConvertOptions(unit_bytes=100_000), open_hf(generated / "cases" / CASE))
     assert len(conversion.units) > 5
-    result = execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
+    staging = staging_at(tmp_path / "out", 0)
+    staging.create(conversion.stage())
+    conversion.prepare(staging, Delivery())
+    pipeline = make_pipeline(pipeline_options([]))
+    build(pipeline, conversion, staging)
+    result = pipeline.run()
     found = {
         (counter.key.metric.namespace, counter.key.metric.name): counter.result
         for counter in result.metrics().query()["counters"]

@@ -37,8 +37,7 @@ from support import (
 from weightbeam.formats.orbax.ocdbt import ATTEMPT
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
-from weightbeam.pipelines.running.beam_options import pipeline_options
-from weightbeam.pipelines.running.graph import execute
+from weightbeam.pipelines.running.graph import run_units
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.planning.transfer import Transfer
@@ -88,15 +87,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
     with staging_at(output, 0).hold():  # the killed process's, which is stale
-        result = execute(
-            conversion, staging_at(output, 0, conversion.hash), pipeline_options([]), Delivery(resume=True)
-        )
-    assert result is not None
-    (written,) = [
-        c.result
-        for c in result.metrics().query()["counters"]
-        if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")
-    ]
+        written = run_units(conversion, staging_at(output, 0, conversion.hash), [], {}, Delivery(resume=True), None)
     assert written == sum(
         math.prod(b - a for a, b in recipe.box) * recipe.spec.dtype.itemsize for unit in rest for recipe in unit.recipes
     )

@@ -21,7 +21,7 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
-from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
+from apache_beam.runners.runner import PipelineRunner, PipelineState, create_runner
 
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.formats.text.installing import install
@@ -276,7 +276,7 @@ def find_active(options: PipelineOptions, name: str) -> str | None:
     return next((job.id for job in jobs if job.name == name), None)
 
 
-def _run(pipeline: beam.Pipeline, job: Job, waits: bool) -> PipelineResult:
+def _run(pipeline: beam.Pipeline, job: Job, waits: bool) -> None:
     """Submits the pipeline as a job, says where it is, and waits for its end unless the options say otherwise.
 
     Args:
@@ -293,7 +293,7 @@ def _run(pipeline: beam.Pipeline, job: Job, waits: bool) -> PipelineResult:
         result: Any = pipeline.run()
         if not result.has_job:
             say(f"the job's description is in {options.template_location}")
-            return result
+            return
         place = f"--project {options.project} --region {options.region}"
         say(f"Dataflow job {result.job_id()} ({options.job_name})")
         say(
@@ -302,7 +302,7 @@ def _run(pipeline: beam.Pipeline, job: Job, waits: bool) -> PipelineResult:
         cancel = f"it ends with gcloud dataflow jobs cancel {result.job_id()} {place}"
         if not waits:
             say(f"gcloud dataflow jobs describe {result.job_id()} {place}")
-            return result
+            return
         try:
             with watch_progress(job.left, bytes_written(result), job.planned.doing, job.report):
                 _wait(result, lambda state: say(f"job {state.removeprefix('JOB_STATE_').lower()}"))
@@ -312,7 +312,6 @@ def _run(pipeline: beam.Pipeline, job: Job, waits: bool) -> PipelineResult:
             raise
         except Exception as e:  # of the connection; the job doesn't know of it
             raise JobError(f"{e}\nDataflow can't be asked any more; the job goes on; {cancel}") from e
-    return result
 
 
 def _wait(result: Any, say: Callable[[str], None]) -> None:
@@ -367,6 +366,6 @@ class Dataflow(Runner):
         fill_in(options, planned, target, baselines)
         check_alone(options)
 
-    def run(self, pipeline: beam.Pipeline, job: Job) -> PipelineResult:
+    def run(self, pipeline: beam.Pipeline, job: Job) -> None:
         note_job(job.place, pipeline.options)
-        return _run(pipeline, job, self.waits(pipeline.options))
+        _run(pipeline, job, self.waits(pipeline.options))

@@ -26,7 +26,7 @@ from apache_beam.options.pipeline_options import (
     StandardOptions,
 )
 from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
-from apache_beam.runners.runner import PipelineResult, PipelineState
+from apache_beam.runners.runner import PipelineState
 
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
@@ -214,7 +214,7 @@ def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
 # --- a job ------------------------------------------------------------------------------------------------------------
 
 
-def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> PipelineResult:
+def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> None:
     """Submits a pipeline, and waits for its end.
 
     Args:
@@ -280,7 +280,6 @@ def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> PipelineR
         raise
     if follows:
         forget(staging)
-    return result
 
 
 def own_servers(runner: Any) -> list[Any]:

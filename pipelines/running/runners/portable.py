@@ -14,7 +14,7 @@ from apache_beam.options.pipeline_options import (
     SparkRunnerOptions,
     StandardOptions,
 )
-from apache_beam.runners.runner import PipelineResult, PipelineRunner
+from apache_beam.runners.runner import PipelineRunner
 
 from weightbeam.pipelines.running.runners import jobs
 from weightbeam.pipelines.running.runners.runner import Job, Runner
@@ -59,9 +59,9 @@ class Portable(Runner):
         master = options.view_as(SparkRunnerOptions).spark_master_url
         return name != "SparkRunner" or not re.match(r"local(\[.+\])?$", master)
 
-    def run(self, pipeline: beam.Pipeline, job: Job) -> PipelineResult:
+    def run(self, pipeline: beam.Pipeline, job: Job) -> None:
         with stopping(job.place, job.planned.hash):
-            return jobs.run(pipeline, job, self.count_written(job))
+            jobs.run(pipeline, job, self.count_written(job))
 
 
 def _endpoints(options: PipelineOptions) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import GoogleCloudOptions, PipelineOptions
-from apache_beam.runners.runner import PipelineResult, PipelineRunner
+from apache_beam.runners.runner import PipelineRunner
 
 from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.running.stopping import stopping
@@ -93,7 +93,7 @@ class Runner:
         """Beam's runner, where it is one of ours; `stage_bytes` is what the stages need in one process."""
         return None
 
-    def run(self, pipeline: beam.Pipeline, job: Job) -> PipelineResult:
+    def run(self, pipeline: beam.Pipeline, job: Job) -> None:
         """Runs a pipeline to its end, unless told otherwise."""
         places = [*roots(job.planned.places), str(job.place.output)]
         with (
@@ -102,9 +102,7 @@ class Runner:
             quiet(job.noise),
             as_in_a_script(),
         ):
-            result = pipeline.run()
-            result.wait_until_finish()
-        return result
+            pipeline.run().wait_until_finish()
 
     def count_written(self, job: Job) -> Callable[[], int]:
         """How to know the bytes written of those that were left."""
