@@ -125,7 +125,7 @@ def run_units(
         with as_in_a_script():
             budget = at_a_time * planned.unit_bytes
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)
-        runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
+            runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
     except LinkError as e:
         raise Refused(f"  link: {e}") from e
     except Exception as e:

@@ -32,7 +32,6 @@ from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
 from weightbeam.pipelines.running.runners.runner import Job
 from weightbeam.pipelines.terminal.errors import Busy, Refused
-from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import quiet, watch_progress
 from weightbeam.pipelines.terminal.tables import count
 
@@ -243,7 +242,7 @@ def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> None:
     result: Any = None
     servers = own_servers(pipeline.runner)
     try:
-        with watch_progress(job.left, done, job.planned.doing, job.report, state), quiet(job.noise), as_in_a_script():
+        with watch_progress(job.left, done, job.planned.doing, job.report, state), quiet(job.noise):
             result = state.result = pipeline.run()
             with (
                 giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result))

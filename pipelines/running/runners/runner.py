@@ -15,7 +15,6 @@ from apache_beam.runners.runner import PipelineRunner
 
 from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.running.stopping import stopping
-from weightbeam.pipelines.terminal.notebook import as_in_a_script
 from weightbeam.pipelines.terminal.progress import LINE_EVERY, Report, at_most_every, quiet, roots, watch_progress
 from weightbeam.transforms.planning.transfer import Transfer
 
@@ -100,7 +99,6 @@ class Runner:
             stopping(job.place, job.planned.hash),
             watch_progress(job.left, self.count_written(job), job.planned.doing, job.report, places=places),
             quiet(job.noise),
-            as_in_a_script(),
         ):
             pipeline.run().wait_until_finish()
 
