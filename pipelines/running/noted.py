@@ -8,19 +8,25 @@ from collections.abc import Sequence
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.runners import dataflow, jobs
+from weightbeam.pipelines.terminal.errors import Refused
+
+SITES = {dataflow.RUNNER: dataflow.Site, **dict.fromkeys(jobs.RUNNERS, jobs.Site)}
 
 
 def check_job(staging: Staging, rest: Sequence[str]) -> None:
     """Makes sure that no job which was left to its own is at work there.
 
     Raises:
-      Refused: one is, or the engine doesn't let us see.
+      Busy: one is.
+      Refused: the engine doesn't let us see, or the note is damaged.
     """
     try:
         noted = json.loads(staging.plan_folder.read(JOB))
-    except (OSError, ValueError):
-        noted = None
-    if isinstance(noted, dict) and "runner" in noted:
-        jobs.check_noted(staging, noted)
-    else:
-        dataflow.check_noted(staging, pipeline_options(rest))
+        site = SITES[noted["runner"]](**noted)
+    except FileNotFoundError:
+        return
+    except (ValueError, LookupError, TypeError) as e:
+        raise Refused(
+            f"  output: {staging.plan_folder.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
+        ) from e
+    site.check(staging, pipeline_options(rest))

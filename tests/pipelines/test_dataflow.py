@@ -32,12 +32,13 @@ from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submissi
 from support import LLAMA, LLAMA_8B, call, convert, digests, given, given_arrays, headers_only, make_release, restore
 
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.staging import staging_at
+from weightbeam.formats.staging import JOB, staging_at
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.token import SECRET
 from weightbeam.pipelines.commands import export
 from weightbeam.pipelines.running.beam_options import SETUP_FILE, pipeline_options
 from weightbeam.pipelines.running.graph import build
+from weightbeam.pipelines.running.noted import check_job
 from weightbeam.pipelines.running.runners import dataflow
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.conversion import Conversion
@@ -637,14 +638,14 @@ def test_the_secret_s_name_reaches_this_process_too(tmp_path: Path, monkeypatch:
     assert os.environ[SECRET] == NAME
 
 
-@pytest.mark.parametrize("noted", [b"not JSON", b"[]", b'{"job_name": "x"}'])
+@pytest.mark.parametrize("noted", [b"not JSON", b"[]", b'{"job_name": "x"}', b'{"runner": "FlinkRunner"}'])
 def test_a_note_of_a_job_that_is_damaged(tmp_path: Path, noted: bytes) -> None:
     """Nobody knows whether that job is at work: what is staged isn't touched, and the message says which file to look
     at.
     """
     staging = staging_at(tmp_path, 0)
     staging.create(b"the plan")
-    staging.plan_folder.write(dataflow.JOB, noted)
-    with pytest.raises(Refused, match=dataflow.JOB):
-        dataflow.check_noted(staging, PipelineOptions())
+    staging.plan_folder.write(JOB, noted)
+    with pytest.raises(Refused, match=JOB):
+        check_job(staging, [])
     assert staging.is_staged()

@@ -5,7 +5,6 @@ submission to its end.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from apache_beam.runners.runner import PipelineRunner, PipelineState, create_run
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.running.runners.failure import RunnerError
-from weightbeam.pipelines.running.runners.runner import Job, Runner, job_name
+from weightbeam.pipelines.running.runners.runner import Job, Runner, job_name, note
 from weightbeam.pipelines.running.without_beam import MAX_THREADS, THREADS_PER_CORE, bring_back_services
 from weightbeam.pipelines.terminal.errors import Busy, Refused
 from weightbeam.pipelines.terminal.progress import at_most_every, quiet, watch_progress
@@ -228,37 +227,30 @@ def check_alone(options: PipelineOptions) -> None:
         raise Busy(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
 
 
-def note_job(staging: Staging, options: PipelineOptions) -> None:
-    """Says beside the staged plan which job is at work on it: it outlives the command, and the command's lease."""
-    cloud = options.view_as(GoogleCloudOptions)
-    staging.plan_folder.write(
-        JOB, json.dumps({"job_name": cloud.job_name, "project": cloud.project, "region": cloud.region}).encode()
-    )
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a job is found again."""
 
+    runner: str
+    job_name: str
+    project: str
+    region: str
 
-def check_noted(staging: Staging, options: PipelineOptions) -> None:
-    """Makes sure that the job which a command before this one left to its own isn't at work any more.
+    def check(self, staging: Staging, options: PipelineOptions) -> None:
+        """Makes sure that the job, which a command before this one left to its own, isn't at work any more.
 
-    Raises:
-      Refused: it is, or Dataflow doesn't let us see.
-    """
-    try:
-        noted = json.loads(staging.plan_folder.read(JOB))
-        name, project, region = noted["job_name"], noted["project"], noted["region"]
-    except FileNotFoundError:
-        return
-    except (ValueError, KeyError, TypeError) as e:
-        raise Refused(
-            f"  output: {staging.plan_folder.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
-        ) from e
-    cloud = options.view_as(GoogleCloudOptions)
-    cloud.job_name, cloud.project, cloud.region, cloud.template_location = name, project, region, None
-    try:
-        check_alone(options)
-    except Refused as e:
-        raise type(e)(
-            f"  output: {staging.plan_folder}: {e}; {staging.plan_folder.path(JOB)} names the job: delete it if that is gone"
-        ) from e
+        Raises:
+          Busy: it is.
+          Refused: Dataflow doesn't let us see.
+        """
+        cloud, file = options.view_as(GoogleCloudOptions), staging.plan_folder.path(JOB)
+        cloud.job_name, cloud.project, cloud.region = self.job_name, self.project, self.region
+        cloud.template_location = None
+        try:
+            check_alone(options)
+        except Refused as e:
+            told = f"  output: {staging.plan_folder}: {e}; {file} names the job: delete it if that is gone"
+            raise type(e)(told) from e
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:
@@ -367,5 +359,6 @@ class Dataflow(Runner):
         check_alone(options)
 
     def run(self, pipeline: beam.Pipeline, job: Job) -> None:
-        note_job(job.place, pipeline.options)
+        cloud = pipeline.options.view_as(GoogleCloudOptions)
+        note(job.place, Site(RUNNER, cloud.job_name, cloud.project, cloud.region))
         _run(pipeline, job, self.waits(pipeline.options))

@@ -30,7 +30,7 @@ from apache_beam.runners.runner import PipelineState
 
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
-from weightbeam.pipelines.running.runners.runner import Job
+from weightbeam.pipelines.running.runners.runner import Job, note
 from weightbeam.pipelines.terminal.errors import Busy, Refused
 from weightbeam.pipelines.terminal.progress import quiet, watch_progress
 from weightbeam.pipelines.terminal.tables import count
@@ -119,6 +119,23 @@ class Site:
             ]
         raise OSError(f"{self.master} can't be asked for its jobs from here")
 
+    def check(self, staging: Staging, _: PipelineOptions) -> None:
+        """Makes sure that a job of a command before this one isn't at work any more.
+
+        Raises:
+          Busy: it is.
+          Refused: the engine doesn't let us see.
+        """
+        try:
+            active = self.active()
+        except OSError as e:
+            file = staging.plan_folder.path(JOB)
+            raise Refused(
+                f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {self.how_to_end}; delete {file} if it is gone"
+            ) from e
+        if active:
+            raise Busy(f"  output: {staging.plan_folder}: a job is at work there: {self.how_to_end}, or wait for it")
+
     def _is_alive(self, job: beam_job_api_pb2.JobInfo) -> bool:
         # Prism calls every job `job`
         told = [
@@ -180,34 +197,11 @@ def may_get_one_slot(options: PipelineOptions) -> bool:
     )
 
 
-def note(staging: Staging, site: Site) -> None:
-    """Says beside the staged plan which job is at work on it."""
-    staging.plan_folder.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
-
-
 def forget(staging: Staging) -> None:
     """Removes that note: the job has ended, or can do nothing any more."""
     with contextlib.suppress(OSError):
         if staging.exists():
             staging.plan_folder.delete(JOB)
-
-
-def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
-    """Makes sure that a job which was noted isn't at work any more.
-
-    Raises:
-      Busy: it is.
-      Refused: the engine doesn't let us see.
-    """
-    site, file = Site(**noted), staging.plan_folder.path(JOB)
-    try:
-        active = site.active()
-    except OSError as e:
-        raise Refused(
-            f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
-        ) from e
-    if active:
-        raise Busy(f"  output: {staging.plan_folder}: a job is at work there: {site.how_to_end}, or wait for it")
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------

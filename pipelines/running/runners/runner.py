@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import GoogleCloudOptions, PipelineOptions
 from apache_beam.runners.runner import PipelineRunner
 
-from weightbeam.formats.staging import Staging
+from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.terminal.progress import LINE_EVERY, Report, at_most_every, quiet, roots, watch_progress
 from weightbeam.transforms.planning.transfer import Transfer
@@ -105,6 +106,11 @@ class Runner:
     def count_written(self, job: Job) -> Callable[[], int]:
         """How to know the bytes written of those that were left."""
         return at_most_every(job.written, LINE_EVERY)
+
+
+def note(staging: Staging, site: Any) -> None:
+    """Says beside the staged plan which job is at work on it: it may outlive the command, and the command's lease."""
+    staging.plan_folder.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
 
 
 def job_name(conversion: Transfer, target: str) -> str:
