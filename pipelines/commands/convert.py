@@ -11,8 +11,7 @@ from typing import Any
 
 from weightbeam.formats.record.extremes import NOT_FINITE
 from weightbeam.formats.staging import ITEMS
-from weightbeam.formats.staging.links import HARD
-from weightbeam.formats.storage import ChangedError, Store, open_store
+from weightbeam.formats.storage import ChangedError
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
@@ -20,14 +19,13 @@ from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.sources import NO_OUTPUT, NO_SOURCE, check_beam, plan_source
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
-from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
+from weightbeam.pipelines.running.writing import Made
 from weightbeam.pipelines.terminal import report
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import count, human, pace
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.cutting.virtual import REST_IS_WRITTEN
@@ -40,48 +38,43 @@ SFT_ONLY = "            only MaxText's SFT applies an adapter; pre_train ignores
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Converted(Shown):
+class Converted(Made):
     """What came of a conversion.
 
     Attributes:
-      conversion: what was planned.
-      items: where the checkpoint is: MaxText's `load_parameters_path`.
-      seconds: that it took.
-      written: bytes that this process wrote; 0 where others did, or where nothing was left to do.
-      state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this
-        process.
       link: how the source's files got into a virtual checkpoint.
-      odd_values: what its record says of NaN, infinities and matrices of zeros (`transforms/comparing/odd_values.py`).
-      stated: the source's files whose hash is known, and wasn't compared with what was read.
     """
 
-    conversion: Conversion
-    items: Store
-    seconds: float = 0.0
-    written: int = 0
-    state: str = DONE
-    link: str = HARD
-    odd_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    stated: Sequence[str] = ()
+    planned: Conversion
+    link: str
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is: MaxText's `load_parameters_path`."""
+        return f"{self.written.folder}/{ITEMS}"
+
+    @property
+    def odd_values(self) -> Mapping[str, Any]:
+        """What its record says of NaN, infinities and matrices of zeros (`transforms/comparing/odd_values.py`)."""
+        record = self.written.record
+        return {field: record[field] for field in (NOT_FINITE, odd_values.ZERO) if field in record}
+
+    @property
+    def stated(self) -> list[str]:
+        """The source's files whose hash is known, and wasn't compared with what was read."""
+        return [shard["name"] for shard in self.written.record.get("shards", ()) if shard.get("hash") == "stated"]
 
     @property
     def warnings(self) -> list[str]:
         """What is strange about the values that were converted, and yet is as the release has it."""
         return [printable(line) for line in odd_values.describe(self.odd_values)]
 
-    @property
-    def path(self) -> str:
-        """Where the checkpoint is: MaxText's `load_parameters_path`."""
-        return str(self.items)
-
     def blocks(self) -> list[str]:
-        if self.state == FINISHED:
-            return [f"{self.items.parent} is finished already; nothing to do"]
-        if self.state == RUNNING:
-            return [f"{self.items.parent} will appear when the job is done"]
-        conversion = self.conversion
+        if self.written.instead:
+            return [self.written.instead]
+        conversion, step = self.planned, self.written.folder
         lines = [
-            f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {pace(conversion.target_bytes, self.written, self.seconds)}"
+            f"{self.path}: {count(len(conversion.plan.arrays), 'array')}, {pace(conversion.target_bytes, self.written.nbytes, self.seconds)}"
         ]
         if conversion.virtual_bytes:
             lines.append(
@@ -99,11 +92,11 @@ class Converted(Shown):
                 "--check_source true reads and compares"
             )
         has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
-        lines += report.maxtext_lines(self.maxtext, str(self.items.parent), has_file)
+        lines += report.maxtext_lines(self.maxtext, step, has_file)
         lines += [SFT_ONLY] if conversion.options.adapter_only else []
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
-        lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")
+        lines.append(f"check it:   weightbeam verify {shlex.quote(step)}")
         return lines
 
     @property
@@ -111,26 +104,26 @@ class Converted(Shown):
         """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't
         MaxText's default.
         """
-        return report.maxtext_flags(self.conversion, self.path)
+        return report.maxtext_flags(self.planned, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        plan = self.conversion.plan
+        plan = self.planned.plan
         return {
             "path": self.path,
             "state": self.state,
-            "source": self.conversion.source.root,
+            "source": self.planned.source.root,
             "arrays": len(plan.arrays),
             "bytes": {
-                "target": self.conversion.target_bytes,
-                "written": self.written,
-                "virtual": self.conversion.virtual_bytes,
+                "target": self.planned.target_bytes,
+                "written": self.written.nbytes,
+                "virtual": self.planned.virtual_bytes,
             },
             "seconds": self.seconds,
             "maxtext": self.maxtext,
             "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
             "left_out": dict(plan.dropped),
-            "stated": list(self.stated),
-            "warnings": [*report.warnings_of(self.conversion), *self.warnings],
+            "stated": self.stated,
+            "warnings": [*report.warnings_of(self.planned), *self.warnings],
             **self.odd_values,
         }
 
@@ -200,13 +193,8 @@ def carry_out(
     progress: bool | str | Report = True,
 ) -> Converted:
     """Carries a planned conversion out, or refuses to; see `convert`."""
-    made = carry(conversion, output, how, beam, progress, _warnings(conversion))
-    items, said = open_store(made.folder) / ITEMS, f"--link {how.link}" if made.in_folder else "copied into the bucket"
-    if made.state != DONE:
-        return Converted(conversion, items, made.seconds, made.written, made.state)
-    odd = {field: made.record[field] for field in (NOT_FINITE, odd_values.ZERO) if field in made.record}
-    stated = [shard["name"] for shard in made.record.get("shards", ()) if shard.get("hash") == "stated"]
-    return Converted(conversion, items, made.seconds, made.written, made.state, said, odd, stated)
+    written = carry(conversion, output, how, beam, progress, _warnings(conversion))
+    return Converted(conversion, written, f"--link {how.link}" if written.in_folder else "copied into the bucket")
 
 
 def check_linking(asked: ConvertOptions, how: Linking) -> None:

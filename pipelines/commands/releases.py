@@ -23,7 +23,7 @@ from weightbeam.pipelines.running.slots import slots_of, slots_of_release
 from weightbeam.pipelines.running.sources import check_beam
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
-from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING, Written
+from weightbeam.pipelines.running.writing import DONE, Made, Written
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of
 from weightbeam.pipelines.terminal.report import memory_text, units_text
@@ -46,12 +46,11 @@ def about(written: Written, files: FileLayout) -> str:
         done = "published" if written.state == DONE else "published already"
         lines = [f"{written.folder}: {done}, {written.page}", *said_of(written.removed, written.replaced)]
         return "\n".join(lines)
-    if written.state == RUNNING:
-        return f"{written.folder} will appear when the job is done"
-    if written.state == FINISHED:
-        return f"{written.folder} is finished already; nothing to do"
+    if written.instead:
+        return written.instead
     what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}"
-    return f"{written.folder}: {what}, {pace(sum(tensor.nbytes for tensor in files.tensors.values()), written.written, written.seconds)}"
+    size = sum(tensor.nbytes for tensor in files.tensors.values())
+    return f"{written.folder}: {what}, {pace(size, written.nbytes, written.seconds)}"
 
 
 def loading(folder: str, config: Mapping[str, Any]) -> list[str]:
@@ -106,16 +105,10 @@ def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Released(Shown):
-    """A release that was written.
-
-    Attributes:
-      planned: what was planned.
-      written: where the release is, and how long it took.
-    """
+class Released(Made):
+    """A release that was written."""
 
     planned: ToRelease
-    written: Written
 
     @property
     def folder(self) -> str:
@@ -157,7 +150,7 @@ def dry_run(
     plan: Callable[[int | None], Release],
     rows: Callable[[Release], Iterable[tuple[str, str]]],
 ) -> int:
-    """What a command that makes a release says where it makes none: the plan, all that stands against it, and else the
+    """Makes a release, and says what came of it; with `--dry_run` the plan, all that stands against it, and else the
     command that carries it out.
 
     Args:

@@ -28,7 +28,7 @@ from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.sources import NO_OUTPUT, check_beam, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
-from weightbeam.pipelines.running.writing import DONE, FINISHED, RUNNING
+from weightbeam.pipelines.running.writing import Made
 from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
@@ -56,34 +56,27 @@ from weightbeam.transforms.planning.tree_model import Model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Resharded(Shown):
-    """What came of a reshard.
-
-    Attributes:
-      planned: what was planned.
-      path: where the checkpoint is: MaxText's `load_parameters_path` or `load_full_state_path`.
-      seconds: that it took.
-      written: bytes that this process wrote.
-      state: `done`, `nothing to do`, or `running`.
-      compared: how many arrays were compared with the digests of the source's record, where it has any.
-    """
+class Resharded(Made):
+    """What came of a reshard."""
 
     planned: Reshard
-    path: str
-    seconds: float = 0.0
-    written: int = 0
-    state: str = DONE
-    compared: Compared | None = None
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is: MaxText's `load_parameters_path` or `load_full_state_path`."""
+        return f"{self.written.folder}/{ITEMS}"
+
+    @property
+    def compared(self) -> Compared | None:
+        """How many arrays were compared with the digests of the source's record, where it has any."""
+        return self.written.compared
 
     def blocks(self) -> list[str]:
-        step = self.path.rpartition("/")[0]
-        if self.state == FINISHED:
-            return [f"{step} is finished already; nothing to do"]
-        if self.state == RUNNING:
-            return [f"{step} will appear when the job is done"]
-        planned = self.planned
+        if self.written.instead:
+            return [self.written.instead]
+        planned, step = self.planned, self.written.folder
         made = count_arrays([array.key for array in planned.plan.arrays])
-        lines = [f"{self.path}: {made}, {pace(planned.target_bytes, self.written, self.seconds)}"]
+        lines = [f"{self.path}: {made}, {pace(planned.target_bytes, self.written.nbytes, self.seconds)}"]
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:
             lines.append(
@@ -124,7 +117,7 @@ class Resharded(Shown):
             **({"maxtext": self.maxtext} if self.planned.tree.is_maxtext else {}),
             "state": self.state,
             "seconds": self.seconds,
-            "written": self.written,
+            "written": self.written.nbytes,
             **({CHECKED: self.compared.to_dict()} if self.compared else {}),
         }
 
@@ -190,8 +183,7 @@ def reshard(
     if not output:
         raise Refused(NO_OUTPUT)
     planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
-    made = carry(planned, output, how, beam, progress, by_mesh(planned.warnings))
-    return Resharded(planned, f"{made.folder}/{ITEMS}", made.seconds, made.written, made.state, made.compared)
+    return Resharded(planned, carry(planned, output, how, beam, progress, by_mesh(planned.warnings)))
 
 
 @takes(asked=ReshardOptions)

@@ -21,6 +21,7 @@ from weightbeam.pipelines.running.stopping import stopping
 from weightbeam.pipelines.running.without_beam import is_local
 from weightbeam.pipelines.terminal.errors import Failed, Refused, refusing
 from weightbeam.pipelines.terminal.progress import Report, reporter
+from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Compared, compared_of
 from weightbeam.transforms.execution.overlap import overlaps
@@ -40,7 +41,7 @@ class Written:
     Attributes:
       folder: its URL.
       seconds: that it took; 0 where it was finished already.
-      written: bytes that this process wrote.
+      nbytes: that this process wrote.
       state: `done`, `nothing to do`, or `running`, where a job goes on without this process.
       record: what it says of where it comes from; empty where it isn't there yet.
       in_folder: whether it is on a disk, not in a bucket.
@@ -50,7 +51,7 @@ class Written:
 
     folder: str
     seconds: float = 0.0
-    written: int = 0
+    nbytes: int = 0
     state: str = DONE
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     in_folder: bool = True
@@ -62,6 +63,36 @@ class Written:
     def compared(self) -> Compared | None:
         """How many arrays of a checkpoint were compared with their digests, where it was made of one."""
         return compared_of(self.record)
+
+    @property
+    def instead(self) -> str:
+        """What is said where this process hasn't made it now; else empty."""
+        if self.state == FINISHED:
+            return f"{self.folder} is finished already; nothing to do"
+        return f"{self.folder} will appear when the job is done" if self.state == RUNNING else ""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Made(Shown):
+    """What came of a command that writes.
+
+    Attributes:
+      planned: what was planned.
+      written: where the result is, and what it took.
+    """
+
+    planned: Transfer
+    written: Written
+
+    @property
+    def seconds(self) -> float:
+        """See `Written`."""
+        return self.written.seconds
+
+    @property
+    def state(self) -> str:
+        """See `Written`."""
+        return self.written.state
 
 
 def find_place(planned: Transfer, output: str) -> Staging:

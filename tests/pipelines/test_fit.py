@@ -160,9 +160,9 @@ def test_the_last_line_of_convert_is_the_configuration_s(
     )
     assert {key: flags[key] for key in told} == told
     assert flags["checkpoint_storage_use_ocdbt"] == "false"
-    assert set(made.conversion.plan.maxtext.overrides()) <= set(flags)
+    assert set(made.planned.plan.maxtext.overrides()) <= set(flags)
     assert (
-        f"model_name=llama2-7b checkpoint_storage_use_ocdbt=false\n            and the keys of {made.items.parent}/maxtext.yml"
+        f"model_name=llama2-7b checkpoint_storage_use_ocdbt=false\n            and the keys of {made.written.folder}/maxtext.yml"
         in str(made)
     )
     told = (tmp_path / "out" / "0" / "maxtext.yml").read_text().replace("\n#   ", " ")
