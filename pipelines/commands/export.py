@@ -24,11 +24,11 @@ from weightbeam.pipelines.commands.releases import (
     about,
     adapter_facts,
     check_places,
-    dry_run,
     going_to,
     loading,
     make_small_files,
     no_source,
+    run_release,
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
@@ -37,9 +37,8 @@ from weightbeam.pipelines.running.sources import open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.adapter_export import AdapterExport, plan_adapter
@@ -294,12 +293,9 @@ def _sum_up(reasons: Mapping[str, str]) -> str:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
-    if args.dry_run:
-        asked = asked_of(args, ExportOptions)
+    asked = asked_of(args, ExportOptions)
 
-        def planned(slots: int | None) -> Export:
-            return plan(args.source, asked=asked, output=args.output, slots=slots)
+    def planned(slots: int | None) -> Export:
+        return plan(args.source, asked=asked, output=args.output, slots=slots)
 
-        return dry_run(args, rest, asked, planned, plan_rows)
-    say(args, export(**keywords_of(args, export), beam=rest))
-    return 0
+    return run_release(args, rest, asked, export, planned, plan_rows)

@@ -17,11 +17,11 @@ from weightbeam.pipelines.commands.releases import (
     adapter_facts,
     check_places,
     check_stays,
-    dry_run,
     going_to,
     loading,
     make_small_files,
     no_source,
+    run_release,
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
@@ -29,9 +29,8 @@ from weightbeam.pipelines.running.sources import open_adapters, open_release
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.merge_planner import plan_merge
@@ -164,10 +163,9 @@ def run_asked(
     args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions, function: Callable[..., Merged]
 ) -> int:
     """Makes a release of a release, and says what came of it; with `--dry_run` whether it could."""
-    if args.dry_run:
-        return dry_run(args, rest, asked, lambda slots: plan(args.source, asked, None, args.output, slots), plan_rows)
-    say(args, function(**keywords_of(args, function), beam=rest))
-    return 0
+    return run_release(
+        args, rest, asked, function, lambda slots: plan(args.source, asked, None, args.output, slots), plan_rows
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -10,14 +10,13 @@ from weightbeam.formats.storage import open_store, reason
 from weightbeam.pipelines.commands import export, merge
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
-from weightbeam.pipelines.commands.releases import check_places, check_stays, dry_run, no_source, slots_for
+from weightbeam.pipelines.commands.releases import check_places, check_stays, no_source, run_release, slots_for
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import open_given
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.pipelines.terminal.shell import say
 from weightbeam.transforms.planning.exporting import Export
 from weightbeam.transforms.planning.merging import Merge
 from weightbeam.transforms.planning.options import (
@@ -103,15 +102,12 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
-    if args.dry_run:
-        asked = asked_of(args, QuantizeOptions)
+    asked = asked_of(args, QuantizeOptions)
 
-        def planned(slots: int | None) -> Merge | Export:
-            return plan(args.source, asked=asked, output=args.output, slots=slots)
+    def planned(slots: int | None) -> Merge | Export:
+        return plan(args.source, asked=asked, output=args.output, slots=slots)
 
-        return dry_run(args, rest, asked, planned, _plan_rows)
-    say(args, quantize(**keywords_of(args, quantize), beam=rest))
-    return 0
+    return run_release(args, rest, asked, quantize, planned, _plan_rows)
 
 
 def _plan_rows(planned: Export | Merge) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, Made, Written
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of
 from weightbeam.pipelines.terminal.report import memory_text, units_text
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
@@ -143,10 +143,11 @@ class Planned(Shown):
         return [self.rows, *(f"warning: {warning}" for warning in self.release.warnings)]
 
 
-def dry_run(
+def run_release(
     args: argparse.Namespace,
     rest: Sequence[str],
     asked: ReleaseOptions,
+    function: Callable[..., Released],
     plan: Callable[[int | None], Release],
     rows: Callable[[Release], Iterable[tuple[str, str]]],
 ) -> int:
@@ -154,12 +155,16 @@ def dry_run(
     command that carries it out.
 
     Args:
+      function: makes the release.
       plan: makes the plan, its units cut for so many at a time.
       rows: say of it to a person what they don't of every release.
 
     Raises:
       Refused: something stands against it.
     """
+    if not args.dry_run:
+        say(args, function(**keywords_of(args, function), beam=rest))
+        return 0
     check_beam(rest, args.command, {"source": args.source, "output": args.output})
     use_secret(args.hf_token_secret)
     planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
