@@ -16,7 +16,7 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
-from weightbeam.pipelines.running.sources import NO_OUTPUT, NO_SOURCE, check_beam, plan_source
+from weightbeam.pipelines.running.sources import check_beam, check_places, plan_source
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import Made
@@ -160,10 +160,8 @@ def convert(
       >>> made.path.endswith("made/0/items"), made.maxtext["scan_layers"]
       (True, 'true')
     """
-    places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
-    check_beam(beam, "convert", places)
-    if not output:
-        raise Refused(NO_OUTPUT if source else f"{NO_SOURCE}\n{NO_OUTPUT}")
+    named = source.source if isinstance(source, Plan) else source
+    check_places(beam, "convert", source=named, output=output)
     check_linking(source.conversion.options if isinstance(source, Plan) else asked, how)
     if isinstance(source, Plan):
         if given := [each.name for each in options_of(ConvertOptions) if getattr(asked, each.name) != each.default]:

@@ -23,17 +23,15 @@ from weightbeam.pipelines.commands.releases import (
     Released,
     about,
     adapter_facts,
-    check_places,
     going_to,
     loading,
     make_small_files,
-    no_source,
     run_release,
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config, read_tokenizer, with_tokenizer
-from weightbeam.pipelines.running.sources import open_adapters
+from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
@@ -112,7 +110,7 @@ def export(
       >>> wb.diff("models/qwen3", "tuned", progress=False).ok
       True
     """
-    check_places("export", source, output, beam)
+    check_places(beam, "export", source=source, output=output)
     use_secret(how.hf_token_secret)
     slots = slots_for(asked, beam, source, output, how.resume)
     planned = plan(source, asked=asked, output=output, slots=slots)
@@ -122,8 +120,7 @@ def export(
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
     """The checkpoint that `--source` names. Raises Refused where there is none, or its weights can't be taken."""
-    if not source:
-        raise Refused(no_source("export"))
+    check_named("export", source=source)
     with refusing(StorageError):
         if step is None:
             return open_orbax(source)

@@ -22,7 +22,7 @@ from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, w
 from weightbeam.pipelines.commands.convert import Converted, carry_out, dry_run
 from weightbeam.pipelines.running.output import bring_back
 from weightbeam.pipelines.running.problems import describe
-from weightbeam.pipelines.running.sources import NO_OUTPUT, check_beam, plan_with, reading
+from weightbeam.pipelines.running.sources import check_beam, check_named, check_places, plan_with, reading
 from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keywords_of, sharding_rules, takes
@@ -64,9 +64,7 @@ def materialize(
       >>> wb.materialize("linked", "whole", mesh="fsdp=8", progress=False)
       <weightbeam.Converted: .../whole/0/items: 25 arrays, ...>
     """
-    check_beam(beam, "materialize", {"checkpoint": checkpoint, "output": output})
-    if not output:
-        raise Refused(NO_OUTPUT)
+    check_places(beam, "materialize", checkpoint=checkpoint, output=output)
     if how.overwrite:
         bring_back(output)
     conversion = plan_materialization(checkpoint, asked)
@@ -75,8 +73,7 @@ def materialize(
 
 def plan_materialization(checkpoint: str, asked: MaterializeOptions) -> Conversion:
     """The conversion that a virtual checkpoint was made by, but for the options that are given."""
-    if not checkpoint:
-        raise Refused("--checkpoint is missing: the virtual checkpoint")
+    check_named("materialize", checkpoint=checkpoint)
     with reading(checkpoint):
         items = find_items(checkpoint)
         if is_virtual(items):

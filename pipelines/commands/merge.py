@@ -15,20 +15,18 @@ from weightbeam.pipelines.commands.releases import (
     Released,
     about,
     adapter_facts,
-    check_places,
     check_stays,
     going_to,
     loading,
     make_small_files,
-    no_source,
     run_release,
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.sources import open_adapters, open_release
+from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters, open_release
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
-from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
+from weightbeam.pipelines.terminal.errors import refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.tables import count, human
@@ -102,7 +100,7 @@ def rewrite(
     progress: bool | Report,
 ) -> Merged:
     """Makes a release of a release; see `plan`."""
-    check_places(command, source, output, beam)
+    check_places(beam, command, source=source, output=output)
     use_secret(how.hf_token_secret)
     planned = plan(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
     check_stays(source, planned.source.root, output, how.create_pr)
@@ -118,8 +116,7 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
-    if not source:
-        raise Refused(no_source("merge"))
+    check_named("merge", source=source)
     options = going_to(output, asked)
     checkpoint, adapters = try_each(lambda: open_release(source, cut=asked.cut), lambda: open_adapters(options))
     with refusing(UnknownFamilyError):

@@ -10,9 +10,10 @@ from weightbeam.formats.storage import open_store, reason
 from weightbeam.pipelines.commands import export, merge
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
-from weightbeam.pipelines.commands.releases import check_places, check_stays, no_source, run_release, slots_for
+from weightbeam.pipelines.commands.releases import check_stays, run_release, slots_for
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import open_given
+from weightbeam.pipelines.running.sources import check_named, check_places
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
@@ -58,7 +59,7 @@ def quantize(
       >>> wb.quantize("models/qwen3", "smaller", progress=False)
       <weightbeam.Merged: .../smaller: 39 tensors in 1 file, ...>
     """
-    check_places("quantize", source, output, beam)
+    check_places(beam, "quantize", source=source, output=output)
     use_secret(how.hf_token_secret)
     slots = slots_for(asked, beam, source, output, how.resume)
     planned = plan(source, asked=asked, output=output, slots=slots)
@@ -74,8 +75,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
     Raises:
       Refused: there is nothing to plan.
     """
-    if not source:
-        raise Refused(no_source("quantize"))
+    check_named("quantize", source=source)
     try:
         released = is_release(open_store(source))
     except OSError as e:

@@ -216,22 +216,6 @@ def slots_for(
     return slots_of_release(local, slots) if resume and local else slots
 
 
-def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
-    """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
-    check_beam(beam, command, {"source": source, "output": output})
-    if not output:
-        missing = "--output is missing: the folder that the release should lie in"
-        raise Refused(missing if source else f"{no_source(command)}\n{missing}")
-
-
-def no_source(command: str) -> str:
-    """What a command says that was given nothing to make a release of."""
-    what = {"export": "the Orbax checkpoint", "quantize": "a release, or an Orbax checkpoint"}.get(
-        command, "the release"
-    )
-    return f"--source is missing: {what}"
-
-
 def repo_of(url: str) -> tuple[str, str]:
     """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
     if not url.startswith(HUB):

@@ -25,7 +25,7 @@ from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
-from weightbeam.pipelines.running.sources import NO_OUTPUT, check_beam, reading
+from weightbeam.pipelines.running.sources import check_beam, check_named, check_places, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import Made
@@ -178,10 +178,8 @@ def reshard(
       >>> wb.reshard("ckpt", "ckpt8", mesh="fsdp=8", scan_layers=False, progress=False)
       <weightbeam.Resharded: .../ckpt8/0/items: 26 arrays (step among them), ...>
     """
-    check_beam(beam, "reshard", {"source": source, "output": output})
+    check_places(beam, "reshard", source=source, output=output)
     use_secret(how.hf_token_secret)
-    if not output:
-        raise Refused(NO_OUTPUT)
     planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
     return Resharded(planned, carry(planned, output, how, beam, progress, by_mesh(planned.warnings)))
 
@@ -227,8 +225,7 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
     """The checkpoint that `--source` names, and `--step` where it has several. Raises Refused where there is none, it
     isn't whole, or it can't be read.
     """
-    if not source:
-        raise Refused("--source is missing: the Orbax checkpoint")
+    check_named("reshard", source=source)
     with refusing(StorageError):
         place = open_store(source)
         if step is not None and not place.exists(METADATA) and (named := step_of(place, step)).folders():

@@ -23,8 +23,13 @@ from weightbeam.transforms.planning.conversion import Conversion, meshes_of
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.options import ConvertOptions, ExportOptions, MergeOptions
 
-NO_SOURCE = "--source is missing: the folder with config.json and the safetensors files"
-NO_OUTPUT = "--output is missing: the folder that the checkpoint should lie in"
+READ = {  # what a command reads, where it isn't just any release
+    "convert": "the folder with config.json and the safetensors files",
+    "export": "the Orbax checkpoint",
+    "materialize": "the virtual checkpoint",
+    "quantize": "a release, or an Orbax checkpoint",
+    "reshard": "the Orbax checkpoint",
+}
 
 
 def plan_source(
@@ -35,8 +40,7 @@ def plan_source(
     Raises:
       Refused: there is nothing to plan: no source, no such mesh.
     """
-    if not source:
-        raise Refused(NO_SOURCE)
+    check_named("convert", source=source)
     if options.family == identity.FAMILY.name and options.maxtext_model:
         raise Refused(
             f"--maxtext_model={options.maxtext_model}: --family=identity keeps the release's own names, which no MaxText model has; "
@@ -144,6 +148,21 @@ def check_read(sources: Iterable[Watched | Files]) -> None:
         raise Failed(f"  {e.what}; compare it again") from e
     except OSError as e:
         raise Failed(f"  {e}") from e
+
+
+def check_places(beam: Sequence[str], command: str, **places: str) -> None:
+    """Raises `Refused` where one of Beam's options can't be, or a place isn't named that a command needs."""
+    check_beam(beam, command, places)
+    check_named(command, **places)
+
+
+def check_named(command: str, **places: str) -> None:
+    """Raises `Refused` where a place isn't named that a command needs."""
+    result = "checkpoint" if command in ("convert", "materialize", "reshard") else "release"
+    output, read = f"the folder that the {result} should lie in", READ.get(command, "the release")
+    told = {name: output if name == "output" else read for name, place in places.items() if not place}
+    if told:
+        raise Refused("\n".join(f"--{name} is missing: {what}" for name, what in told.items()))
 
 
 def check_beam(beam: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:

@@ -543,6 +543,25 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "0").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "read", "written"),
+    [
+        ("convert", "source", "the folder with config.json and the safetensors files", "checkpoint"),
+        ("reshard", "source", "the Orbax checkpoint", "checkpoint"),
+        ("materialize", "checkpoint", "the virtual checkpoint", "checkpoint"),
+        ("quantize", "source", "a release, or an Orbax checkpoint", "release"),
+        ("merge", "source", "the release", "release"),
+    ],
+)
+def test_all_places_that_are_missing(
+    capfd: pytest.CaptureFixture[str], command: str, place: str, read: str, written: str
+) -> None:
+    """Named at once, and what each of them should be."""
+    assert call(command) == 2
+    told = f"--{place} is missing: {read}\n--output is missing: the folder that the {written} should lie in"
+    assert told in capfd.readouterr().err
+
+
 # --- another model than was meant -------------------------------------------------------------------------------------
 
 
