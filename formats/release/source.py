@@ -35,7 +35,7 @@ from weightbeam.formats.encodings.matching import (
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.quantizing import BLOCK, is_linear
 from weightbeam.formats.encodings.scaled import KeptScales
-from weightbeam.formats.encodings.table import known
+from weightbeam.formats.encodings.table import KEPT_MODULES, known
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
@@ -93,10 +93,11 @@ class ReleaseTensors:
         if quantization.fields and self.encodings and not coded:
             said = f"{quantization.file} has {quantization.place}"
             warnings.append(f"{said}, but none of the weights is quantised; they are taken as they are")
-        kept = quantization.fields.get("modules_to_not_convert")
+        field = KEPT_MODULES.get(quantization.method or "", "modules_to_not_convert")
+        kept = quantization.fields.get(field)
         kept = tuple(f"{module}." for module in kept if module) if isinstance(kept, list) else ()
         if odd := [name for name in coded if f"{name}.".startswith(kept)]:
-            said = f"{quantization.place} says that it isn't (modules_to_not_convert)"
+            said = f"{quantization.place} says that it isn't ({field})"
             warnings.append(f"{odd[0]} is {self.encodings[odd[0]].label}{_and_more(odd)}, but {said}; it is decoded")
         return problems, warnings
 

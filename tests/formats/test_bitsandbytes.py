@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import assert_decodes, boxes, decode, encoding_of, message_of
+from stored import assert_decodes, boxes, decode, encoding_of, message_of, source_of
 from support import read_file
 
 from weightbeam.formats.encodings.nibbles import ScaleError
@@ -171,6 +171,14 @@ def nf4() -> dict[str, np.ndarray]:
 
 def int8() -> dict[str, np.ndarray]:
     return {"x.weight": np.zeros((4, 8), np.int8), "x.SCB": np.ones(4, np.float32)}
+
+
+def test_a_module_that_isnt_to_be_quantised(tmp_path: Path) -> None:
+    """What the config says of it stands in this format's own field; it is told, and decoded."""
+    said = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["x"]}
+    problems, warnings = source_of(tmp_path, int8(), said).check_config({"quantization_config": said})
+    assert not problems
+    assert ["says that it isn't (llm_int8_skip_modules)" in warning for warning in warnings] == [True]
 
 
 STATE = "x.weight.quant_state.bitsandbytes__nf4"
