@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,26 +15,30 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 MAX_SECTIONS = 3  # how deep sections lie in each other
 
 
-def edit_config(
-    text: str,
-    *,
-    dtype: str | None = None,
-    vocab_size: int | None = None,
-    drop_quantization: bool = False,
-    quantization: Mapping[str, Any] | None = None,
-    nextn: int | None = None,
-    fields: Mapping[str, Any] | None = None,
-) -> tuple[str, list[str]]:
-    """Edits `config.json` so that it describes other weights, and leaves all else as the release spells it.
+@dataclasses.dataclass(frozen=True)
+class ConfigEdits:
+    """What `config.json` should say otherwise.
 
-    Args:
-      text: the file, valid JSON.
+    Attributes:
       dtype: of the weights; it is set wherever a dtype stands. None leaves the release's.
       vocab_size: rows of the embedding.
       drop_quantization: take out what describes a quantisation that is gone.
       quantization: the `quantization_config` of the new weights, in place of any other.
       nextn: layers of multi-token prediction that the weights have; only where the config has a number for them.
       fields: others, and what they become; a dot leads into a section.
+    """
+
+    dtype: str | None = None
+    vocab_size: int | None = None
+    drop_quantization: bool = False
+    quantization: Mapping[str, Any] | None = None
+    nextn: int | None = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def edit_config(text: str, edits: ConfigEdits) -> tuple[str, list[str]]:
+    """Edits `config.json`, which is valid JSON, so that it describes other weights, and leaves all else as the release
+    spells it.
 
     Returns:
       The new text, and what was edited, a line each. At the root both `dtype` (transformers 5) and `torch_dtype` (4,
@@ -45,15 +50,15 @@ def edit_config(
     if not isinstance(parse_json(text.encode()), dict):
         raise JsonError("should be an object")
     editor = _Editor(text)
-    if quantization is not None or drop_quantization:
-        _edit_quantization(editor, quantization)
-    _edit_dtype(editor, dtype)
-    if vocab_size is not None:
+    if edits.quantization is not None or edits.drop_quantization:
+        _edit_quantization(editor, edits.quantization)
+    _edit_dtype(editor, edits.dtype)
+    if edits.vocab_size is not None:
         places = list(editor.standing(TEXT_SECTIONS, "vocab_size"))
-        editor.set_each(places or [(*_innermost_section(editor), "vocab_size")], vocab_size)
-    if nextn is not None:
-        editor.set_each(editor.standing(TEXT_SECTIONS, *NEXTN), nextn)
-    for field, value in (fields or {}).items():
+        editor.set_each(places or [(*_innermost_section(editor), "vocab_size")], edits.vocab_size)
+    if edits.nextn is not None:
+        editor.set_each(editor.standing(TEXT_SECTIONS, *NEXTN), edits.nextn)
+    for field, value in edits.fields.items():
         editor.set(tuple(field.split(".")), value)
     return editor.text, editor.edits
 

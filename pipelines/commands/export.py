@@ -8,11 +8,11 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from weightbeam.formats.encodings import stored_bytes
 from weightbeam.formats.orbax import files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.release.config_text import ConfigEdits
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import StorageError, open_store
@@ -231,17 +231,17 @@ def make_small(planned: Export, small: Mapping[str, bytes], output: str | None =
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
 
 
-def _edits(planned: Export) -> dict[str, Any]:
-    """What `config.json` has to say otherwise, as `edit_config` takes it."""
+def _edits(planned: Export) -> ConfigEdits:
+    """What `config.json` has to say otherwise."""
     edits = planned.config_edits
-    return {
-        "dtype": _dtype(planned),
-        "vocab_size": edits.get("vocab_size"),
-        "drop_quantization": True,
-        "quantization": planned.quantization or None,
-        "nextn": next((edits[field] for field in NEXTN if field in edits), None),
-        "fields": {field: value for field, value in edits.items() if field not in ("vocab_size", *NEXTN)},
-    }
+    return ConfigEdits(
+        dtype=_dtype(planned),
+        vocab_size=edits.get("vocab_size"),
+        drop_quantization=True,
+        quantization=planned.quantization or None,
+        nextn=next((edits[field] for field in NEXTN if field in edits), None),
+        fields={field: value for field, value in edits.items() if field not in ("vocab_size", *NEXTN)},
+    )
 
 
 def _dtype(planned: Export) -> str | None:

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+from weightbeam.formats.release.config_text import ConfigEdits
 from weightbeam.formats.release.small_files import carried_files, files_of
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.registry import UnknownFamilyError
@@ -132,13 +132,7 @@ def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = 
     """The small files of the release that is written; `small` are those of the one that it is made of."""
     quantized = {"base_model_relation": "quantized", "tags": ["fp8"]} if planned.quantization else {}
     gone = planned.quantization == {}
-    edits: dict[str, Any] = (
-        {}
-        if planned.quantization is None
-        else {"drop_quantization": gone, "quantization": planned.quantization or None}
-    )
-    if planned.options.save_dtype:
-        edits["dtype"] = planned.options.save_dtype
+    edits = ConfigEdits(planned.options.save_dtype, drop_quantization=gone, quantization=planned.quantization or None)
     facts = {"base": planned.source.root, "kept": planned.source.cut}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
     facts |= adapter_facts(planned.adapters)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
 from weightbeam.formats.release.card import model_card
-from weightbeam.formats.release.config_text import edit_config
+from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.storage import StorageError
@@ -285,7 +285,7 @@ def adapter_facts(adapters: Sequence[Adapter]) -> dict[str, str]:
 def make_small_files(
     small: Mapping[str, bytes],
     config: Mapping[str, Any],
-    edits: Mapping[str, Any],
+    edits: ConfigEdits,
     left_out: Collection[str],
     root: str,
     facts: Mapping[str, str],
@@ -300,7 +300,7 @@ def make_small_files(
     Args:
       small: those of the release that it is made of.
       config: `config.json`, where it isn't among them.
-      edits: of `config.json`, as `edit_config` takes them; none leave it byte for byte.
+      edits: of `config.json`; none leave it byte for byte.
       left_out: roles of files that stay out.
       root: URL of that release.
       facts: what the card says.
@@ -315,10 +315,10 @@ def make_small_files(
     text = small["config.json"] if "config.json" in small else json.dumps(dict(config), indent=2).encode()
     done: list[str] = []
     if isinstance(origin := config.get(ORIGIN), str) and origin != (named := naming.text(origin)):
-        edits = {**edits, "fields": {**(edits.get("fields") or {}), ORIGIN: named}}
-    if edits:
+        edits = dataclasses.replace(edits, fields={**edits.fields, ORIGIN: named})
+    if edits != ConfigEdits():
         try:
-            edited, done = edit_config(text.decode(), **edits)
+            edited, done = edit_config(text.decode(), edits)
         except (JsonError, UnicodeDecodeError) as e:
             raise Refused(f"config.json: {e}") from e
         text = edited.encode()

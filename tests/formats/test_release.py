@@ -16,7 +16,7 @@ from lazily import lazily
 
 from weightbeam.formats.release import small_files as release
 from weightbeam.formats.release.card import WRITTEN, model_card, readdress
-from weightbeam.formats.release.config_text import edit_config
+from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.storage import StorageError, open_store
@@ -126,13 +126,16 @@ LLAMA = """{
 
 
 def test_nothing_else_changes() -> None:
-    text, edits = edit_config(LLAMA, dtype="bfloat16")
+    text, edits = edit_config(LLAMA, ConfigEdits(dtype="bfloat16"))
     assert text == LLAMA.replace(
         '  "torch_dtype": "bfloat16",\n', '  "torch_dtype": "bfloat16",\n  "dtype": "bfloat16",\n'
     )
     assert edits == ['dtype: "bfloat16" added']
-    assert edit_config(text, dtype="bfloat16", vocab_size=128256, drop_quantization=True, nextn=0) == (text, [])
-    text, edits = edit_config(LLAMA, dtype="float32", vocab_size=128000)
+    assert edit_config(text, ConfigEdits(dtype="bfloat16", vocab_size=128256, drop_quantization=True, nextn=0)) == (
+        text,
+        [],
+    )
+    text, edits = edit_config(LLAMA, ConfigEdits(dtype="float32", vocab_size=128000))
     assert edits == ['torch_dtype: "bfloat16" -> "float32"', 'dtype: "float32" added', "vocab_size: 128256 -> 128000"]
     assert '"rms_norm_eps": 1e-05,' in text
 
@@ -234,7 +237,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 )
 @pytest.mark.parametrize("indent", [None, 2])
 def test_edits(config: Any, options: Any, expected: Any, edits: list[str], indent: int | None) -> None:
-    text, named = edit_config(json.dumps(config, indent=indent), **options)
+    text, named = edit_config(json.dumps(config, indent=indent), ConfigEdits(**options))
     assert json.loads(text) == expected
     assert named == edits
     if indent and all(config.values()):  # nobody indents an empty object
@@ -244,7 +247,7 @@ def test_edits(config: Any, options: Any, expected: Any, edits: list[str], inden
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', ""])
 def test_what_is_no_config(text: str) -> None:
     with pytest.raises(JsonError):
-        edit_config(text, dtype="float32")
+        edit_config(text, ConfigEdits(dtype="float32"))
 
 
 def test_transformers_reads_the_dtype(tmp_path: Path) -> None:
@@ -254,7 +257,9 @@ def test_transformers_reads_the_dtype(tmp_path: Path) -> None:
         "torch_dtype": "float16",
         "quantization_config": FP8,
     }
-    (tmp_path / "config.json").write_text(edit_config(json.dumps(config), dtype="bfloat16", drop_quantization=True)[0])
+    (tmp_path / "config.json").write_text(
+        edit_config(json.dumps(config), ConfigEdits(dtype="bfloat16", drop_quantization=True))[0]
+    )
     found = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (str(found.dtype), hasattr(found, "quantization_config")) == ("torch.bfloat16", False)
 
