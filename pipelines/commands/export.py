@@ -14,7 +14,6 @@ from weightbeam.formats.orbax import files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.release.config_text import ConfigEdits
 from weightbeam.formats.release.files import role_of
-from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.model_mappings.config import NEXTN, QUANTIZATIONS
 from weightbeam.model_mappings.maxtext_config import FILE
@@ -30,7 +29,7 @@ from weightbeam.pipelines.commands.releases import (
     slots_for,
 )
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.like import find_form, read_maxtext_config, read_tokenizer, with_tokenizer
+from weightbeam.pipelines.running.like import Form, find_form, read_maxtext_config, read_tokenizer, with_tokenizer
 from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.writing import DONE
@@ -42,7 +41,7 @@ from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.adapter_export import AdapterExport, plan_adapter
 from weightbeam.transforms.planning.adapters import is_adapter
 from weightbeam.transforms.planning.export_planner import plan_export
-from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
+from weightbeam.transforms.planning.exporting import Export, dtype_of_model
 from weightbeam.transforms.planning.options import AUTO, RELEASED, ExportOptions, ToHub
 
 # keywords that adapters have no use for
@@ -149,16 +148,15 @@ def plan(
         )
     if asked.lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
-    (form, small, parts, named), tokenizer, adapters = try_each(
+    form, tokenizer, adapters = try_each(
         lambda: _find_form(checkpoint, asked),
         lambda: read_tokenizer(asked.tokenizer) if asked.tokenizer else None,
         lambda: open_adapters(asked),
     )
-    options = dataclasses.replace(going_to(output, asked), maxtext_model=asked.maxtext_model or named)
-    if tokenizer:
-        small = with_tokenizer(small, tokenizer)
-    given = Given.of(parts) if asked.quantize and asked.like and parts else None
-    planned = plan_export(options, checkpoint, form, adapters, given, slots, parts)
+    options = dataclasses.replace(going_to(output, asked), maxtext_model=asked.maxtext_model or form.model)
+    small = with_tokenizer(form.small, tokenizer) if tokenizer else form.small
+    given = Given.of(form.parts) if asked.quantize and asked.like and form.parts else None
+    planned = plan_export(options, checkpoint, form.like, adapters, given, slots, form.parts)
     if planned.plan.problems:
         return planned
     with refusing(StorageError):  # they are read only now
@@ -176,25 +174,20 @@ def _plan_adapter(
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
     with refusing(StorageError):
-        form, *_ = find_form(checkpoint, asked.like)
-        planned = plan_adapter(going_to(output, asked), checkpoint, form, slots)
+        form = find_form(checkpoint, asked.like)
+        planned = plan_adapter(going_to(output, asked), checkpoint, form.like, slots)
     if planned.plan.problems:
         return planned
     return dataclasses.replace(planned, small=small_files(planned, output or ""))
 
 
-def _find_form(
-    checkpoint: OrbaxCheckpoint, asked: ExportOptions
-) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None, str | None]:
-    """The release that the new one is to be like, its small files, it with its weights where parts may be taken of it,
-    and MaxText's name of the model where a configuration says it. Raises Refused where it can't be found, or read.
-    """
+def _find_form(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Form:
+    """The form of the new release. Raises Refused where it can't be found, or read."""
     with refusing(StorageError):
         files_beside(open_store(checkpoint.root).parent)  # refuses what is no file
         if asked.maxtext_config:
-            form, small, named = read_maxtext_config(asked.maxtext_config)
-            return form, small, None, named
-        return *find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp)), None
+            return read_maxtext_config(asked.maxtext_config)
+        return find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
 
 
 def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:

@@ -174,11 +174,11 @@ def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
                 f"{where}: is an Orbax checkpoint; compare it with what `weightbeam cut` writes of {base}, without --layers, --experts and --vocab_rows"
             )
         checkpoint = open_orbax(where)
-        like, small, _ = find_form(checkpoint, base)
+        form = find_form(checkpoint, base)
         # a release that isn't quantised has its own dtypes; codes have values in float32, which an export would round
-        dtype = "float32" if "quantization_config" in like.config else "auto"
+        dtype = "float32" if "quantization_config" in form.like.config else "auto"
         planned = plan_export(checkpoint, like=base, maxtext_model=asked.maxtext_model, save_dtype=dtype)
-        return of_checkpoint(where, planned, small)
+        return of_checkpoint(where, planned, form.small)
 
 
 def _plan(source: str, asked: LogitsOptions) -> Plan:

@@ -278,18 +278,18 @@ def find_model(
     files = {name: step.read(name) for name in files_beside(step)}
     check_beside(step, checkpoint.record)
     if like is None and maxtext_config:
-        form, _, named = read_maxtext_config(maxtext_config)
-        return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
+        form, of = read_maxtext_config(maxtext_config), f"--maxtext_config={maxtext_config}"
+        return Model(form.like.config, {}, maxtext_model or form.model, files=files, of=of)
     name = _name_of(checkpoint, maxtext_model)
     if like is None and not isinstance(checkpoint.record.get("config"), dict):
         return _model_of_maxtext(step, files, name, maxtext_model)
-    form, _, release = find_form(checkpoint, like, with_parts=like is not None)
-    shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
+    form = find_form(checkpoint, like)
+    config, shapes = dict(form.like.config), {name: shape for name, (_, shape, _) in form.like.tensors.items()}
     if like is None:
-        return Model(dict(form.config), shapes, name, {}, files, "its config.json")
-    assert release is not None  # it was named
-    remembered = {"config": dict(form.config), "tensors": tensors_said(release.tensors.values()), "like": form.root}
-    return Model(dict(form.config), shapes, name, remembered, files, f"--like={like}")
+        return Model(config, shapes, name, {}, files, "its config.json")
+    assert form.parts is not None  # it was named
+    remembered = {"config": config, "tensors": tensors_said(form.parts.tensors.values()), "like": form.like.root}
+    return Model(config, shapes, name, remembered, files, f"--like={like}")
 
 
 def _name_of(checkpoint: OrbaxCheckpoint, maxtext_model: str | None) -> str | None:

@@ -36,12 +36,26 @@ GENERATION = "generation_config.json"
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
-def find_form(
-    checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False
-) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None]:
-    """The release whose form is taken, and its small files: the one that is named, else what the checkpoint remembers,
-    else where it came from. And that release with its weights, of which towers and prediction layers can be taken:
-    where it is named, or `with_parts`.
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form that a release is to have.
+
+    Attributes:
+      like: whose form that is.
+      small: its small files.
+      parts: the same with its weights, of which towers and prediction layers can be taken.
+      model: MaxText's name of the model, where a configuration says it.
+    """
+
+    like: Like
+    small: Mapping[str, bytes]
+    parts: HfCheckpoint | None = None
+    model: str | None = None
+
+
+def find_form(checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False) -> Form:
+    """The form of the release that is named, else of what the checkpoint remembers, else of where it came from; parts
+    can be taken of it where it is named, or `with_parts`.
 
     Raises:
       Refused: none is named, and the checkpoint remembers none.
@@ -58,7 +72,7 @@ def find_form(
         check_beside(step, record, ARCHIVE)
         small = packed_files(step) or {}
         parts = _release_of(record) if with_parts else None
-        return Like.of(_remembered(record)), small, parts
+        return Form(Like.of(_remembered(record)), small, parts)
     if isinstance(url := record.get("source"), str) and is_name(url):
         raise Refused(
             f"the checkpoint was made of {url}, which is a name and no place; --like says where that is, or names a release that it should be like"
@@ -82,13 +96,14 @@ def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
     """
     try:
         cut = Cut.of(record.get("options"))
-        return None if is_name(url := record.get("source")) else cut_release(_open_like(str(url))[2], cut)
+        parts = None if is_name(url := record.get("source")) else _open_like(str(url)).parts
+        return parts and cut_release(parts, cut)
     except (OSError, UnknownFamilyError):
         return None
 
 
-def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | None]:
-    """What a MaxText configuration says of a release: its form, its small files, and MaxText's name of the model.
+def read_maxtext_config(file: str) -> Form:
+    """The form of a release that a MaxText configuration describes.
 
     Raises:
       Refused: the file can't be read, or no family's model is like that.
@@ -105,7 +120,7 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
     for limit in made.limits:
         LOG.warning("%s: transformers computes what MaxText doesn't: %s", file, limit)
     small = {GENERATION: json.dumps(made.generation, indent=2).encode() + b"\n"}
-    return Like("", made.config), small, made.model
+    return Form(Like("", made.config), small, model=made.model)
 
 
 def read_tokenizer(where: str) -> dict[str, bytes]:
@@ -144,7 +159,7 @@ def with_tokenizer(small: Mapping[str, bytes], taken: Mapping[str, bytes]) -> di
     return {**kept, **taken}
 
 
-def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
+def _open_like(url: str) -> Form:
     checkpoint = open_hf(url)
     refuse(
         [
@@ -154,7 +169,8 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
         ],
         of=f"--like={url}",
     )
-    return Like.of(checkpoint, digest(checkpoint)), carried_files(checkpoint.root, checkpoint.opened), checkpoint
+    small = carried_files(checkpoint.root, checkpoint.opened)
+    return Form(Like.of(checkpoint, digest(checkpoint)), small, checkpoint)
 
 
 def open_given(like: str) -> Given | None:
