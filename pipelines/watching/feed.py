@@ -13,7 +13,7 @@ from weightbeam.formats.storage import File, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.watching.isolation import Action, Workers
-from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, keys_of
+from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Feed(abc.ABC):
         if not history.records:
             return None
         weights = history.first["weights"]
-        return next((each for each in self.targets if history.key in keys_of(history.name, weights, each)), None)
+        return next((each for each in self.targets if history.key == key_of(history.name, weights, each)), None)
 
     def goes_on(self, history: History) -> bool:
         """Whether a history is gone on with though its version isn't the one that is there now."""

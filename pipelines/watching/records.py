@@ -23,7 +23,7 @@ from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.runs import MAX_STEP
-from weightbeam.pipelines.watching.tables import former, tables
+from weightbeam.pipelines.watching.tables import tables
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
@@ -179,17 +179,10 @@ class VersionTarget(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
 
-def key_of(name: str, weights: str, target: VersionTarget, said: str | None = None) -> str:
-    """Identifies what there is to do: the same whenever the same would come out; `said` identifies other tables than those
-    of this version.
-    """
-    facts = [name, weights, target.facts, said or tables()]
+def key_of(name: str, weights: str, target: VersionTarget) -> str:
+    """Identifies what there is to do: the same whenever the same would come out."""
+    facts = [name, weights, target.facts, tables()]
     return f"{target.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
-
-
-def keys_of(name: str, weights: str, target: VersionTarget) -> list[str]:
-    """The key, and those by which versions of Weightbeam whose tables say the same knew what there is to do."""
-    return [key_of(name, weights, target, said) for said in (tables(), *former())]
 
 
 def now() -> datetime.datetime:
@@ -338,10 +331,8 @@ def _name(number: int) -> str:
 
 
 def history_of(output: Store, version: Version, target: VersionTarget, root: str = ROOT) -> History:
-    """What was done to make a version into a target, under the key that it was begun with."""
-    keys = keys_of(version.name, version.weights, target)
-    found = [History(output, version.name, key, root) for key in keys]
-    return next((history for history in found if history.records), found[0])
+    """What was done to make a version into a target."""
+    return History(output, version.name, key_of(version.name, version.weights, target), root)
 
 
 def find_history(output: Store, name: str, key: str, root: str = ROOT) -> History | None:

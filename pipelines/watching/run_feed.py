@@ -45,7 +45,7 @@ from weightbeam.pipelines.watching.runs import (
 )
 from weightbeam.pipelines.watching.step_places import StepPlaces
 from weightbeam.pipelines.watching.step_works import StepWorks
-from weightbeam.pipelines.watching.tables import former, tables
+from weightbeam.pipelines.watching.tables import tables
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
@@ -126,14 +126,14 @@ class RunFeed(Feed):
         tried: set[tuple[int, str]] = set()
         while True:
             there, self._is_fresh = self._there if self._is_fresh else self.look(), False
-            asked, settled, oldest = [*map(_asked, self.targets)], self._marks.settled(), self._oldest_kept()
+            asked, settled, oldest = {*map(_asked, self.targets)}, self._marks.settled(), self._oldest_kept()
             begun = {_listed_as(history) for history in self.histories(self.run.name)} if oldest else set()
             fresh = [
                 seen
                 for seen in self.run.steps.wanted(there)
                 if seen.listed not in tried
                 and (seen.listed in begun or self._is_kept(seen, oldest))
-                and not all(settled[seen.listed].intersection(each) for each in asked)
+                and not settled[seen.listed].issuperset(asked)
             ]
             if not fresh:
                 return
@@ -211,7 +211,7 @@ class RunFeed(Feed):
             first["step"],
             seen.mark if seen else first["seen"],
             ASIDE if is_aside else str(history.state),
-            _asked(target)[0] if target else "",
+            _asked(target) if target else "",
             history.key,
         )
         self._marks.add(mark)
@@ -488,10 +488,10 @@ def _milliseconds(when: datetime.datetime) -> int:
     return int(when.timestamp() * 1000)
 
 
-def _asked(target: VersionTarget) -> list[str]:
-    """Identifies what is asked for of each step; and as versions did whose tables say the same."""
-    facts = [json.dumps([target.name, target.facts, said], sort_keys=True) for said in (tables(), *former())]
-    return [hashlib.sha256(each.encode()).hexdigest()[:12] for each in facts]
+def _asked(target: VersionTarget) -> str:
+    """Identifies what is asked for of each step."""
+    facts = json.dumps([target.name, target.facts, tables()], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
 def _folder_of(history: History) -> str:

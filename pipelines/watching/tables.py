@@ -19,13 +19,6 @@ from weightbeam.transforms.planning.inputs import modules_of
 from weightbeam.transforms.planning.transfer import DECODING_VERSION
 
 ROOT = Path(str(model_mappings.__file__)).parent
-# What identified the tables before, by their text and by their syntax, and the syntax now that says the same: what was
-# published then stays published.
-SAME = "342b2662da6f8a26c2354d99c1e97f390b612354009191ab965b1b2e693b1339"
-FORMER = {
-    "370c3984512fb0e43aebb51d155f2f2a8ffcac9682a5e3ac6d86276077362666": SAME,
-    "cf834d8a95ef60651237168f60a246131005310b6356de45def16cd11361b9c0": SAME,
-}
 UNSAID = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}  # fields of nodes that settle nothing
 
 
@@ -33,11 +26,6 @@ UNSAID = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 def tables() -> str:
     """Identifies the tables and the decoding of this version: what made a release's values."""
     return hash_of({path.relative_to(ROOT).as_posix(): path.read_bytes() for path in modules_of(ROOT)})
-
-
-def former() -> list[str]:
-    """What identified the tables in versions whose tables say the same."""
-    return [before for before, now in FORMER.items() if now == tables()]
 
 
 def hash_of(sources: dict[str, bytes]) -> str:

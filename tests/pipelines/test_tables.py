@@ -1,17 +1,10 @@
-"""What identifies the tables: what they say, not how it is written; and what was published by versions before stays so."""
+"""What identifies the tables: what they say, not how it is written."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
-from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import tables
-from weightbeam.pipelines.watching.config import TargetConfig
-from weightbeam.pipelines.watching.records import PUBLISHED, History, history_of, key_of
-from weightbeam.transforms.planning.options import ConvertOptions
 
 TABLE = b'''"""A family."""
 from weightbeam import rules
@@ -56,19 +49,3 @@ def test_what_it_says_settles(before: bytes, after: bytes) -> None:
     assert before in TABLE
     assert tables.hash_of({"a.py": TABLE}) != tables.hash_of({"a.py": TABLE.replace(before, after)})
     assert tables.hash_of({"a.py": TABLE}) != tables.hash_of({"b.py": TABLE})
-
-
-def test_what_was_published_stays_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release that a version before published, which knew its tables by their text, isn't begun anew while they say the
-    same; once they say something else, it is.
-    """
-    output, target = open_store(str(tmp_path)), TargetConfig("any", {}, ConvertOptions())
-    version = SimpleNamespace(name="acme/model", weights="weights", commit="c" * 40)
-    before = History(output, version.name, key_of(version.name, version.weights, target, "text"))
-    about = dict(weights="weights", updated="2026-01-01T00:00:00+00:00", commit=version.commit, target="any")
-    before.add(PUBLISHED, **about, plan="p", checkpoint="out/any-1")
-    monkeypatch.setattr(tables, "FORMER", {"text": tables.tables()})
-    found = history_of(output, version, target)  # type: ignore[arg-type]
-    assert (found.key, found.state) == (before.key, PUBLISHED)
-    monkeypatch.setattr(tables, "FORMER", {"text": "other"})
-    assert history_of(output, version, target).state is None  # type: ignore[arg-type]
