@@ -22,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -42,7 +42,16 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from weightbeam.formats.storage import hub_cache, patience
 from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
-from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, Trouble, make_requests
+from weightbeam.formats.storage.store import (
+    ByteRange,
+    File,
+    Request,
+    StorageError,
+    Store,
+    Trouble,
+    make_requests,
+    reason,
+)
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.text.printable import without_user
 
@@ -123,10 +132,8 @@ class Repository(Store):
                 )
             return
         if self._info().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
-            try:
+            with told(self.url, self.repo):
                 retried(api().auth_check)(self.repo)
-            except (HfHubHTTPError, httpx2.HTTPError) as e:
-                _fail(self.url, self.repo, e)
 
     def _info(self) -> ModelInfo:
         if (self.repo, self.commit) not in _INFO:
@@ -234,16 +241,15 @@ class Repository(Store):
         """Fetches one stretch, going on where a connection broke, until someone says that it is of no use any more."""
         done, latest = request.start, time.monotonic() + MAX_REQUEST_SECONDS
         again = _retrying(ended)
-        try:
-            while not ended.is_set():
-                done = again(self._go_on, name, request, done, ended, latest)
-                if done >= request.stop:
-                    return
-                ended.wait(BACKOFF)
-        except EntryNotFoundError:
-            raise StorageError(f"{self.path(name)}: no such file") from None
-        except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
-            _fail(f"{self.path(name)}: at byte {done:,}", self.repo, e)
+        while not ended.is_set():
+            with told(f"{self.path(name)}: at byte {done:,}", self.repo):
+                try:
+                    done = again(self._go_on, name, request, done, ended, latest)
+                except EntryNotFoundError:
+                    raise StorageError(f"{self.path(name)}: no such file") from None
+            if done >= request.stop:
+                return
+            ended.wait(BACKOFF)
 
     def _go_on(self, name: str, request: Request, start: int, ended: threading.Event, latest: float) -> int:
         """Fetches from `start` on; returns how far it came, and raises an error that may pass only if nothing came."""
@@ -354,7 +360,7 @@ def _is_hub(url: str) -> bool:
     return hub.hostname == there.hostname and (is_same or ports == [*PORTS.values()])
 
 
-def _told_endpoint() -> str:
+def told_endpoint() -> str:
     """The hub's address as people are told it."""
     return without_user(_endpoint())
 
@@ -502,7 +508,7 @@ def _host_of(error: BaseException | None) -> str:
         asked = urlsplit(str(error.request.url)) if isinstance(error, httpx2.HTTPError) else None
     except RuntimeError:  # the error knows no request
         asked = None
-    return asked.hostname if asked and asked.hostname and not _is_hub(asked.geturl()) else _told_endpoint()
+    return asked.hostname if asked and asked.hostname and not _is_hub(asked.geturl()) else told_endpoint()
 
 
 _PAGES = threading.local()  # `left`: how many pages a question of this thread to the hub may still ask for
@@ -531,7 +537,9 @@ NO_ANSWER = (
 def no_answer(error: Exception) -> str:
     """What to say of such an answer."""
     about = f"{type(error).__name__}: {str(error)[:200]}"
-    return f"what came of {_told_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
+    return (
+        f"what came of {told_endpoint()} is no answer of the hub's ({about}); is a proxy, or a page to log in, between?"
+    )
 
 
 def answered(answer: httpx2.Response) -> str:
@@ -546,10 +554,8 @@ _FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
 
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
-    try:
+    with told(url, repo):
         return describe(api(), repo, revision, FIRST_ATTEMPTS)
-    except (HfHubHTTPError, httpx2.HTTPError, ValueError, *NO_ANSWER) as e:
-        _fail(url, repo, e)
 
 
 def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMPTS) -> ModelInfo:
@@ -592,41 +598,66 @@ def _is_size(size: object) -> bool:
     return size is None or (isinstance(size, int) and size >= 0)
 
 
-def _fail(url: str, repo: str, error: Exception) -> NoReturn:
-    """Turns the hub's error into ours, with what to do."""
-    known = token() is not None
+@contextlib.contextmanager
+def told(where: object, repo: str, writing: bool = False) -> Iterator[None]:
+    """Context manager: the hub's errors become ours, with what to do; `where` begins the message. They aren't chained:
+    they may show signed addresses.
+
+    Raises:
+      NoRepositoryError: there is no such repository, or no such revision of it.
+      StorageError: the hub can't be asked, or refuses.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except (httpx2.HTTPError, OSError, ValueError, RuntimeError, *NO_ANSWER) as e:
+        is_none = isinstance(e, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(e, GatedRepoError)
+        message = _explain(e, repo, writing).replace(_endpoint(), told_endpoint())  # in what a client says
+        raise (NoRepositoryError if is_none else StorageError)(f"{where}: {message}") from None
+
+
+def _explain(error: Exception, repo: str, writing: bool) -> str:
+    """What to say of an error of the hub's client."""
+    is_known, is_missing = token() is not None, isinstance(error, RepositoryNotFoundError)
+    answer: httpx2.Response | None = getattr(error, "response", None)
+    status = answer.status_code if answer is not None else None
+    if status == 401 and is_known and (writing or not is_missing):
+        return f"the hub doesn't accept the token that is set; is it wrong, or has it expired? Set another, or {LOG_IN}"
+    if writing and status == 401:
+        return "HF_TOKEN isn't set; publishing needs a token that may write there"
+    if writing and (status == 403 or is_missing):
+        also = "; or somebody has just deleted or renamed the repository" if is_missing else ""  # answered the same
+        return (
+            "the token that is set may not write there; it needs the role `write`, and its owner access to "
+            f"{repo.partition('/')[0]}{also}"
+        )
     if isinstance(error, GatedRepoError):
         todo = (
             "the token that is set has no access yet: is it of that account, and the request granted?"
-            if known
+            if is_known
             else f"then set HF_TOKEN to a token of that account, or {LOG_IN}"
         )
-        message = f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
-    elif isinstance(error, RevisionNotFoundError):
-        message = NO_REVISION
-    elif isinstance(error, RepositoryNotFoundError):
-        message = "no such repository, or a private one" + (
-            " that the token which is set can't see" if known else f": HF_TOKEN isn't set; set it, or {LOG_IN}"
-        )
-    elif (
-        isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 401 and known
-    ):
-        message = (
-            f"the hub doesn't accept the token that is set; is it wrong, or has it expired? Set another, or {LOG_IN}"
-        )
-    elif isinstance(error, HfHubHTTPError) and error.response is not None:
-        message = answered(error.response)
-    elif isinstance(error, HFValidationError):
-        message = str(error)
-    elif isinstance(error, (ValueError, *NO_ANSWER)):
-        message = no_answer(error)
-    else:
-        message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
-        if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
-            message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
-    is_none = isinstance(error, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(
-        error, GatedRepoError
-    )
-    message = message.replace(_endpoint(), _told_endpoint())  # in what a client says
-    # the error may show a signed address
-    raise (NoRepositoryError if is_none else StorageError)(f"{url}: {message}") from None
+        return f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
+    if isinstance(error, RevisionNotFoundError):
+        return NO_REVISION
+    if is_missing:
+        unseen = " that the token which is set can't see" if is_known else f": HF_TOKEN isn't set; set it, or {LOG_IN}"
+        return f"no such repository, or a private one{unseen}"
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
+        error = error.__cause__
+        answer = getattr(error, "response", None)
+    if answer is not None:
+        return answered(answer)
+    is_ours = writing or isinstance(error, HFValidationError)  # a model card, a file, a name
+    if isinstance(error, NO_ANSWER) or (isinstance(error, ValueError) and not is_ours):
+        return no_answer(error)
+    if isinstance(error, ValueError):
+        return str(error).partition("\n")[0] or "refused"
+    if isinstance(error, OSError):  # a file of ours, such as one that someone removed
+        return reason(error)
+    why = str(error) if isinstance(error, httpx2.TransportError) else ""
+    message = f"{_endpoint()}, or the host of its files, can't be reached: {why or type(error).__name__}"
+    if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
+        message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
+    return message

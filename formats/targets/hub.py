@@ -19,14 +19,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, ModelInfo
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from weightbeam.formats.release.files import CARD, role_of
-from weightbeam.formats.storage import StorageError, reason
-from weightbeam.formats.storage.hub import NO_ANSWER, answered, api, describe, no_answer, retried
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.hub import api, describe, retried, told, told_endpoint
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -132,7 +131,7 @@ def check_target(url: str) -> HubAddress:
       StorageError: there is none, it may only read, or the name isn't one of a repository.
     """
     target = check_address(url)
-    with told(target):
+    with told(target, target.repo, writing=True):
         about = retried(api().whoami)()
         role = ((about.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
@@ -147,7 +146,7 @@ def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_
       StorageError: there is something that would be replaced, or the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target):
+    with told(target, target.repo, writing=True):
         if (found := _find(hub, target)) is None:
             return None
         head = _look(hub, target, title, found)
@@ -164,7 +163,7 @@ def check_free(url: str) -> None:
       StorageError: it does, or the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target):
+    with told(target, target.repo, writing=True):
         if (found := _find(hub, target)) is not None:
             head = _look(hub, target, None, found)
             _refuse_others(target, head, _changed(head, {}))
@@ -179,7 +178,7 @@ def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
       StorageError: the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target):
+    with told(target, target.repo, writing=True):
         if (found := _find(hub, target)) is None:
             return []
         there, in_main = _hashes(found), {each.commit_id for each in retried(hub.list_repo_commits)(target.repo)}
@@ -233,7 +232,7 @@ def publish(
     target, hub = HubAddress.parse(url), api()
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
-    with told(target), _without_bars():
+    with told(target, target.repo, writing=True), _without_bars():
         found = _find(hub, target)
         head = _look(hub, target, title, found or _create(hub, target), earlier)
         is_new = found is None and head.is_first
@@ -312,7 +311,7 @@ def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files,
     while those are closed that a hub opened long after it gave no answer.
     """
     if head.made == head.commit and files.keys() <= head.files.keys():
-        return Published(f"hf://{target.repo}@{head.commit}", _page(hub, target, head.commit))
+        return Published(f"hf://{target.repo}@{head.commit}", _page(target, head.commit))
     first = retried(_only_pull)(hub, target, title) if create_pr else None
     return Published(*_address(target, first)) if first else None
 
@@ -343,8 +342,8 @@ def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
     return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", without_user(pull.url)
 
 
-def _page(hub: HfApi, target: HubAddress, commit: str) -> str:
-    return f"{hub.endpoint}/{target.repo}/commit/{commit}"
+def _page(target: HubAddress, commit: str) -> str:
+    return f"{told_endpoint()}/{target.repo}/commit/{commit}"
 
 
 def _changes(
@@ -406,14 +405,14 @@ def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, 
         return f"hf://{target.repo}@{made.oid}", without_user(made.commit_url)
 
     try:
-        return retried(_waited_for)(hub, target, commit)
+        return retried(_waited_for)(target, commit)
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
     history = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
     for each in itertools.takewhile(lambda each: each.commit_id != parent, history):
         if each.title == title:
-            return f"hf://{target.repo}@{each.commit_id}", _page(hub, target, each.commit_id)
+            return f"hf://{target.repo}@{each.commit_id}", _page(target, each.commit_id)
     raise _overtaken(target)
 
 
@@ -440,17 +439,17 @@ def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str,
 
     def propose() -> tuple[str, str]:
         first = _only_pull(hub, target, title)
-        return _address(target, first) if first else _waited_for(hub, target, open_one)
+        return _address(target, first) if first else _waited_for(target, open_one)
 
     return retried(propose)()
 
 
-def _waited_for(hub: HfApi, target: HubAddress, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+def _waited_for(target: HubAddress, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     """What publishes, and returns the address and page, isn't stopped halfway."""
     return uninterrupted(
         request,
         lambda made: f"but {made[0]} is published: {made[1]}",
-        f"{target} was being published; look at {hub.endpoint}/{target.repo} whether it is",
+        f"{target} was being published; look at {told_endpoint()}/{target.repo} whether it is",
     )
 
 
@@ -464,41 +463,3 @@ def _without_bars() -> Iterator[None]:
     finally:
         if not were_off:
             enable_progress_bars()
-
-
-@contextlib.contextmanager
-def told(target: HubAddress) -> Iterator[None]:
-    """Context manager: the hub's errors become ours, with what to do. They aren't chained: they may show signed
-    addresses.
-    """
-    try:
-        yield
-    except StorageError:
-        raise
-    except HfHubHTTPError as e:
-        status = e.response.status_code if e.response is not None else 0
-        if status == 401 and token() is not None:
-            message = "the hub doesn't accept the token that is set; is it wrong, or has it expired?"
-        elif status == 401:
-            message = "HF_TOKEN isn't set; publishing needs a token that may write there"
-        elif status == 403 or isinstance(e, RepositoryNotFoundError):
-            message = f"the token that is set may not write there; it needs the role `write`, and its owner access to {target.repo.split('/')[0]}"
-            if isinstance(e, RepositoryNotFoundError):  # the hub's answer to both
-                message += "; or somebody has just deleted or renamed the repository"
-        else:
-            message = "the hub gave no answer" if e.response is None else answered(e.response)
-        raise StorageError(f"{target}: {message}") from None
-    except HFValidationError as e:
-        raise StorageError(f"{target}: {e}") from None
-    except NO_ANSWER as e:
-        raise StorageError(f"{target}: {no_answer(e)}") from None
-    except ValueError as e:  # the hub's, of a model card's metadata or of a file
-        raise StorageError(f"{target}: {str(e).splitlines()[0] if str(e) else 'refused'}") from None
-    except OSError as e:  # a file of ours, such as one that someone removed
-        raise StorageError(f"{target}: {reason(e)}") from None
-    except (httpx2.HTTPError, RuntimeError) as e:  # RuntimeError: of an upload
-        answer = getattr(e.__cause__, "response", None)
-        why = f"the hub, or the host of its files, can't be reached: {type(e).__name__}"
-        if isinstance(e.__cause__, ValueError):  # of an upload's answer, as above
-            why = str(e.__cause__)
-        raise StorageError(f"{target}: {why if answer is None else answered(answer)}") from None

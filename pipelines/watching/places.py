@@ -36,7 +36,7 @@ from weightbeam.formats.storage import (
     sync_folder,
 )
 from weightbeam.formats.storage.bucket import Bucket
-from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
+from weightbeam.formats.storage.hub import NoRepositoryError, api, retried, told
 from weightbeam.formats.storage.renaming import rename_new
 from weightbeam.formats.storage.strict_json import JsonError, read_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
@@ -50,7 +50,6 @@ from weightbeam.formats.targets.hub import (
     check_free,
     check_target,
     publish,
-    told,
 )
 from weightbeam.formats.targets.published import changed_in, missing_in, others_in, record_of, replaced_in, whole_files
 from weightbeam.formats.text.printable import listed
@@ -494,7 +493,10 @@ class HubPlace(Place):
         assert target.branch.startswith("step-")
         if not self._holds(url, key, title):
             return False
-        with told(target), contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
+        with (
+            told(target, target.repo, writing=True),
+            contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError),
+        ):
             try:
                 retried(api().delete_branch)(target.repo, branch=target.branch)
             except HfHubHTTPError as e:

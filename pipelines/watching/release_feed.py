@@ -10,6 +10,7 @@ from typing import Any
 from weightbeam import __version__
 from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.storage.hub import NO_REVISION
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
@@ -125,7 +126,7 @@ class ReleaseFeed(Feed):
 
     def is_replaced(self, history: History) -> bool:
         is_ended = history.state in (FAILED, REFUSED)
-        if is_ended and releases.NO_REVISION not in (history.last.get("reason") or ""):  # the hub isn't asked each time
+        if is_ended and NO_REVISION not in (history.last.get("reason") or ""):  # the hub isn't asked each time
             return False
         return not releases.is_there(history.name, history.facts["commit"])
 

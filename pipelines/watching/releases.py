@@ -9,23 +9,16 @@ import fnmatch
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import httpx2
 from huggingface_hub import ModelInfo
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import NO_ANSWER, NO_REVISION, api, check_form, describe, no_answer, retried
+from weightbeam.formats.storage.hub import api, check_form, describe, retried, told, told_endpoint
 from weightbeam.formats.storage.meant import PICKLES
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
@@ -81,23 +74,6 @@ class ReleaseCommit:
         return hashlib.sha256(json.dumps([[name, self.hashes[name]] for name in files]).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
-    """Turns the hub's errors into ours."""
-    try:
-        yield
-    except RevisionNotFoundError as e:
-        raise StorageError(f"{what}: {NO_REVISION}") from e
-    except RepositoryNotFoundError as e:  # a gated one says what it holds
-        raise StorageError(f"{what}: no such repository, or a private one that HF_TOKEN can't see") from e
-    except HFValidationError as e:
-        raise StorageError(f"{what}: {e}") from e
-    except (ValueError, *NO_ANSWER) as e:
-        raise StorageError(f"{what}: {no_answer(e)}") from e
-    except (HfHubHTTPError, httpx2.HTTPError) as e:
-        raise StorageError(f"{what}: {(str(e) or type(e).__name__).splitlines()[0]}") from e
-
-
 def is_wanted(repo: str, patterns: Iterable[str]) -> bool:
     """Whether a model's name matches one of the patterns."""
     return any(fnmatch.fnmatchcase(repo, pattern) for pattern in patterns)
@@ -147,7 +123,7 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
                 listed.append(info.id)
         return listed
 
-    with _translate_errors(f"the models of {author}"):
+    with told(f"the models of {author}", author):
         return names()
 
 
@@ -157,7 +133,7 @@ def find_release(repo: str, revision: str) -> ReleaseCommit:
     Raises:
       StorageError: there is none, or the hub can't be asked.
     """
-    with _translate_errors(repo):
+    with told(repo, repo):
         validate_repo_id(repo)
         return _as_said(repo, describe(api(), repo, revision))
 
@@ -168,7 +144,7 @@ def is_there(repo: str, commit: str) -> bool:
     Raises:
       StorageError: the hub can't be asked.
     """
-    with _translate_errors(repo):
+    with told(repo, repo):
         try:
             check_form(retried(api().model_info)(repo, revision=commit, timeout=30.0))
         except RevisionNotFoundError:
@@ -230,11 +206,11 @@ def access_denied(release: ReleaseCommit) -> str | None:
     """
     if not release.is_gated:
         return None
-    with _translate_errors(release.repo):
+    with told(release.repo, release.repo):
         try:
             retried(api().auth_check)(release.repo)
         except GatedRepoError:
-            return f"gated: accept its terms on {api().endpoint}/{release.repo}, with the account whose token is used"
+            return f"gated: accept its terms on {told_endpoint()}/{release.repo}, with the account whose token is used"
     return None
 
 

@@ -559,3 +559,20 @@ def test_the_token_is_for_the_hub_alone(
 def test_which_address_is_the_hubs(endpoint: str, url: str, is_hub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     assert store._is_hub(url) == is_hub
+
+
+@pytest.mark.parametrize("given", [None, TOKEN, "hf_wrong"])
+def test_a_watcher_says_what_a_command_does(
+    hub: FakeHub, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what isn't there, and of a revision that isn't; neither shows the password of a mirror's address."""
+    hub.add("org/there", make_release(tmp_path / "release"))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("://", "://me:secret@"))
+    monkeypatch.setenv("HF_TOKEN", given) if given else monkeypatch.delenv("HF_TOKEN")
+    for repo, revision in ((REPO, "main"), ("org/there", "none")):
+        with pytest.raises(StorageError) as read:
+            open_store(f"hf://{repo}@{revision}")
+        with pytest.raises(StorageError) as watched:
+            find_release(repo, revision)
+        assert str(read.value) == str(watched.value).replace(repo, f"hf://{repo}@{revision}", 1)
+        assert "secret" not in str(read.value)
