@@ -7,13 +7,16 @@ import contextlib
 import dataclasses
 import datetime
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from weightbeam.formats.storage import File, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, key_of
+
+VersionT = TypeVar("VersionT", bound=Version)
+TargetT = TypeVar("TargetT", bound=VersionTarget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ def told_foreign(path: str, url: str) -> str:
     return f"{path} isn't Weightbeam's, and isn't replaced: it doesn't name {url}, which is the newest; move it away"
 
 
-class Feed(abc.ABC):
+class Feed(abc.ABC, Generic[VersionT, TargetT]):
     """Versions, and what is made of each.
 
     Attributes:
@@ -79,7 +82,7 @@ class Feed(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def targets(self) -> Collection[VersionTarget]:
+    def targets(self) -> Collection[TargetT]:
         """What each version is made into."""
 
     @abc.abstractmethod
@@ -91,7 +94,7 @@ class Feed(abc.ABC):
         """Whether that name is one of this feed's."""
 
     @abc.abstractmethod
-    def versions(self, name: str) -> Iterable[Version]:
+    def versions(self, name: str) -> Iterable[VersionT]:
         """What is there now and may need something, the most urgent first.
 
         Raises:
@@ -103,7 +106,7 @@ class Feed(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def judge(self, version: Version) -> list[str] | Waiting:
+    def judge(self, version: VersionT) -> list[str] | Waiting:
         """What stands against a version, or what it waits for.
 
         Raises:
@@ -113,14 +116,14 @@ class Feed(abc.ABC):
     # --- what was done
 
     @abc.abstractmethod
-    def history(self, version: Version, target: VersionTarget) -> History:
+    def history(self, version: VersionT, target: TargetT) -> History:
         """The history of a version and a target, begun or not."""
 
     @abc.abstractmethod
     def histories(self, name: str, every: bool = False) -> list[History]:
         """Those that were begun and may need something, or every one."""
 
-    def target(self, history: History) -> VersionTarget | None:
+    def target(self, history: History) -> TargetT | None:
         """The target that a history was begun for; None where it isn't asked for any more."""
         if not history.records:
             return None
@@ -135,20 +138,20 @@ class Feed(abc.ABC):
         """Whether nobody will go on with a history that has no target any more, so that what it has staged is of no use."""
         return False
 
-    def why_begun(self, version: Version) -> str | None:
+    def why_begun(self, version: VersionT) -> str | None:
         """What is worth saying of a version that is seen for the first time."""
         return None
 
-    def begun(self, history: History) -> None:  # noqa: B027
+    def begun(self, history: History) -> None:
         """Takes note of a history that was just begun."""
 
-    def settled(self, history: History) -> None:  # noqa: B027
+    def settled(self, history: History) -> None:
         """Takes note of a history for which nothing is left to be done."""
 
-    def reopened(self, history: History) -> None:  # noqa: B027
+    def reopened(self, history: History) -> None:
         """Takes note of a history that begins anew."""
 
-    def mend(self, name: str, known: Collection[History], version: Version | None = None) -> None:  # noqa: B027
+    def mend(self, name: str, known: Collection[History], version: VersionT | None = None) -> None:
         """Puts right what a watcher has left undone that was ended between two steps; and what isn't so any more, once the
         version that is there now is known.
         """
@@ -159,7 +162,7 @@ class Feed(abc.ABC):
         """The processes in which a version's tasks are done: its own."""
         return Workers()
 
-    def rest(self) -> None:  # noqa: B027
+    def rest(self) -> None:
         """Takes note that a look is over."""
 
     @abc.abstractmethod
@@ -167,11 +170,11 @@ class Feed(abc.ABC):
         """The URL that a version is read from."""
 
     @abc.abstractmethod
-    def plan(self, source: str, target: VersionTarget) -> FeedTask:
+    def plan(self, source: str, target: TargetT) -> FeedTask:
         """Plans; among the facts are the `plan`'s hash and what `foresee` needs."""
 
     @abc.abstractmethod
-    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
+    def foresee(self, target: TargetT, facts: Mapping[str, Any]) -> str:
         """What carrying such a plan out would come to: `converted: 39.2 KB, llama`."""
 
     @abc.abstractmethod
@@ -192,7 +195,7 @@ class Feed(abc.ABC):
         """Whether the result is there and was compared, so that it can be published."""
 
     @abc.abstractmethod
-    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
+    def tasks(self, history: History, target: TargetT) -> Iterator[tuple[FeedTask, ...]]:
         """What is done from the plan to a result that was compared with its source, in this order; some of it at the
         same time.
 
@@ -204,21 +207,21 @@ class Feed(abc.ABC):
         """What the record of a result says that wasn't compared."""
         return None if facts.get("verified") else "not compared: verify is 0"
 
-    def withheld(self, history: History, target: VersionTarget) -> str | None:
+    def withheld(self, history: History, target: TargetT) -> str | None:
         """Why a result isn't published though it is what it should be; None where it is."""
         return None
 
-    def notice(self, history: History, target: VersionTarget) -> str | None:
+    def notice(self, history: History, target: TargetT) -> str | None:
         """What is worth knowing of a result that is published."""
         return None
 
     @abc.abstractmethod
-    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
+    def publish(self, history: History, target: TargetT) -> dict[str, Any]:
         """Lets readers see the result; returns what the record says of it, `NOTE` what is worth knowing. Done again, it
         changes nothing.
         """
 
-    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
+    def announce(self, history: History, target: TargetT) -> Sequence[Record]:
         """Does what is left once the record says that it is published; returns records of others whose state that
         changed. Done again, it changes nothing.
         """
@@ -242,5 +245,5 @@ class Feed(abc.ABC):
         """
         return False
 
-    def clear(self, history: History) -> None:  # noqa: B027
+    def clear(self, history: History) -> None:
         """Removes what was staged of a version that can't be gone on with."""

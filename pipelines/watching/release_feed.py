@@ -25,8 +25,6 @@ from weightbeam.pipelines.watching.records import (
     VERIFIED,
     History,
     Record,
-    Version,
-    VersionTarget,
     histories,
     history_of,
     now,
@@ -39,7 +37,7 @@ STEP = "0"  # of each checkpoint
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 
 
-class ReleaseFeed(Feed):
+class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
     """The releases of the models that a configuration names."""
 
     plans_anew = True
@@ -49,7 +47,7 @@ class ReleaseFeed(Feed):
         self._unmatched: set[str] = set()  # patterns, as said before
 
     @property
-    def targets(self) -> Collection[VersionTarget]:
+    def targets(self) -> Collection[TargetConfig]:
         return self._config.targets
 
     def names(self) -> tuple[list[str], list[str]]:
@@ -74,8 +72,7 @@ class ReleaseFeed(Feed):
         since = f" that has changed since {self._config.since}" if self._config.since else ""
         return f"no model of the hub matches it{since}"
 
-    def judge(self, version: Version) -> list[str] | Waiting:
-        assert isinstance(version, ReleaseCommit)
+    def judge(self, version: ReleaseCommit) -> list[str] | Waiting:
         if (quiet := releases.quiet_at(version, self._config.quiet_minutes)) > now():
             return Waiting(f"committed to at {version.updated:%H:%M:%S} UTC, quiet at {quiet:%H:%M:%S}", quiet)
         if denied := releases.objections(version, self._config.max_bytes, self._config.licenses):
@@ -86,13 +83,13 @@ class ReleaseFeed(Feed):
             return Waiting(f"incomplete: {listed(missing, MISSING)} not there yet")
         return []
 
-    def history(self, version: Version, target: VersionTarget) -> History:
+    def history(self, version: ReleaseCommit, target: TargetConfig) -> History:
         return history_of(self.output, version, target)
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         return histories(self.output, name)
 
-    def mend(self, name: str, known: Collection[History], version: Version | None = None) -> None:
+    def mend(self, name: str, known: Collection[History], version: ReleaseCommit | None = None) -> None:
         """Has `<target>.json` name the newest release: a watcher may have been ended after it had published, and before
         it had said so there. Where the hub's release is known, it names that, once it is published: the hub may have
         gone back to what was published before, or the configuration to a target's former options. Other files' targets
@@ -117,7 +114,7 @@ class ReleaseFeed(Feed):
                 pointer = self.output.path(f"{name}/{target}.json")
                 inform(f"{pointer} names {checkpoint} again: that is what the hub has now, by the options of now")
 
-    def _is_of(self, history: History, version: Version) -> bool:
+    def _is_of(self, history: History, version: ReleaseCommit) -> bool:
         """Whether it is of this version, by the options that are asked for now."""
         return history.first["weights"] == version.weights and self.target(history) is not None
 
@@ -130,11 +127,10 @@ class ReleaseFeed(Feed):
             return False
         return not releases.is_there(history.name, history.facts["commit"])
 
-    def plan(self, source: str, target: VersionTarget) -> FeedTask:
-        assert isinstance(target, TargetConfig)
+    def plan(self, source: str, target: TargetConfig) -> FeedTask:
         return FeedTask(works.plan, {"source": source, "asked": target.options})
 
-    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
+    def foresee(self, target: TargetConfig, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
@@ -155,8 +151,7 @@ class ReleaseFeed(Feed):
         """Where it is or will be; what is recorded is where that was when the output had another place."""
         return self.place(history, history.facts["plan"])
 
-    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
-        assert isinstance(target, TargetConfig)
+    def tasks(self, history: History, target: TargetConfig) -> Iterator[tuple[FeedTask, ...]]:
         source, checkpoint, config, asked = (
             self.source(history),
             self._checkpoint(history),
@@ -182,7 +177,7 @@ class ReleaseFeed(Feed):
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}
             yield (FeedTask(works.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
-    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
+    def publish(self, history: History, target: TargetConfig) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
         facts, checkpoint = history.facts, self._checkpoint(history)
         names = (
@@ -211,7 +206,7 @@ class ReleaseFeed(Feed):
             raise Failed(f"{checkpoint}/{REPORT} exists, and isn't of this release; move it away")
         return {"checkpoint": checkpoint, "items": report["items"]}
 
-    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
+    def announce(self, history: History, target: TargetConfig) -> Sequence[Record]:
         """What the hub has gone back to meanwhile is found at the next look; see `mend`."""
         self._point(history.name, history.first["target"])
         return ()

@@ -65,7 +65,7 @@ class ReleaseCommit:
         """The safetensors files beside `config.json`."""
         return sorted(name for name in self.sizes if name.endswith(WEIGHTS) and "/" not in name)
 
-    @functools.cached_property
+    @property
     def weights(self) -> str:
         """Identifies what a conversion reads: the same for two commits that differ elsewhere, such as in the README."""
         # while there is nothing else

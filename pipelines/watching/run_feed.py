@@ -28,8 +28,6 @@ from weightbeam.pipelines.watching.records import (
     History,
     LostError,
     Record,
-    Version,
-    VersionTarget,
     find_history,
     histories,
     history_of,
@@ -52,7 +50,7 @@ GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that 
 _DELETED = "the run has deleted it"
 
 
-class RunFeed(Feed):
+class RunFeed(Feed[RunStep, RunTarget]):
     """The steps of one run.
 
     Attributes:
@@ -145,7 +143,7 @@ class RunFeed(Feed):
             if step is not None:
                 yield step
 
-    def judge(self, version: Version) -> list[str] | Waiting:
+    def judge(self, version: RunStep) -> list[str] | Waiting:
         return []
 
     def _oldest_kept(self) -> int:
@@ -166,8 +164,7 @@ class RunFeed(Feed):
 
     # --- what was done
 
-    def history(self, version: Version, target: VersionTarget) -> History:
-        assert isinstance(version, RunStep)
+    def history(self, version: RunStep, target: RunTarget) -> History:
         history = history_of(self.output, version, target, RUNS)
         self._seen[history.key] = SeenStep(version.number, version.url.rpartition("/")[2], version.mark)
         return history
@@ -183,9 +180,8 @@ class RunFeed(Feed):
         """What is there is a version of its own; what isn't is gone, or was verified before it went."""
         return history.state == VERIFIED or _listed_as(history) not in self._listed()
 
-    def why_begun(self, version: Version) -> str | None:
+    def why_begun(self, version: RunStep) -> str | None:
         """That a step was written anew, or that the run went back."""
-        assert isinstance(version, RunStep)
         published = [mark for mark in self._marks if mark.state in (PUBLISHED, ASIDE, REMOVED)]
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
@@ -233,12 +229,10 @@ class RunFeed(Feed):
     def source(self, history: History) -> str:
         return (self.store / _folder_of(history)).url
 
-    def plan(self, source: str, target: VersionTarget) -> FeedTask:
-        assert isinstance(target, RunTarget)
+    def plan(self, source: str, target: RunTarget) -> FeedTask:
         return self._works.plan(source, target)
 
-    def foresee(self, target: VersionTarget, facts: Mapping[str, Any]) -> str:
-        assert isinstance(target, RunTarget)
+    def foresee(self, target: RunTarget, facts: Mapping[str, Any]) -> str:
         return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
@@ -268,8 +262,7 @@ class RunFeed(Feed):
         """Where a step's result grows."""
         return self.places.of(history).workplace(history.key)
 
-    def tasks(self, history: History, target: VersionTarget) -> Iterator[tuple[FeedTask, ...]]:
-        assert isinstance(target, RunTarget)
+    def tasks(self, history: History, target: RunTarget) -> Iterator[tuple[FeedTask, ...]]:
         return self._works.tasks(history, target, self.source(history), self._work(history))
 
     def is_given_up(self, history: History) -> bool:
@@ -318,13 +311,12 @@ class RunFeed(Feed):
             else "not compared: " + ("verify is 0" if not self._verifies else "an adapter")
         )
 
-    def withheld(self, history: History, target: VersionTarget) -> str | None:
-        assert isinstance(target, RunTarget)
+    def withheld(self, history: History, target: RunTarget) -> str | None:
         if not _not_finite(history) or target.on_nan != HOLD or self.places.is_published(history):
             return None
         return f"isn't published, by on_nan: {HOLD}: {_warnings(history)}"
 
-    def notice(self, history: History, target: VersionTarget) -> str | None:
+    def notice(self, history: History, target: RunTarget) -> str | None:
         if self._is_passed_over(history):
             return f"isn't made the newest: {_warnings(history)}"
         return _warnings(history) or None
@@ -332,10 +324,9 @@ class RunFeed(Feed):
     def _is_passed_over(self, history: History) -> bool:
         """Whether a step is never the newest: it has elements that are NaN or infinite."""
         target = self.target(history)
-        return _not_finite(history) and isinstance(target, RunTarget) and target.on_nan != NEWEST
+        return _not_finite(history) and target is not None and target.on_nan != NEWEST
 
-    def publish(self, history: History, target: VersionTarget) -> dict[str, Any]:
-        assert isinstance(target, RunTarget)
+    def publish(self, history: History, target: RunTarget) -> dict[str, Any]:
         place, work = self.places.of(history), self._work(history)
         url, title = self.places.checkpoint(history), self._title(history)
         said: dict[str, Any] = {}
@@ -404,9 +395,8 @@ class RunFeed(Feed):
             return False
         return isinstance(report, Mapping) and report.get("key") == history.key
 
-    def announce(self, history: History, target: VersionTarget) -> Sequence[Record]:
+    def announce(self, history: History, target: RunTarget) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep; pull requests are up to those whom they ask."""
-        assert isinstance(target, RunTarget)
         self.settled(history)
         return self._remove_old(target, history)
 
@@ -488,7 +478,7 @@ def _milliseconds(when: datetime.datetime) -> int:
     return int(when.timestamp() * 1000)
 
 
-def _asked(target: VersionTarget) -> str:
+def _asked(target: RunTarget) -> str:
     """Identifies what is asked for of each step."""
     facts = json.dumps([target.name, target.facts, tables()], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
