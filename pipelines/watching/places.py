@@ -290,12 +290,7 @@ class StorePlace(Place):
 
     def own(self, run: str, output: str | None) -> None:
         (self.store / ".weightbeam").make()
-        ours = json.dumps({"run": run, "output": output}).encode()
-        if self.store.create(OWNER, ours):
-            return
-        held = _json(self.store, OWNER)
-        if held.get("run") == run and "output" not in held:  # of a version that didn't say it
-            self.store.write(OWNER, ours)
+        self.store.create(OWNER, json.dumps({"run": run, "output": output}).encode())
 
     def known_as(self) -> str | None:
         output = _json(self.store, OWNER).get("output")
