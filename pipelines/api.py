@@ -62,20 +62,20 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from weightbeam.formats.storage.uninterrupted import DONE  # only now: stores take a while to import
+        from weightbeam.formats.storage.uninterrupted import PUBLISHED  # only now: stores take a while to import
         from weightbeam.pipelines.running.token_secret import secret_of_a_call
 
         cell = None
         if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
             kwargs["progress"] = cell = NotebookBar(f"{name}: reading headers")
-        DONE.clear()
+        PUBLISHED.clear()
         try:
             with LoggingAsItIs(), secret_of_a_call():
                 if name != "load":  # which does so once its processes have met
                     check_arithmetic()
                 return function(*args, **kwargs)
         except KeyboardInterrupt as e:
-            said = worded(str(e) or "; ".join(DONE))
+            said = worded(str(e) or "; ".join(PUBLISHED))
         finally:
             if cell:
                 cell.close()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from weightbeam.formats.storage.uninterrupted import DONE, IMPATIENCE
+from weightbeam.formats.storage.uninterrupted import IMPATIENCE, PUBLISHED
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
     """Runs a command; returns its exit status. `at_end`: the process ends with it, so that no signal stops anything any
     more.
     """
-    DONE.clear()
+    PUBLISHED.clear()
     prepare_streams()
     interrupts = Interrupts()
     command = ""
@@ -163,9 +163,11 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
             return 1
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if DONE:
+            if PUBLISHED:
                 with contextlib.suppress(OSError):  # nobody may read errors, either
-                    print("; ".join([f"{named()}: nobody reads what it prints", *DONE]), file=sys.stderr, flush=True)
+                    print(
+                        "; ".join([f"{named()}: nobody reads what it prints", *PUBLISHED]), file=sys.stderr, flush=True
+                    )
             return 1
         except (Exception, KeyboardInterrupt) as e:
             if interrupts.came is None and not isinstance(e, KeyboardInterrupt):
@@ -173,10 +175,10 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
                     raise
                 # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
                 refused = e.errno == errno.ENAMETOOLONG
-                told("refused" if refused else "failed", OSError("; ".join([f"  {e}", *DONE])))
+                told("refused" if refused else "failed", OSError("; ".join([f"  {e}", *PUBLISHED])))
                 return 2 if refused else 1
             # Some libraries make something else of a KeyboardInterrupt.
-            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or "; ".join(DONE)
+            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or "; ".join(PUBLISHED)
             print(f"\n{named()}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
             # the pipeline's threads are still at work, and their end isn't worth waiting for
             os._exit(interrupts.status)

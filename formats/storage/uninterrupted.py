@@ -14,11 +14,11 @@ from typing import TypeVar
 Answer = TypeVar("Answer")
 
 
-class _Done(threading.local, UserList[str]):
+class _Texts(threading.local, UserList[str]):
     """Texts, of each thread its own."""
 
 
-DONE = _Done()  # what the command has published by now, for what a stop says that comes later
+PUBLISHED = _Texts()  # what the command has published by now, for what a stop says that comes later
 IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
 
 
@@ -41,7 +41,7 @@ def uninterrupted(request: Callable[[], Answer], done: Callable[[Answer], str], 
         with _deferred(came):
             made = request()
             if said := done(made):
-                DONE.append(said)
+                PUBLISHED.append(said)
     finally:
         try:
             for number in came:

@@ -25,7 +25,6 @@ PROGRAM = Path(__file__).with_name("in_maxtext.py")
 IN_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>\w+)\.")
 DECODER = f"{PARAMETERS}decoder."
 LAST = 2000  # characters of what MaxText said last
-DONE = PROGRESS.encode()
 LOOK = 0.5  # seconds between looks at how far it is
 TRIED = 60  # seconds in which an interpreter says whether it has MaxText
 
@@ -154,7 +153,7 @@ def _finish(words: Sequence[str], folder: Path, log: Path, patience: float) -> i
 
 def _layers_done(log: Path) -> int:
     """How many layers MaxText has run."""
-    return log.read_bytes().count(DONE)
+    return log.read_bytes().count(PROGRESS.encode())
 
 
 def _environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from weightbeam.formats.staging import IncompleteError
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import cache_folder
-from weightbeam.formats.storage.uninterrupted import DONE
+from weightbeam.formats.storage.uninterrupted import PUBLISHED
 from weightbeam.formats.targets.hub import OthersError, Published, check_target, look, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
@@ -63,7 +63,7 @@ def carry_to_hub(
         try:
             written = _write_to_cache(planned, place, how, beam, progress)
         finally:
-            DONE.clear()  # nothing is, on the hub
+            PUBLISHED.clear()  # nothing is, on the hub
         made = _publish_cached(target, place, output, title, how)
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
@@ -82,7 +82,7 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
             f"  {why}\nThe release is in {place.final}; the same command publishes it, if the hub hasn't got it by now."
         ) from e
     except KeyboardInterrupt as e:
-        if not DONE:
+        if not PUBLISHED:
             left = f"the release is in {place.final}; the same command publishes it"
             raise KeyboardInterrupt(f"{e}; {left}" if str(e) else left) from e
         with contextlib.suppress(OSError, HeldError):

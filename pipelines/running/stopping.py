@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import patience
-from weightbeam.formats.storage.uninterrupted import DONE
+from weightbeam.formats.storage.uninterrupted import PUBLISHED
 from weightbeam.formats.targets import made_by
 
 
@@ -23,7 +23,7 @@ def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
     said = f"but {staging.final} was published already"
     try:
         yield
-        DONE.append(said)
+        PUBLISHED.append(said)
     except (KeyboardInterrupt, SystemExit) as e:
         patience.hurry()
         is_published, is_publishing = False, staging.is_publishing()

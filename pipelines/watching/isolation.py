@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,11 +27,19 @@ from weightbeam.pipelines.running.output import AGAIN
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
-DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 CONTEXT = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
 STOP_SECONDS = 20.0  # that a process has to give up what it is about to publish; a bucket is asked for ten of them
 TAIL = 2000  # characters of what a process that died had printed
+
+
+class Status(enum.StrEnum):
+    """How work ended. `BUSY`: another process is at it."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+    BUSY = "busy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +47,12 @@ class Outcome:
     """How work ended.
 
     Attributes:
-      status: done, refused, failed, or busy: another process is at it.
+      status: whether it is done.
       message: why it isn't done.
       facts: what came of it.
     """
 
-    status: str
+    status: Status
     message: str = ""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -101,12 +110,14 @@ class WorkerProcess:
             if self.connection.poll(seconds):
                 outcome: Outcome = self.connection.recv()
             else:
-                outcome = Outcome(FAILED, f"took longer than {seconds:,.0f} s, and was ended")
+                outcome = Outcome(Status.FAILED, f"took longer than {seconds:,.0f} s, and was ended")
         except (EOFError, ConnectionError):
             self._process.join()
             printed = Path(self._log.name).read_text(errors="replace")[-TAIL:]
-            outcome = Outcome(FAILED, f"{_how(self._process.exitcode or 0)}; the last that it printed:\n{printed}")
-        if outcome.status != DONE:
+            outcome = Outcome(
+                Status.FAILED, f"{_how(self._process.exitcode or 0)}; the last that it printed:\n{printed}"
+            )
+        if outcome.status != Status.DONE:
             self.end()
         return outcome
 
@@ -171,7 +182,7 @@ class Workers:
                 for ready in multiprocessing.connection.wait(list(at_work)):
                     process = at_work.pop(cast(Connection, ready))
                     outcomes[process] = process.answer()
-                    if outcomes[process].status != DONE:
+                    if outcomes[process].status != Status.DONE:
                         return [outcomes[process]]
         except KeyboardInterrupt:  # nothing is published once this is told
             for process in at_work.values():
@@ -240,16 +251,16 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
     try:
-        return Outcome(DONE, facts=action(**keywords))
+        return Outcome(Status.DONE, facts=action(**keywords))
     except Busy as e:
-        return Outcome(BUSY, str(e).strip())
+        return Outcome(Status.BUSY, str(e).strip())
     except Refused as e:
-        return Outcome(FAILED if _has_changed(e) else REFUSED, str(e).strip())
+        return Outcome(Status.FAILED if _has_changed(e) else Status.REFUSED, str(e).strip())
     except Failed as e:
-        return Outcome(FAILED, str(e).strip().replace(AGAIN, "the next attempt goes on from there"))
+        return Outcome(Status.FAILED, str(e).strip().replace(AGAIN, "the next attempt goes on from there"))
     except Exception as e:
         traceback.print_exc()
-        return Outcome(FAILED, f"{type(e).__name__}: {e}")
+        return Outcome(Status.FAILED, f"{type(e).__name__}: {e}")
 
 
 def _has_changed(error: BaseException | None) -> bool:

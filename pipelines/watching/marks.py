@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from weightbeam.formats.storage import Store
-from weightbeam.pipelines.watching.records import GONE, PUBLISHED
+from weightbeam.pipelines.watching.records import State
 
 MARKS, OPEN = "marks", "open"
 ASIDE = "aside"  # in a mark: published, but never the newest
@@ -110,15 +110,15 @@ class Marks:
         """What was asked of each step and is settled; one that was gone may be there again."""
         asked = defaultdict[tuple[int, str], set[str]](set)
         for mark in self._marks:
-            if mark.state != GONE:
+            if mark.state != State.GONE:
                 asked[mark.listed].add(mark.asked)
         return asked
 
-    def of(self, target: str, state: str = PUBLISHED) -> list[Mark]:
+    def of(self, target: str, state: str = State.PUBLISHED) -> list[Mark]:
         """The marks of a target's histories in a state, in no order."""
         return [mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target]
 
-    def all_but_last(self, last: int, target: str, there: Listed, state: str = PUBLISHED) -> list[Mark]:
+    def all_but_last(self, last: int, target: str, there: Listed, state: str = State.PUBLISHED) -> list[Mark]:
         """Those of all but the last steps, the oldest first: by when they were committed, but none that is there behind one
         of a higher number that is, too, since a clock may have been wrong. A step that was published twice, as with other
         options, is one.

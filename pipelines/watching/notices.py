@@ -17,7 +17,7 @@ import tenacity
 from weightbeam.formats.text.installing import install
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.watching.records import FAILED, HELD, PUBLISHED, SETTLED, Record
+from weightbeam.pipelines.watching.records import SETTLED, Record, State
 
 ATTEMPTS = 4
 TIMEOUT = 10.0  # seconds of silence in an attempt
@@ -31,7 +31,7 @@ def text_of(record: Record) -> str:
     """A record as a sentence."""
     commit, target = record.get("commit"), record.get("target")
     what = record["repo"] + (f"@{commit[:12]}" if commit else "") + (f" for {target}" if target else "")
-    where = f" in {record['checkpoint']}" if record["state"] == PUBLISHED and record.get("checkpoint") else ""
+    where = f" in {record['checkpoint']}" if record["state"] == State.PUBLISHED and record.get("checkpoint") else ""
     return f"{what}: {record['state']}{where}" + (f": {record['reason']}" if record.get("reason") else "")
 
 
@@ -44,8 +44,8 @@ def _escaped(text: str) -> str:
 
 def note(record: Record) -> None:
     """Logs a state; on a terminal the next one takes its line, where there is nothing more to say of it."""
-    passing = record["state"] not in (*SETTLED, FAILED) and not record.get("reason")
-    level = logging.WARNING if record["state"] in (FAILED, HELD) else logging.INFO
+    passing = record["state"] not in (*SETTLED, State.FAILED) and not record.get("reason")
+    level = logging.WARNING if record["state"] in (State.FAILED, State.HELD) else logging.INFO
     _log.log(level, text_of(record), extra={"facts": dict(record), "passing": passing})
 
 

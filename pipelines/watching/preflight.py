@@ -15,8 +15,8 @@ from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
-from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED, is_maxtext_config
+from weightbeam.pipelines.watching.isolation import PLAN_SECONDS, Status
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable, told_other_run
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
@@ -125,11 +125,11 @@ def _find_problems(feed: RunFeed) -> list[str]:
     with feed.apart() as apart:
         for target in feed.run.targets:
             task = feed.plan(newest.url, target)
-            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
+            outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
             facts = outcome.facts
             if (like := run.like or facts.get("form")) and not (facts.get("lora") and target.facts["lora"] != MERGED):
                 likes[like] = None
-            if outcome.status == isolation.REFUSED:
+            if outcome.status == Status.REFUSED:
                 problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
             elif facts.get("lora") and target.facts["lora"] == MERGED and not has_weights(form := facts["form"]):
                 problems.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import enum
 import hashlib
 import json
 import logging
@@ -25,19 +26,34 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.runs import MAX_STEP
 from weightbeam.pipelines.watching.tables import tables
 
-DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
-REFUSED, FAILED, SAME = "refused", "failed", "same"
-GONE, REMOVED, HELD = "gone", "removed", "held"
 AGAIN = "again.json"
 NOTE = "note"  # of what a publication says: the reason of its record
-STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
-SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD, SAME)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
 FULL_PATHS = "--full_paths=true"  # among a target's options
 SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ
 LOG = logging.getLogger("weightbeam.watch")
 
 Record = Mapping[str, Any]
+
+
+class State(enum.StrEnum):
+    """What a record says of a version, made into a target."""
+
+    DISCOVERED = "discovered"
+    PLANNED = "planned"
+    CONVERTING = "converting"
+    VERIFIED = "verified"
+    PUBLISHED = "published"
+    REFUSED = "refused"
+    FAILED = "failed"
+    SAME = "same"
+    GONE = "gone"
+    REMOVED = "removed"
+    HELD = "held"
+
+
+# nothing is left to be done
+SETTLED = (State.PUBLISHED, State.REFUSED, State.GONE, State.REMOVED, State.HELD, State.SAME)
 
 
 class LostError(Exception):
@@ -57,12 +73,6 @@ def _moment(text: str) -> str:
     return text
 
 
-def _state(text: str) -> str:
-    if text not in STATES:
-        raise ValueError(f"should be one of {', '.join(STATES)}")
-    return text
-
-
 Moment = Annotated[str, AfterValidator(_moment)]
 
 
@@ -71,7 +81,7 @@ class _Said(pydantic.BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    state: Annotated[str, AfterValidator(_state)]
+    state: Annotated[State, Field(strict=False)]
     time: Moment
     commit: str
     target: str
@@ -120,7 +130,7 @@ def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -
         _Said.model_validate(record)
         known = {**before, **record}
         (_KnownOfRun if root == RUNS else _Known).model_validate(known)
-        if record["state"] in (PLANNED, CONVERTING, VERIFIED, PUBLISHED):
+        if record["state"] in (State.PLANNED, State.CONVERTING, State.VERIFIED, State.PUBLISHED):
             _Planned.model_validate(known)
     except JsonError as e:
         why = str(e)
@@ -256,7 +266,9 @@ class History:
             "weights": version.weights,
             **version.facts,
         }
-        return self.add(DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables())
+        return self.add(
+            State.DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables()
+        )
 
     def add(self, state: str, reason: str | None = None, **facts: Any) -> Record:
         """Makes the next record. In a bucket it names what lies on this machine; here, it says where that is.
@@ -287,7 +299,7 @@ class History:
             "same_weights_as": known,
             "reason": f"same weights as {known[:12]}",
         }
-        record = {"state": SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
+        record = {"state": State.SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None
 
     def again(self) -> datetime.datetime | None:

@@ -18,17 +18,7 @@ from weightbeam.pipelines.watching import releases, works
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign, write_pointer
 from weightbeam.pipelines.watching.notices import inform, warn
-from weightbeam.pipelines.watching.records import (
-    FAILED,
-    PUBLISHED,
-    REFUSED,
-    VERIFIED,
-    History,
-    Record,
-    histories,
-    history_of,
-    now,
-)
+from weightbeam.pipelines.watching.records import History, Record, State, histories, history_of, now
 from weightbeam.pipelines.watching.releases import ReleaseCommit
 from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
@@ -96,7 +86,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         are up to those.
         """
         names = {target.name for target in self.targets}
-        published_for = {history.first["target"] for history in known if history.state == PUBLISHED}
+        published_for = {history.first["target"] for history in known if history.state == State.PUBLISHED}
         for target in sorted(published_for & names):
             published = self._published(known, target)
             newest, last = next(iter(published)), max(max(moments) for moments in published.values())
@@ -122,7 +112,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return f"hf://{history.name}@{history.facts['commit']}"
 
     def is_replaced(self, history: History) -> bool:
-        is_ended = history.state in (FAILED, REFUSED)
+        is_ended = history.state in (State.FAILED, State.REFUSED)
         if is_ended and NO_REVISION not in (history.last.get("reason") or ""):  # the hub isn't asked each time
             return False
         return not releases.is_there(history.name, history.facts["commit"])
@@ -139,12 +129,12 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
 
     def is_made(self, history: History) -> bool:
         """Also where this very plan was published before, as with tables that have changed for other models only."""
-        made = plan_hash_of(open_store(self._checkpoint(history)) / STEP) if history.state == VERIFIED else None
+        made = plan_hash_of(open_store(self._checkpoint(history)) / STEP) if history.state == State.VERIFIED else None
         if made == history.facts.get("plan", ""):
             return True
         others = histories(self.output, history.name)
         return any(
-            other.state == PUBLISHED and self._checkpoint(other) == self._checkpoint(history) for other in others
+            other.state == State.PUBLISHED and self._checkpoint(other) == self._checkpoint(history) for other in others
         )
 
     def _checkpoint(self, history: History) -> str:
@@ -234,7 +224,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         """What was published for a target, the newest first: by when the hub was seen to have the release, or to have it
         again; of one release by when it was published, or asked for again.
         """
-        those = [history for history in found if history.state == PUBLISHED and history.first["target"] == target]
+        those = [history for history in found if history.state == State.PUBLISHED and history.first["target"] == target]
         moments: dict[History, datetime.datetime] = {}
         since: dict[str, datetime.datetime] = {}
         for history in those:

@@ -21,17 +21,15 @@ from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, drop
 from weightbeam.pipelines.watching.records import (
-    PUBLISHED,
-    REMOVED,
     RUNS,
-    VERIFIED,
     History,
     LostError,
     Record,
+    State,
     find_history,
     histories,
     history_of,
-)  # fmt: skip
+)
 from weightbeam.pipelines.watching.runs import (
     RunStep,
     SeenStep,
@@ -178,11 +176,11 @@ class RunFeed(Feed[RunStep, RunTarget]):
 
     def goes_on(self, history: History) -> bool:
         """What is there is a version of its own; what isn't is gone, or was verified before it went."""
-        return history.state == VERIFIED or _listed_as(history) not in self._listed()
+        return history.state == State.VERIFIED or _listed_as(history) not in self._listed()
 
     def why_begun(self, version: RunStep) -> str | None:
         """That a step was written anew, or that the run went back."""
-        published = [mark for mark in self._marks if mark.state in (PUBLISHED, ASIDE, REMOVED)]
+        published = [mark for mark in self._marks if mark.state in (State.PUBLISHED, ASIDE, State.REMOVED)]
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
         last = max(published, default=None)
@@ -201,7 +199,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
     def _mark(self, history: History) -> None:
         first, target = history.first, self.target(history)
         seen = self._seen.get(history.key)
-        is_aside = history.state == PUBLISHED and self._is_passed_over(history)
+        is_aside = history.state == State.PUBLISHED and self._is_passed_over(history)
         mark = Mark(
             _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
@@ -249,7 +247,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
             return url
         others = {
             mark.key
-            for state in (PUBLISHED, ASIDE)
+            for state in (State.PUBLISHED, ASIDE)
             for mark in self._marks.of(history.first["target"], state)
             if mark.step == history.first["step"]
         } - {history.key}
@@ -281,17 +279,17 @@ class RunFeed(Feed[RunStep, RunTarget]):
     def published_before(self, history: History) -> str | None:
         first, plan = history.first, history.facts["plan"]
         self._marks.read()
-        states = (PUBLISHED, ASIDE, REMOVED)
+        states = (State.PUBLISHED, ASIDE, State.REMOVED)
         for mark in (mark for state in states for mark in sorted(self._marks.of(first["target"], state))):
             if mark.listed == _listed_as(history) and mark.key != history.key:
                 other = self.places.find(mark.key)
                 is_same = other is not None and other.facts.get("plan") == plan
-                if other and is_same and (other.state == REMOVED or self.places.is_published(other)):
+                if other and is_same and (other.state == State.REMOVED or self.places.is_published(other)):
                     return self.places.checkpoint(other)
         return None
 
     def is_made(self, history: History) -> bool:
-        if history.state != VERIFIED:
+        if history.state != State.VERIFIED:
             return False
         if (self._work(history) / RELEASE).exists(REPORT):
             return True
@@ -412,7 +410,9 @@ class RunFeed(Feed[RunStep, RunTarget]):
             return removed
         # those that are passed over have no claim to the places of the others
         there = self._listed()
-        published = [self._marks.all_but_last(keep.last, target.name, there, state) for state in (PUBLISHED, ASIDE)]
+        published = [
+            self._marks.all_but_last(keep.last, target.name, there, state) for state in (State.PUBLISHED, ASIDE)
+        ]
         for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
@@ -420,11 +420,11 @@ class RunFeed(Feed[RunStep, RunTarget]):
             other = history if is_this else self.places.find(mark.key)
             if other is None:
                 continue
-            if other.state == PUBLISHED and not self._is_newest(other):
+            if other.state == State.PUBLISHED and not self._is_newest(other):
                 try:
                     if self._is_pointed_at(other) or self.places.is_elsewhere(other):
                         continue
-                    removed.append(other.add(REMOVED, self._remove(other)))
+                    removed.append(other.add(State.REMOVED, self._remove(other)))
                 except (OSError, LostError) as e:
                     warn(f"{self.places.checkpoint(other)} can't be removed: {e}")
                     continue

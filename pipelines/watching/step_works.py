@@ -25,7 +25,7 @@ from weightbeam.pipelines.watching.config import (
 from weightbeam.pipelines.watching.feed import FeedTask
 from weightbeam.pipelines.watching.isolation import Action
 from weightbeam.pipelines.watching.places import RELEASE
-from weightbeam.pipelines.watching.records import PUBLISHED, History
+from weightbeam.pipelines.watching.records import History, State
 from weightbeam.pipelines.watching.step_places import StepPlaces
 from weightbeam.transforms.planning.options import (
     PARAMS,
@@ -179,7 +179,7 @@ class StepWorks:
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
             other = self._places.find(mark.key)
             try:
-                if other and other.state == PUBLISHED and self._places.is_published(other):
+                if other and other.state == State.PUBLISHED and self._places.is_published(other):
                     return {"step": mark.step, "url": self._places.checkpoint(other)}
             except StorageError as e:
                 raise Failed(str(e)) from e

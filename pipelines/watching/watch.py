@@ -31,7 +31,7 @@ from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, inform, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
-from weightbeam.pipelines.watching.records import FAILED, LostError
+from weightbeam.pipelines.watching.records import LostError, State
 from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
@@ -188,7 +188,7 @@ def _told(finding: Finding) -> str:
     told = ": ".join(
         filter(None, (finding.place, "; ".join(map(str.strip, finding.reason.splitlines())).replace(":; ", ": ")))
     )
-    if finding.state != FAILED or not finding.target:
+    if finding.state != State.FAILED or not finding.target:
         return told
     when = f"is tried again at {finding.again:%Y-%m-%d %H:%M} UTC" if finding.again else "isn't tried again"
     return f"{when}; --retry {finding.repo} has it begin anew: {told}"  # what went wrong may be long
@@ -197,4 +197,4 @@ def _told(finding: Finding) -> str:
 def _report(args: argparse.Namespace, found: Findings) -> int:
     """Says how things stand; returns the exit status."""
     say(args, found)
-    return int(any(finding.state == FAILED for finding in found.findings))
+    return int(any(finding.state == State.FAILED for finding in found.findings))

@@ -12,36 +12,27 @@ from typing import Any
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import IRREGULAR
-from weightbeam.formats.storage.uninterrupted import DONE
+from weightbeam.formats.storage.uninterrupted import PUBLISHED
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
-from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.isolation import PLAN_SECONDS, Outcome, Status, Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
-    CONVERTING,
-    DISCOVERED,
-    FAILED,
-    GONE,
-    HELD,
     NOTE,
-    PLANNED,
-    PUBLISHED,
-    REFUSED,
-    SAME,
     SETTLED,
     SKEW,
-    VERIFIED,
     DamagedRecordError,
     History,
     LostError,
+    State,
     Version,
     VersionTarget,
     now,
-)  # fmt: skip
+)
 
-UNREAD = (DISCOVERED, PLANNED, CONVERTING, FAILED, REFUSED)  # states from which the version is read, once asked for
+# states from which the version is read, once asked for
+UNREAD = (State.DISCOVERED, State.PLANNED, State.CONVERTING, State.FAILED, State.REFUSED)
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
@@ -87,7 +78,7 @@ class Watcher:
             problems += wrong
         for problem in problems:
             warn(problem)
-        return [Finding("", "", "", FAILED, problem) for problem in problems] + [
+        return [Finding("", "", "", State.FAILED, problem) for problem in problems] + [
             finding for feed, name in found for finding in self._look(feed, name)
         ]
 
@@ -103,16 +94,16 @@ class Watcher:
         found = [(feed, history) for feed in wanted for history in feed.histories(name, every=True)]
         again = []
         for feed, history in found:
-            if history.state not in (REFUSED, HELD, FAILED):
+            if history.state not in (State.REFUSED, State.HELD, State.FAILED):
                 continue
             if history.first["target"] not in {target.name for target in feed.targets}:
                 continue
             try:
                 with history.alone():
-                    if history.state in (REFUSED, HELD, FAILED):  # else someone has just asked for it
-                        if history.state == REFUSED:  # what was staged may be what stood against it
+                    if history.state in (State.REFUSED, State.HELD, State.FAILED):  # else someone has just asked for it
+                        if history.state == State.REFUSED:  # what was staged may be what stood against it
                             feed.clear(history)
-                        self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
+                        self._notices.tell(history.add(State.DISCOVERED, "asked for again", attempt=0))
                         feed.reopened(history)
             except HeldError as e:
                 raise LostError(str(e)) from e
@@ -129,7 +120,7 @@ class Watcher:
             if e.errno in IN_THE_WAY or e.strerror == IRREGULAR:
                 why += "; what is in the way isn't Weightbeam's, move it away"
             warn(f"{name}: {why}")
-            yield Finding(name, "", "", FAILED, why)
+            yield Finding(name, "", "", State.FAILED, why)
         finally:
             feed.rest()
 
@@ -151,7 +142,7 @@ class Watcher:
                     self._notices.tell(record)
         except StorageError as e:
             warn(str(e))
-            yield Finding(name, "", "", FAILED, str(e))
+            yield Finding(name, "", "", State.FAILED, str(e))
 
     def _look_at(self, feed: Feed, version: Version, known: dict[str, History]) -> Iterator[Finding]:
         """Takes a version as far as it can be brought, and those that were begun before."""
@@ -161,10 +152,10 @@ class Watcher:
                 history = feed.history(version, target)
             except DamagedRecordError as e:
                 warn(str(e))
-                yield Finding(version.name, version.commit, "", FAILED, str(e))
+                yield Finding(version.name, version.commit, "", State.FAILED, str(e))
                 continue
             current[history.key] = (known.setdefault(history.key, history), target)
-        is_settled = all(history.state == PUBLISHED for history, _ in current.values())
+        is_settled = all(history.state == State.PUBLISHED for history, _ in current.values())
         verdict = [] if is_settled else feed.judge(version)
         waits = isinstance(verdict, Waiting)
         yield from self._go_on(
@@ -203,8 +194,8 @@ class Watcher:
 
     def _is_over(self, history: History, known: Iterable[History]) -> bool:
         """Whether nothing is to be done about one that failed: it isn't tried again, and a later version is published."""
-        return (history.state == FAILED and self._due(history) is None) and any(
-            other.state == PUBLISHED
+        return (history.state == State.FAILED and self._due(history) is None) and any(
+            other.state == State.PUBLISHED
             and other.first["target"] == history.first["target"]
             and other.first["time"] > history.first["time"]
             for other in known
@@ -219,7 +210,7 @@ class Watcher:
                 self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
             elif _is_back(feed, history):
-                self._notices.tell(history.add(DISCOVERED, "it is there again", attempt=0))
+                self._notices.tell(history.add(State.DISCOVERED, "it is there again", attempt=0))
                 feed.reopened(history)
             elif history.facts["commit"] != version.commit:
                 if history.state in UNREAD and feed.is_replaced(history):
@@ -228,12 +219,12 @@ class Watcher:
                     self._notices.tell(record)
             if (
                 denied
-                and history.state in (DISCOVERED, PLANNED, FAILED, REFUSED)
+                and history.state in (State.DISCOVERED, State.PLANNED, State.FAILED, State.REFUSED)
                 and history.last.get("reason") != denied
             ):
-                self._notices.tell(history.add(REFUSED, denied, by_hub=True))
-            elif not denied and history.state == REFUSED and history.last.get("by_hub"):
-                self._notices.tell(history.add(DISCOVERED, "what it was refused for is no more"))
+                self._notices.tell(history.add(State.REFUSED, denied, by_hub=True))
+            elif not denied and history.state == State.REFUSED and history.last.get("by_hub"):
+                self._notices.tell(history.add(State.DISCOVERED, "what it was refused for is no more"))
         except LostError:
             history.refresh()
         return self._advance(feed, history, target)
@@ -244,7 +235,7 @@ class Watcher:
             was = history.facts["commit"]
             if history.state in UNREAD and was != version.commit:
                 why = f"commit {was[:12]} is gone, and {version.commit[:12]} has the same weights"
-                self._notices.tell(history.add(DISCOVERED, why, commit=version.commit, attempt=0))
+                self._notices.tell(history.add(State.DISCOVERED, why, commit=version.commit, attempt=0))
 
     def _advance(self, feed: Feed, history: History, target: VersionTarget) -> Finding:
         """Does what the state asks for. Raises DamagedError where a record of another watcher isn't one."""
@@ -254,7 +245,7 @@ class Watcher:
             feed.settled(history)
             return _finding(history)
         if (
-            history.state == FAILED
+            history.state == State.FAILED
             and ((due := self._due(history)) is None or due > now())
             and not feed.is_gone(history)
         ):
@@ -265,10 +256,10 @@ class Watcher:
                     try:
                         self._work(feed, history, target, apart)
                     except KeyboardInterrupt:  # a stop that was asked for isn't the version's fault
-                        if history.state == CONVERTING:
+                        if history.state == State.CONVERTING:
                             # another watcher has said so, or gone on; this one stops all the same
                             with contextlib.suppress(LostError):
-                                history.add(PLANNED, "stopped on the way", attempt=history.attempt - 1)
+                                history.add(State.PLANNED, "stopped on the way", attempt=history.attempt - 1)
                         raise
                 if history.state in SETTLED:
                     feed.settled(history)
@@ -277,7 +268,9 @@ class Watcher:
         except LostError as e:
             warn(str(e))
             history.refresh()
-        return dataclasses.replace(_finding(history), again=self._due(history) if history.state == FAILED else None)
+        return dataclasses.replace(
+            _finding(history), again=self._due(history) if history.state == State.FAILED else None
+        )
 
     def _due(self, history: History) -> datetime.datetime | None:
         """When a failed one is tried again; None if it isn't.
@@ -301,7 +294,7 @@ class Watcher:
         if (why := feed.is_gone(history)) and not feed.is_made(history):
             self._say_gone(feed, history, why)
             return
-        if history.state == CONVERTING and attempt > self.config.attempts:
+        if history.state == State.CONVERTING and attempt > self.config.attempts:
             self._fail(
                 history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt
             )
@@ -313,15 +306,15 @@ class Watcher:
                 return
             if why := feed.withheld(history, target):
                 feed.clear(history)
-                self._notices.tell(history.add(HELD, why))
+                self._notices.tell(history.add(State.HELD, why))
                 return
             said = feed.publish(history, target)
         except Failed as e:
             self._fail(history, str(e), attempt)
             return
         note = said.pop(NOTE, None) or feed.notice(history, target)
-        self._notices.tell(history.add(PUBLISHED, note, **said))
-        DONE.clear()  # it is told
+        self._notices.tell(history.add(State.PUBLISHED, note, **said))
+        PUBLISHED.clear()  # it is told
         for record in feed.announce(history, target):
             self._notices.tell(record)
 
@@ -329,25 +322,25 @@ class Watcher:
         """Plans a version that isn't planned, or whose plan may be another one by now; returns whether it is to be made. If
         not, why is recorded.
         """
-        goes_on = history.state in (PLANNED, CONVERTING) and not history.last.get(BUSY)
+        goes_on = history.state in (State.PLANNED, State.CONVERTING) and not history.last.get(BUSY)
         before = history.facts.get("plan") if goes_on else None
-        if history.state not in (DISCOVERED, FAILED) and not (before and feed.plans_anew):
+        if history.state not in (State.DISCOVERED, State.FAILED) and not (before and feed.plans_anew):
             return True
         task = feed.plan(feed.source(history), target)
-        outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
-        if outcome.status != isolation.DONE:
+        outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
+        if outcome.status != Status.DONE:
             if why := feed.is_gone(history, patient=True):
                 self._say_gone(feed, history, why)
-            elif outcome.status == isolation.REFUSED:
-                self._notices.tell(history.add(REFUSED, outcome.message[:REASON]))
+            elif outcome.status == Status.REFUSED:
+                self._notices.tell(history.add(State.REFUSED, outcome.message[:REASON]))
             else:
                 self._fail(history, outcome.message, attempt)
             return False
         if (plan := outcome.facts["plan"]) != before:
             why = f"another plan than {before[:8]}, as since the table was written anew" if before else None
-            self._notices.tell(history.add(PLANNED, why, checkpoint=feed.place(history, plan), **outcome.facts))
+            self._notices.tell(history.add(State.PLANNED, why, checkpoint=feed.place(history, plan), **outcome.facts))
         if there := feed.published_before(history):
-            self._notices.tell(history.add(SAME, f"{there} is what this plan makes"))
+            self._notices.tell(history.add(State.SAME, f"{there} is what this plan makes"))
             return False
         return True
 
@@ -356,28 +349,28 @@ class Watcher:
         can't be told how.
         """
         if not history.last.get(BUSY):
-            self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
+            self._notices.tell(history.add(State.CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
         facts: dict[str, Any] = {}
         for tasks in feed.tasks(history, target):
             outcomes = self._do(feed, history, apart, tasks, attempt)
             if outcomes is None:
                 return False
             facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
-        self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
+        self._notices.tell(history.add(State.VERIFIED, feed.judgement(facts), **facts))
         return True
 
     def _do(
         self, feed: Feed, history: History, apart: Workers, tasks: Sequence[FeedTask], attempt: int
-    ) -> list[isolation.Outcome] | None:
+    ) -> list[Outcome] | None:
         """Does tasks at the same time; None if one of them isn't done, which is recorded."""
         outcomes = apart.run_together([(task.action, task.keywords) for task in tasks])
         outcome = outcomes[-1]
-        if outcome.status == isolation.DONE:
+        if outcome.status == Status.DONE:
             return outcomes
         # such as a conversion that was started by hand, or a job that outlived its watcher
-        if outcome.status == isolation.BUSY:
+        if outcome.status == Status.BUSY:
             if not history.last.get(BUSY):  # else it is said already
-                self._notices.tell(history.add(PLANNED, outcome.message, attempt=attempt - 1, **{BUSY: True}))
+                self._notices.tell(history.add(State.PLANNED, outcome.message, attempt=attempt - 1, **{BUSY: True}))
             raise HeldError(outcome.message)
         if why := feed.is_gone(history, patient=True):
             self._say_gone(feed, history, why)
@@ -386,33 +379,33 @@ class Watcher:
         return None
 
     def _fail(self, history: History, reason: str, attempt: int) -> None:
-        self._notices.tell(history.add(FAILED, reason[:REASON], attempt=attempt))
+        self._notices.tell(history.add(State.FAILED, reason[:REASON], attempt=attempt))
 
     def _say_gone(self, feed: Feed, history: History, why: str) -> None:
         """Records that a version is gone, once nothing is left of it."""
         feed.clear(history)
-        self._notices.tell(history.add(GONE, why))
+        self._notices.tell(history.add(State.GONE, why))
 
     def _foresee(self, feed: Feed, history: History, version: Version, target: VersionTarget, denied: str) -> Finding:
         """What would be done."""
-        is_begun = history.state not in (None, DISCOVERED) and not _is_back(feed, history)
-        if is_begun and not (denied and history.state == REFUSED):
+        is_begun = history.state not in (None, State.DISCOVERED) and not _is_back(feed, history)
+        if is_begun and not (denied and history.state == State.REFUSED):
             return _finding(history)
-        found = Finding(version.name, version.commit, target.name, REFUSED, denied)
+        found = Finding(version.name, version.commit, target.name, State.REFUSED, denied)
         if denied:
             return found
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
-            outcome = apart.run(task.action, task.keywords, isolation.PLAN_SECONDS)
-        if outcome.status != isolation.DONE:
-            again = now() if outcome.status == FAILED else None  # nothing of it is recorded
+            outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
+        if outcome.status != Status.DONE:
+            again = now() if outcome.status == Status.FAILED else None  # nothing of it is recorded
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)
-        return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
+        return dataclasses.replace(found, state=State.PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
 
 
 def _is_back(feed: Feed, history: History) -> bool:
     """Whether a version that was gone is there again."""
-    return history.state == GONE and not feed.is_gone(history)
+    return history.state == State.GONE and not feed.is_gone(history)
 
 
 def _unless_damaged(history: History, commit: str, do: Callable[..., Finding], *arguments: Any) -> Finding:
@@ -421,10 +414,10 @@ def _unless_damaged(history: History, commit: str, do: Callable[..., Finding], *
         return do(*arguments)
     except DamagedRecordError as e:
         warn(str(e))
-        return Finding(history.name, commit, "", FAILED, str(e))
+        return Finding(history.name, commit, "", State.FAILED, str(e))
 
 
 def _finding(history: History) -> Finding:
     last = history.last
-    place = last.get("checkpoint", "") if last["state"] == PUBLISHED else ""
+    place = last.get("checkpoint", "") if last["state"] == State.PUBLISHED else ""
     return Finding(history.name, last["commit"], last["target"], last["state"], last.get("reason") or "", place=place)

@@ -16,7 +16,7 @@ from processes import wait_until
 
 from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.pipelines.terminal.errors import Failed, Refused
-from weightbeam.pipelines.watching.isolation import DONE, FAILED, REFUSED, Workers
+from weightbeam.pipelines.watching.isolation import Status, Workers
 
 PREPARED: list[bool] = []
 
@@ -68,7 +68,7 @@ def test_a_process_is_ready_and_fresh() -> None:
     assert children() == before
 
 
-@pytest.mark.parametrize(("cause", "status"), [(ChangedError, FAILED), (StorageError, REFUSED)])
+@pytest.mark.parametrize(("cause", "status"), [(ChangedError, Status.FAILED), (StorageError, Status.REFUSED)])
 def test_what_is_refused_for_a_file_that_changed_is_tried_again(cause: type[StorageError], status: str) -> None:
     with Workers(prepare) as workers:
         outcome = workers.run(refuse, {"cause": (cause, "x changed")})
@@ -85,7 +85,7 @@ def test_ctrl_c_while_it_begins(seconds: float, capfd: pytest.CaptureFixture[str
         time.sleep(seconds)
         os.kill(started, signal.SIGINT)
         done = workers.run(tell, {"arguments": []})
-        assert (done.status, done.facts["pid"]) == (DONE, started)
+        assert (done.status, done.facts["pid"]) == (Status.DONE, started)
     assert capfd.readouterr() == ("", "")
 
 
@@ -99,7 +99,7 @@ def test_what_died_while_it_waited() -> None:
         ready.join()
         workers.rest()
         outcome = workers.run(tell, {"arguments": ["x"]})
-        assert (outcome.status, outcome.facts["said"]) == (DONE, ["x"])
+        assert (outcome.status, outcome.facts["said"]) == (Status.DONE, ["x"])
         assert outcome.facts["pid"] != ready.pid
 
 
@@ -108,14 +108,17 @@ def test_what_is_done_together() -> None:
     before = children()
     with Workers(prepare) as workers:
         outcomes = workers.run_together([(sleep, {"arguments": ["0.3"]}), (tell, {"arguments": ["b"]})])
-        assert [(outcome.status, outcome.facts["said"]) for outcome in outcomes] == [(DONE, ["0.3"]), (DONE, ["b"])]
+        assert [(outcome.status, outcome.facts["said"]) for outcome in outcomes] == [
+            (Status.DONE, ["0.3"]),
+            (Status.DONE, ["b"]),
+        ]
         start = time.monotonic()
         (outcome,) = workers.run_together([(sleep, {"arguments": ["600"]}), (fail, {"arguments": ["the", "reason"]})])
-        assert (outcome.status, outcome.message) == (FAILED, "the reason")
+        assert (outcome.status, outcome.message) == (Status.FAILED, "the reason")
         assert time.monotonic() - start < 60
         assert children() == before
         assert workers.run(sleep, {"arguments": ["600"]}, seconds=0.2).message == "took longer than 0 s, and was ended"
-        assert workers.run(tell, {"arguments": ["again"]}).status == DONE
+        assert workers.run(tell, {"arguments": ["again"]}).status == Status.DONE
         workers.rest()
         assert children() == before
 

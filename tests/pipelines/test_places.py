@@ -29,7 +29,7 @@ from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import MARKS, OPEN
 from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.places import OWNER, FolderPlace, HubPlace
-from weightbeam.pipelines.watching.records import FAILED, REFUSED, ROOT, RUNS, History, key_of
+from weightbeam.pipelines.watching.records import ROOT, RUNS, History, State, key_of
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import WAITING, Watcher
 
@@ -166,7 +166,7 @@ def test_a_damaged_owner_harms_its_run_only(how: str, tmp_path: Path, caplog: py
     owner = tmp_path / "bad-out" / OWNER
     damage(owner, how)
     found = Watcher(config, feeds, Notices([])).once()
-    assert [finding.state for finding in found] == [FAILED, WAITING]
+    assert [finding.state for finding in found] == [State.FAILED, WAITING]
     assert str(owner) in found[0].reason
     assert str(tmp_path / "other") in found[1].reason
     assert str(owner) in caplog.text
@@ -321,5 +321,5 @@ class Denied(Feed):
 
 def test_what_another_watcher_left_damaged_harms_itself_only(tmp_path: Path) -> None:
     found = Watcher(SimpleNamespace(attempts=3), [Denied(tmp_path)], Notices([])).once()  # type: ignore[arg-type]
-    assert [(finding.commit, finding.state) for finding in found] == [("a", FAILED), ("b", REFUSED)]
+    assert [(finding.commit, finding.state) for finding in found] == [("a", State.FAILED), ("b", State.REFUSED)]
     assert "0001.json: is no record" in found[0].reason
