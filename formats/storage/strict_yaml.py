@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import yaml
 
 MAX_YAML = 1 << 20  # bytes of a text: to parse it takes seconds for each MB
-INTEGER, MAX_DIGITS = "tag:yaml.org,2002:int", 1000  # Python prints numbers of 4,300 digits at most
+STRING, INTEGER = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
+MAX_DIGITS = 1000  # Python prints numbers of 4,300 digits at most
 MAX_VALUES = 100_000  # with those that aliases repeat; MaxText's base.yml has some two thousand
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML in which no key stands twice, of which the last would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if key.tag == STRING)
+        if twice := [key for key, times in keys.items() if times > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str | bytes, loader: type[yaml.BaseLoader | yaml.SafeLoader] = yaml.SafeLoader) -> Any:

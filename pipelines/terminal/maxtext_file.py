@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from weightbeam.formats.storage import read_named
-from weightbeam.formats.storage.strict_yaml import parse_yaml
+from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.model_mappings.config_json import clean, is_dump, is_none
 from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
@@ -23,16 +22,10 @@ OWN_BASES = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/(?!sft-vision)[
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
-class MaxTextLoader(yaml.SafeLoader):
-    """YAML as MaxText reads it, in which no key is there twice, with the tags that Python's dump leaves: a tuple is a
-    list, an enum its value. Nothing is made but these.
+class MaxTextLoader(StrictLoader):
+    """YAML as MaxText reads it, with the tags that Python's dump leaves: a tuple is a list, an enum its value. Nothing is
+    made but these.
     """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
-        if twice := [key for key, times in Counter(keys).items() if times > 1]:
-            raise yaml.YAMLError(f"{', '.join(twice)} is there twice")
-        return super().construct_mapping(node, deep)
 
 
 def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
 from weightbeam.formats.storage.local import cache_folder
-from weightbeam.formats.storage.strict_yaml import parse_yaml
+from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.doors import code_of
 from weightbeam.model_mappings.meant import did_you_mean
@@ -511,7 +511,7 @@ def read_config(path: str) -> WatchConfig:
     """
     try:
         store, name = store_and_name(path if "://" in path else os.path.abspath(path))
-        given = parse_yaml(store.read(name), _Loader)
+        given = parse_yaml(store.read(name), StrictLoader)
     except FileNotFoundError as e:
         raise Refused(f"--config={path}: no such file") from e
     except OSError as e:
@@ -578,13 +578,3 @@ def _twice(names: Iterable[Any]) -> list[str]:
     """The names that stand several times."""
     counted = Counter(name for name in names if isinstance(name, str))
     return sorted(name for name, number in counted.items() if number > 1)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without keys that stand twice, of which the last would win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
