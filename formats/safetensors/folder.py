@@ -263,7 +263,7 @@ def is_release(store: Store) -> bool:
 
 
 def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoint:
-    """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
+    """Reads `config.json`, the index and every header; what is wrong with the files is in `HfCheckpoint.problems`.
 
     Args:
       where: the folder; that of a repository in a hub's cache stands for its snapshot.

@@ -29,7 +29,7 @@ SECTION = "## The training run"
 
 # of what a report is made of; not in the report
 ADDRESS = ("place", "revision", "named", "full_paths")
-Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
+Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarize`
 
 
 def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str, Any]:

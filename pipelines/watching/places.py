@@ -555,7 +555,7 @@ def _json(store: Store, name: str) -> dict[str, Any]:
     """What a JSON file says; empty where there is none.
 
     Raises:
-      DamagedError: it says something else than an object.
+      DamagedRecordError: it says something else than an object.
       StorageError: it can't be read.
     """
     try:

@@ -123,7 +123,7 @@ def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -
     """A record of a history; `before` is what those before it say.
 
     Raises:
-      DamagedError: it isn't one.
+      DamagedRecordError: it isn't one.
     """
     try:
         record = parse_json(store.read(name))
@@ -220,7 +220,7 @@ class History:
         """Reads what is new: what is numbered on from what is known. A number beyond a gap is no record yet.
 
         Raises:
-          DamagedError: a record isn't one.
+          DamagedRecordError: a record isn't one.
         """
         self._files = {file.name for file in self.store.list(recursive=False)}
         while (name := _name(len(self.records) + 1)) in self._files:

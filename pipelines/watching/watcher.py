@@ -45,6 +45,10 @@ class Finding:
     """How things stand with a version and a target.
 
     Attributes:
+      repo: what it is a version of: the repository, the run; empty where none can be told.
+      commit, target: of which version, and what it is made into; empty where all of them are meant.
+      state: what its last record says; or `waiting` or `busy`, which isn't recorded.
+      reason: why.
       again: when to look again, if that is known.
       place: where the result lies, once it is published.
     """
@@ -238,7 +242,7 @@ class Watcher:
                 self._notices.tell(history.add(State.DISCOVERED, why, commit=version.commit, attempt=0))
 
     def _advance(self, feed: Feed, history: History, target: VersionTarget) -> Finding:
-        """Does what the state asks for. Raises DamagedError where a record of another watcher isn't one."""
+        """Does what the state asks for. Raises DamagedRecordError where a record of another watcher isn't one."""
         if self._dry_run:
             return _finding(history)
         if history.state in SETTLED:
