@@ -24,7 +24,7 @@ from weightbeam.pipelines.forward import maxtext
 from weightbeam.pipelines.forward.report import SHOWN, Beside, Logits
 from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
-from weightbeam.pipelines.forward.tokens import tokenize
+from weightbeam.pipelines.forward.tokens import Tokenizer
 from weightbeam.pipelines.running.like import find_form
 from weightbeam.pipelines.running.sources import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
@@ -69,13 +69,14 @@ def logits(source: str, other: str | None = None, *, asked: LogitsOptions, progr
     use_secret(asked.hf_token_secret)
     ready = _prepare(source, other, asked)
     if ready.planned:
-        return _saved(_beside_maxtext(ready, ready.planned, asked, progress), asked.save_logits)
-    LOG.info(_memory(ready.models, len(ready.tokens)))
-    made = [_run(model, ready.tokens, bool(other), progress) for model in ready.models]
-    found = Logits(source, ready.tokens, made[0][0], asked.dtype)
-    if other:
-        beside = _compare(ready.models[0], other, made[0], made[1], asked.tolerance or 0.0)
-        found = dataclasses.replace(found, beside=beside)
+        found = _beside_maxtext(ready, ready.planned, asked, progress)
+    else:
+        LOG.info(_memory(ready.models, len(ready.tokens)))
+        made = [_run(model, ready.tokens, bool(other), progress) for model in ready.models]
+        beside = _compare(ready.models[0], other, made[0], made[1], asked.tolerance or 0.0) if other else None
+        found = Logits(source, ready.tokens, made[0][0], asked.dtype, beside)
+    if ready.tokenizer:
+        found = dataclasses.replace(found, texts=ready.tokenizer.texts([*found.tokens, *found.next]))
     return _saved(found, asked.save_logits)
 
 
@@ -103,12 +104,14 @@ class _Ready:
     Attributes:
       models: the first, and the one beside it.
       tokens: that they are run on.
+      tokenizer: that made them of a prompt; None where they were given.
       planned: how the first is converted for MaxText.
       version: of MaxText.
     """
 
     models: list[StreamedModel] = dataclasses.field(default_factory=list)
     tokens: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
     planned: Plan | None = None
     version: str = ""
 
@@ -126,7 +129,11 @@ def _prepare(source: str, other: str | None, asked: LogitsOptions) -> _Ready:
         ready.models.append(StreamedModel(_open(source, asked), asked.dtype))
         ready.planned = _plan(source, asked) if asked.maxtext else None
     with refusals.kept():
-        ready.tokens = _tokens(ready.models[0], asked) if ready.models and (asked.token_ids or asked.prompt) else ()
+        if ready.models:
+            side = ready.models[0].side
+            ready.tokenizer = Tokenizer(side.small, side.where) if asked.prompt else None
+            ready.tokens = asked.token_ids or (ready.tokenizer.ids(str(asked.prompt)) if ready.tokenizer else ())
+            _check_known(ready.tokens, ready.models[0])
     with refusals.kept():
         beside = _open(other, asked, source) if other else None
         ready.models += [StreamedModel(beside, asked.dtype)] if beside else []
@@ -190,14 +197,11 @@ def _plan(source: str, asked: LogitsOptions) -> Plan:
     return planned
 
 
-def _tokens(model: StreamedModel, asked: LogitsOptions) -> tuple[int, ...]:
-    """The tokens that the model is run on. Raises Refused where some aren't the model's, or it has no tokenizer."""
-    side = model.side
-    tokens = asked.token_ids or tuple(tokenize(str(asked.prompt), side.small, side.where))
+def _check_known(tokens: Sequence[int], model: StreamedModel) -> None:
+    """Raises Refused where some tokens aren't the model's."""
     if beyond := sorted({token for token in tokens if token >= model.vocab}):
         named = ", ".join(map(str, beyond[:SHOWN]))
-        raise Refused(f"--token_ids: {side.where} knows tokens 0 to {model.vocab - 1}, and no {named}")
-    return tokens
+        raise Refused(f"--token_ids: {model.side.where} knows tokens 0 to {model.vocab - 1}, and no {named}")
 
 
 def _check_alike(models: Sequence[StreamedModel]) -> None:

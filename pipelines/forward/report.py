@@ -129,6 +129,7 @@ class Logits(Shown):
       logits: (token, vocab), in float32.
       dtype: of the arithmetic.
       beside: how far another one is from it; None where there is none.
+      texts: of the tokens that are shown, by their ids; empty where ids were given.
     """
 
     source: str
@@ -136,6 +137,7 @@ class Logits(Shown):
     logits: np.ndarray
     dtype: str
     beside: Beside | None = None
+    texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -163,13 +165,17 @@ class Logits(Shown):
         table = Table(">position", ">token", ">most likely next", ">its logit")
         rows = list(zip(range(len(self.tokens)), self.tokens, self.next, self.logits.max(-1), strict=True))
         for position, token, likely, logit in rows[-SHOWN:]:
-            table.add_row(str(position), str(token), str(likely), f"{logit:.4g}")
+            table.add_row(str(position), self._named(token), self._named(likely), f"{logit:.4g}")
         yield table
         if odd := int(np.isnan(self.logits).any(-1).sum()):
             yield f"the logits of {count(odd, 'token')} aren't numbers: look for odd weights with `weightbeam verify`"
         if self.beside:
             yield ""
             yield from self.beside.blocks()
+
+    def _named(self, token: int) -> str:
+        """A token with its text, where that is known: `'Paris' 12095`."""
+        return f"{self.texts[token]!r} {token}" if token in self.texts else str(token)
 
     def brief(self) -> str:
         return f"{self.source}: logits of {count(len(self.tokens), 'token')}"

@@ -27,7 +27,7 @@ from weightbeam.formats.release.model_class import model_class
 from weightbeam.pipelines.forward.in_maxtext import LARGE, portions
 from weightbeam.pipelines.forward.maxtext import layers_and_parts
 
-torch, transformers = lazily("torch"), lazily("transformers")
+tokenizers, torch, transformers = lazily("tokenizers"), lazily("torch"), lazily("transformers")
 TOKENS = [1, 5, 9, 60, 3, 5]
 DENSE: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -105,6 +105,21 @@ def test_the_language_model_of_one_that_sees(generated: Path, case: str) -> None
     with torch.no_grad():
         wanted = getattr(whole, "thinker", whole)(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
     np.testing.assert_array_equal(made.logits, wanted)
+
+
+def test_a_prompts_tokens_have_their_text(tmp_path: Path) -> None:
+    """Beside their numbers, as those that are most likely next have."""
+    release = write(tmp_path / "hf", "llama")
+    words = [f"word{number}" for number in range(DENSE["vocab_size"])]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="word0")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(release)
+    found = wb.logits(str(release), prompt="word5 word9 word60", progress=False)
+    assert found.tokens == (5, 9, 60)
+    assert "'word9' 9" in str(found)
+    assert f"'word{found.next[-1]}' {found.next[-1]}" in str(found).splitlines()[-1]
+    assert "'" not in str(wb.logits(str(release), token_ids=found.tokens, progress=False))
 
 
 def test_fp8_is_run_as_its_values(tmp_path: Path) -> None:
