@@ -190,6 +190,7 @@ def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
     save(tmp_path / "base", read_config(written / "plain" / "base"), base)
     merging = merge_case(tmp_path / "base", (written / "plain" / "adapter", 1.0))
     factors = read_file(written / "plain" / "adapter" / "adapter_model.safetensors")
+    assert len(merging.touched) == len(factors) // 2
     for name in merging.touched:
         a, b = (
             factors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"].astype(np.float64)
