@@ -53,6 +53,7 @@ from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
 from weightbeam.pipelines.terminal.keywords import check_known, read_options
+from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
 from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of
@@ -79,6 +80,7 @@ def load(
     unit_bytes: int | str = UNIT_BYTES,
     dequantize: str = HOST,
     timeout: float = TIMEOUT,
+    progress: bool | str | Report = True,
     **options: Any,
 ) -> Any:
     """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
@@ -100,6 +102,7 @@ def load(
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
       timeout: seconds after which a process that isn't heard of counts as gone, and all others raise an error that names
         it; and for which exchanges among processes that are there may stand still, while none reads.
+      progress: shown by process 0 on standard error, told to its callback, or False for neither.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
         A checkpoint of FP8 codes is loaded as codes and scales; as values where `like` has no place for scales, or where
@@ -126,7 +129,7 @@ def load(
     check_jax()
     with Meeting(timeout if _is_time(timeout) else TIMEOUT) as meeting:  # who refuses it has come, too
         asked = meeting.agree(
-            "arguments", lambda: _ask(like, mesh, unit_bytes, dequantize, options, timeout), Asked.identity
+            "arguments", lambda: _ask(like, mesh, unit_bytes, dequantize, progress, options, timeout), Asked.identity
         )
         commits = meeting.decide("commits", lambda: find_commits(source, asked.chosen, release))
         opened, chosen = meeting.agree(
@@ -135,7 +138,7 @@ def load(
         loading, build = meeting.agree(
             "arrays", lambda: _prepare(opened, chosen, asked), lambda made: made[0].identity()
         )
-        return build(loading.run(meeting))
+        return build(loading.run(meeting, asked.report))
 
 
 def _is_time(timeout: Any) -> bool:
@@ -152,6 +155,7 @@ class Asked:
       given: those that were named, as they were given.
       mesh, dequantize: as they were given.
       unit_bytes: memory for a step.
+      report: whom this process tells how far it has come.
     """
 
     tree: Abstract | None
@@ -160,6 +164,7 @@ class Asked:
     mesh: Mesh | str | None
     unit_bytes: int
     dequantize: str
+    report: Report | None = None
 
     def identity(self) -> dict[str, str]:
         """What the processes have to agree on; folders may have other names on other hosts."""
@@ -176,12 +181,17 @@ def _ask(
     mesh: Mesh | str | None,
     unit_bytes: int | str,
     dequantize: str,
+    progress: bool | str | Report,
     options: Mapping[str, Any],
     timeout: float,
 ) -> Asked:
     """What the arguments ask for. Raises Refused where they can't be meant, or this process can't count."""
+    import jax
+
     check_arithmetic()
-    check_known(options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout"])
+    check_known(
+        options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout", "progress"]
+    )
     refusals = Refusals()
     with refusals.kept():
         if not _is_time(timeout):
@@ -191,7 +201,7 @@ def _ask(
             raise Refused(
                 f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
             )
-    tree, chosen, read = None, ConvertOptions(), ConvertOptions()
+    tree, chosen, read, report = None, ConvertOptions(), ConvertOptions(), None
     with refusals.kept():
         if like is None and mesh is None:
             raise Refused(
@@ -202,8 +212,10 @@ def _ask(
         chosen = choose(options)
     with refusals.kept():
         read = read_options({"unit_bytes": unit_bytes})
+    with refusals.kept():
+        report = reporter(progress if jax.process_index() == 0 else False)
     refusals.check()
-    return Asked(tree, chosen, options, mesh, read.unit_bytes, dequantize)
+    return Asked(tree, chosen, options, mesh, read.unit_bytes, dequantize, report)
 
 
 def _open(
@@ -312,9 +324,14 @@ class Loading:
             assert target.sharding is not None
             self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
         check_devices({(self.devices[key], self.targets[key].dtype) for key in source.coded if key in self.targets})
+        self._placed = 0  # bytes, of all processes
         source.sum_up()
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
+
+    def _bytes_of(self, step: ReadStep) -> int:
+        """What a step makes, in all processes."""
+        return sum(math.prod(block.shape) * self.targets[block.key].dtype.itemsize for block in step.blocks)
 
     def identity(self) -> dict[str, str]:
         """What the processes have to agree on: what each array is, and how it lies on devices."""
@@ -325,16 +342,19 @@ class Loading:
             told[key] = f"{target.dtype.name} {target.shape}, cut into {layout.counts}, on {where}"
         return told
 
-    def run(self, meeting: Meeting) -> list[jax.Array]:
-        """Loads everything, once the processes have met; the arrays in the order of the targets.
+    def run(self, meeting: Meeting, report: Report | None = None) -> list[jax.Array]:
+        """Loads everything, once the processes have met; the arrays in the order of the targets. Tells `report` how far
+        it has come.
 
         Raises:
           Failed: a file can't be read, or was changed since it was opened; or another process failed.
         """
         import jax
 
+        total = sum(map(self._bytes_of, self.steps))
         try:
-            arrays = meeting.until(lambda: self._run(meeting))
+            with watch_progress(total, lambda: self._placed, "loading", report, places=[self.source.url]):
+                arrays = meeting.until(lambda: self._run(meeting))
         except (StorageError, OSError, ValueError, jax.errors.JaxRuntimeError) as e:
             if isinstance(e, jax.errors.JaxRuntimeError) or (
                 STATUS.match(str(e)) and not (meeting.alone or meeting.agreed)
@@ -388,6 +408,7 @@ class Loading:
                         shares = self._nothing(step)
                     meeting.go_on()
                     self._place(arrays, step, shares)
+                    self._placed += self._bytes_of(step)
                     agreement.vote()
             self._conclude(agreement, meeting)
             jax.block_until_ready(list(arrays.values()))

@@ -4,6 +4,7 @@ a loader.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -80,6 +81,20 @@ def test_trees_of_other_programs(folder: Path, name: str) -> None:
         {key: np.asarray(value) for key, value in loaded.items()},
         {name.format(key): values for key, values in wanted().items()},
     )
+
+
+def test_how_far_it_has_come_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In bytes of the tree, which are all there at the end; of something else it is said what it may be."""
+    told: list[wb.Progress] = []
+    loaded = wb.load(str(folder), mesh="fsdp=1", unit_bytes=2_000, progress=told.append)
+    assert told[-1].finished
+    assert told[-1].doing == "loading"
+    assert told[-1].done == told[-1].total == sum(array.nbytes for array in jax.tree.leaves(loaded))
+    assert [now.done for now in told] == sorted(now.done for now in told)
+    wb.load(str(folder), mesh="fsdp=1", progress="json")
+    assert json.loads(capfd.readouterr().err.splitlines()[-1])["progress"]["finished"]
+    with pytest.raises(wb.Refused, match="progress=5 should be True"):
+        wb.load(str(folder), mesh="fsdp=1", progress=5)
 
 
 def test_the_trees_dtypes_and_vocabulary_count(folder: Path) -> None:
