@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from weightbeam.formats.storage.uninterrupted import IMPATIENCE, PUBLISHED
+from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
 from weightbeam.formats.text.printable import printable
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
@@ -144,6 +145,7 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
             if not COMMANDS[command].beam:
                 refuse_unknown(args, rest)
             with messages(args):
+                check_endpoint()
                 interrupts.at_once = True
                 # only now: commands import numpy, TensorStore and Beam
                 module = importlib.import_module(COMMANDS[command].home)
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
                     print(end="", flush=True)  # now, where a reader that is gone is looked after
                 interrupts.over = True
                 return status
-        except Refused as e:
+        except (Refused, EndpointError) as e:
             told("refused", e)
             return 2
         except Failed as e:

@@ -29,6 +29,7 @@ from weightbeam.formats.storage.store import (
     reason,
     stretches,
 )
+from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
 from weightbeam.model_mappings import doors
 
 __all__ = [
@@ -71,6 +72,10 @@ def open_store(where: str | Path | Store) -> Store:
 
         return Bucket(url.rstrip("/"))
     if scheme == "hf":
+        try:
+            check_endpoint()
+        except EndpointError as e:
+            raise StorageError(str(e)) from e
         from weightbeam.formats.storage.hub import open_repository
 
         return open_repository(url.rstrip("/"))

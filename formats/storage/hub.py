@@ -325,11 +325,11 @@ class _Locations:
             if key not in self._found:
                 url = hf_hub_url(repo, name, revision=commit, endpoint=_endpoint())
                 self._found[key] = get_hf_file_metadata(
-                    url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint()
+                    url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint(), library_name=OURS
                 ).location
             location = self._found[key]
         place = urlsplit(location)
-        if place.username is not None:
+        if place.username is not None and place.netloc != urlsplit(_endpoint()).netloc:
             raise ValueError(f"a file that lies at {place.hostname}, for a user of that host")
         return location, build_hf_headers(token=token() or False if _is_hub(location) else False)
 
@@ -440,7 +440,11 @@ def _bound(request: httpx2.Request) -> None:
     """
     is_ours = OURS in request.headers.get("User-Agent", "")  # anyone's requests go this way
     if is_ours and "Authorization" in request.headers and request.url.host and not _is_hub(str(request.url)):
-        raise ValueError(f"an answer that names {request.url.host}, where its client would send the token for the hub")
+        if request.method != "HEAD":
+            raise ValueError(
+                f"an answer that names {request.url.host}, where its client would send the token for the hub"
+            )
+        del request.headers["Authorization"]  # a mirror's files may lie at another hub, which is asked without it
     if (left := getattr(_PAGES, "left", None)) is not None:
         request.headers["Accept-Encoding"] = "identity"
         _PAGES.left = left - (request.method == "GET")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.utils import close_session
+from huggingface_hub.utils import _http, close_session
 from safetensors.numpy import load_file
 from servers.clients import TOKEN, at_quick_hub
 from servers.hub import FakeHub
 from servers.server import Call, Reply, Server, json_reply
-from support import files_of, make_release
+from support import call, files_of, make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage import hub as store
@@ -513,8 +513,13 @@ def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
 class _Elsewhere(Server):
     """Another host, which an answer of the hub's names."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Call] = []
+
     def answer(self, call: Call) -> Reply:
-        return json_reply([])
+        self.asked.append(call)
+        return json_reply(200, [])
 
 
 @pytest.mark.parametrize("names", ["a page", "an action of LFS"])
@@ -542,6 +547,43 @@ def test_the_token_is_for_the_hub_alone(
         with pytest.raises(StorageError, match="an answer that names localhost"):
             [attempt(files) for _ in range(2)]  # the first makes the repository
         assert not list(other.log)
+
+
+def test_a_mirror_whose_files_lie_at_the_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client takes huggingface.co for itself, whose hub it was told of: there it is asked without the token."""
+    hub.add(REPO, make_release(tmp_path / "release"))
+    repository, answer = open_store(URL), hub.answer
+    with _Elsewhere() as other:
+        there = other.url.replace("127.0.0.1", "localhost")
+        monkeypatch.setattr(_http, "_HUB_ORIGINS", frozenset([_http._url_origin(there)]))
+
+        def answered(call: Call) -> Reply:
+            return Reply(302, b"", {"Location": there + call.path}) if "/resolve/" in call.path else answer(call)
+
+        monkeypatch.setattr(hub, "answer", answered)
+        with contextlib.suppress(StorageError):
+            repository.read("config.json")
+        assert {call.method for call in other.asked} >= {"HEAD"}
+        assert not any(call.headers["Authorization"] for call in other.asked)
+
+
+def test_a_mirror_that_asks_for_a_password(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which its address names: small files that it has itself are read."""
+    hub.add(REPO, make_release(tmp_path / "release"))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("://", "://me:secret@"))
+    assert json.loads(open_store(URL).read("config.json"))["model_type"]
+
+
+def test_an_endpoint_that_is_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said before the hub's client is imported, which ends in a traceback."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@hub.example:abc")
+    assert call("convert", URL, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "HF_ENDPOINT=http://hub.example:abc: is no address of a hub" in said
+    with pytest.raises(StorageError, match="is no address of a hub"):
+        open_store(URL)
 
 
 @pytest.mark.parametrize(
