@@ -5,8 +5,9 @@ it is, and transposed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -195,6 +196,25 @@ def stored_bytes(encoding: StoredArray, box: Box | None = None) -> int:
       Bytes of files.
     """
     return sum(read.nbytes for read in encoding.reads(whole(encoding.shape) if box is None else box))
+
+
+def stored_form(stored: object) -> Hashable:
+    """What stored arrays have in common that differ only in which tensors of the same shapes and dtypes they are made
+    of: what a box takes is the same in all of one form.
+    """
+    if isinstance(stored, Tensor):
+        return stored.dtype, stored.shape, stored.whole
+    if isinstance(stored, tuple):
+        return tuple(map(stored_form, stored))
+    names = _fields(type(stored))
+    return (type(stored), *(stored_form(getattr(stored, name)) for name in names)) if names else stored
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields that tell the instances of a dataclass apart; none of another class."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(field.name for field in fields if field.compare)
 
 
 def values_dtype(encoding: Encoding, computed: np.dtype = COMPUTED) -> np.dtype:

@@ -24,13 +24,15 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
+from weightbeam.transforms.cutting import row_blocks
 from weightbeam.transforms.cutting.grid import SourceCost, count_experts, make_grid
 from weightbeam.transforms.cutting.mesh import Mesh, base_rules, partition_spec
 from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
-from weightbeam.transforms.planning.options import ConvertOptions
+from weightbeam.transforms.planning.merge_planner import plan_merge
+from weightbeam.transforms.planning.options import ConvertOptions, MergeOptions
 
 nn = lazily("flax.linen")
 
@@ -228,11 +230,13 @@ def test_small_units_are_gathered() -> None:
     assert len(conversion.units) == 1
 
 
-def fp8_headers(config: dict[str, Any]) -> HfCheckpoint:
-    """The same model with its projections in FP8 and a scale for each 128 × 128."""
+def fp8_headers(config: dict[str, Any], plain: str = "nothing") -> HfCheckpoint:
+    """The same model with its projections in FP8 and a scale for each 128 × 128, but for those with `plain` in their
+    names.
+    """
     tensors, offset = [], 0
     for name, shape in shapes(config).items():
-        quantised = name.endswith("_proj.weight")
+        quantised = name.endswith("_proj.weight") and plain not in name
         parts = [(name, FP8 if quantised else np.dtype(np.float32), shape)]
         if quantised:
             parts.append((f"{name}_scale_inv", np.dtype(np.float32), tuple(-(-size // 128) for size in shape)))
@@ -245,6 +249,20 @@ def fp8_headers(config: dict[str, Any]) -> HfCheckpoint:
         dict(config) | quantization,
         (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),),
     )
+
+
+@pytest.mark.parametrize("options", [dict(dequantize=True), dict(quantize="fp8")], ids=str)
+@pytest.mark.parametrize("slots", [None, 4])
+def test_rows_of_a_form_are_cut_as_those_of_each(
+    options: dict[str, Any], slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DEEPSEEK_V3 | dict(num_hidden_layers=4, n_routed_experts=4)
+    headers = headers_only(config) if "quantize" in options else fp8_headers(config, ".2.self_attn")
+    asked = MergeOptions(unit_bytes=9 * MIB, **options)
+    units = plan_merge(asked, headers, (), slots=slots).units
+    assert len(units) > 50
+    monkeypatch.setattr(row_blocks, "stored_form", id)
+    assert plan_merge(asked, headers, (), slots=slots).units == units
 
 
 @pytest.mark.parametrize("mesh", MESHES)
