@@ -13,23 +13,14 @@ import numpy as np
 from weightbeam import __version__
 from weightbeam.formats.encodings import Encoding, stored_bytes, values_dtype
 from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
-from weightbeam.model_mappings.boxes import Box, volume, whole
+from weightbeam.model_mappings.boxes import Box, volume
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.loading.source import ArraySource, Cost, Described, Wanted, cast
 from weightbeam.transforms.cutting.blocks import find_twins
-from weightbeam.transforms.cutting.units import fetches_for
+from weightbeam.transforms.cutting.units import fetches_for, stacked_axes
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.inputs import this_code
-
-
-def _form(encoding: Encoding) -> tuple[object, ...]:
-    """What a box costs depends on this, and not on which tensor it is."""
-    return (
-        type(encoding),
-        encoding.shape,
-        *((read.tensor.shape, read.tensor.dtype) for read in encoding.reads(whole(encoding.shape))),
-    )
 
 
 def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[str, str]:
@@ -118,13 +109,7 @@ class MappedRelease(ArraySource):
 
     def stacked(self, key: str) -> tuple[int, ...]:
         if key not in self._stacked_axes:
-            array = self._arrays[key]
-            part, alike = array.parts[0], len(array.parts) == 1
-            forms = {_form(self.conversion.encodings[name]) for name in part.tensors} if alike else set()
-            alike = alike and len(forms) == 1 and len(set(part.tensors)) == len(part.tensors)
-            self._stacked_axes[key] = (
-                tuple(axis for axis in sorted(part.stack_axes) if len(part.target_axes[axis]) == 1) if alike else ()
-            )
+            self._stacked_axes[key] = stacked_axes(self._arrays[key], self.conversion.encodings)
         return self._stacked_axes[key]
 
     def identity(self) -> dict[str, str]:

@@ -31,6 +31,7 @@ from weightbeam.transforms.cutting.read_cost import Load, load_of, total
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
+from weightbeam.transforms.planning.makespan import efforts_of
 from weightbeam.transforms.planning.merge_planner import plan_merge
 from weightbeam.transforms.planning.options import ConvertOptions, MergeOptions
 
@@ -263,6 +264,20 @@ def test_rows_of_a_form_are_cut_as_those_of_each(
     assert len(units) > 50
     monkeypatch.setattr(row_blocks, "stored_form", id)
     assert plan_merge(asked, headers, (), slots=slots).units == units
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("plain", ["nothing", ".4.mlp.experts", ".experts.5.down_proj"])
+def test_units_of_a_kind_are_counted_once(plain: str, scan: bool) -> None:
+    """And what each reads is what it fetches, also where some layers or experts are stored in another way."""
+    config = DEEPSEEK_V3 | dict(num_hidden_layers=6, n_routed_experts=8, hidden_size=512, vocab_size=1024)
+    options = ConvertOptions(scan_layers=scan, mesh=("expert=2",), unit_bytes=2 * MIB)
+    conversion = plan_conversion(options, fp8_headers(config, plain))
+    units = [conversion.expand(number) for number in range(len(conversion.units))]
+    reads = [[read.nbytes for fetch in unit.fetches for read in fetch.encoding.reads(fetch.box)] for unit in units]
+    assert [(effort.read, effort.reads) for effort in efforts_of(conversion)] == [(sum(one), len(one)) for one in reads]
+    assert conversion.read_bytes == sum(map(sum, reads))
+    assert len(set(conversion.alike)) < len(units)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

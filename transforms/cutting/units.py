@@ -7,13 +7,16 @@ a row of a tensor, so that every source byte is read once. The largest come firs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from weightbeam.formats.encodings import StoredArray
+from weightbeam.formats.encodings.encoding import stored_form
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box, around, extent, intersection, volume
 from weightbeam.model_mappings.cells import Part, Piece
@@ -176,6 +179,40 @@ class Fetches(list[Fetch]):
         if len(numbers) == 1:  # as most tensors have
             return numbers[0]
         return next(number for number in numbers if intersection(self[number].box, wanted) == wanted)
+
+
+def stacked_axes(array: Array, encodings: Mapping[str, StoredArray]) -> tuple[int, ...]:
+    """The axes of an array whose index selects a tensor (layers, experts), where all of its tensors are stored alike.
+
+    What a box costs doesn't depend on where along these axes it lies.
+    """
+    part, names = array.parts[0], set(array.parts[0].tensors)
+    every_cell_has_its_own = len(names) == math.prod((*part.layers.shape, *part.name_shape))
+    if len(array.parts) > 1 or not every_cell_has_its_own or len({stored_form(encodings[name]) for name in names}) > 1:
+        return ()
+    return tuple(axis for axis in sorted(part.stack_axes) if len(part.target_axes[axis]) == 1)
+
+
+def find_alike(
+    units: Sequence[Sequence[Block]],
+    arrays: Sequence[Array],
+    grids: Sequence[Grid],
+    encodings: Mapping[str, StoredArray],
+) -> list[int]:
+    """For each unit the number of the first that reads and makes as much: of one block which lies elsewhere along its
+    array's `stacked_axes`. There are thousands, of a few kinds.
+    """
+    stacked = functools.cache(lambda number: stacked_axes(arrays[number], encodings))
+    firsts: dict[Hashable, int] = {}
+
+    def kind(unit: Sequence[Block]) -> Hashable:
+        if len(unit) != 1:
+            return tuple(unit)
+        number = unit[0].array
+        box = enumerate(element_box(grids[number].spec, unit[0].shards))
+        return number, *((0, stop - start) if axis in stacked(number) else (start, stop) for axis, (start, stop) in box)
+
+    return [firsts.setdefault(kind(unit), number) for number, unit in enumerate(units)]
 
 
 def expand_unit(

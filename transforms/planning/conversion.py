@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from weightbeam.transforms.comparing.source_sums import DamagedError, check_read
 from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, model_rules
-from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of
+from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of, find_alike
 from weightbeam.transforms.cutting.virtual import Placement, references
 from weightbeam.transforms.planning.options import ConvertOptions, Delivery
 from weightbeam.transforms.planning.transfer import Transfer
@@ -131,11 +132,20 @@ class Conversion(Transfer):
     @functools.cached_property
     def read_bytes(self) -> int:
         """Bytes that the units read."""
-        total = 0
-        for blocks in self.units:
-            for name, boxes in fetches_of(blocks, self.plan.arrays, self.grids).items():
-                total += sum(read.nbytes for box, _ in boxes for read in self.encodings[name].reads(box))
-        return total
+        return sum(
+            count * sum(sum(sizes) for _, sizes in self.read_sizes(unit)) for unit, count in Counter(self.alike).items()
+        )
+
+    @functools.cached_property
+    def alike(self) -> list[int]:
+        """For each unit the number of the first that reads and makes as much."""
+        return find_alike(self.units, self.plan.arrays, self.grids, self.encodings)
+
+    def read_sizes(self, unit: int) -> Iterator[tuple[Encoding, list[int]]]:
+        """For each box that a unit reads how it is stored, and the bytes of its parts."""
+        for name, boxes in fetches_of(self.units[unit], self.plan.arrays, self.grids).items():
+            encoding = self.encodings[name]
+            yield from ((encoding, [read.nbytes for read in encoding.reads(box)]) for box, _ in boxes)
 
     @property
     def meshes(self) -> list[Mesh]:

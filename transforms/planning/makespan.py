@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.cutting.blocks import element_box
-from weightbeam.transforms.cutting.units import fetches_of
 from weightbeam.transforms.execution.overlap import units_at_a_time
 from weightbeam.transforms.planning.conversion import Conversion
 
@@ -107,23 +106,23 @@ class Estimate:
 
 
 def efforts_of(conversion: Conversion) -> Iterator[Effort]:
-    """What each unit of a plan takes; seconds for tens of thousands."""
-    arrays, grids = conversion.plan.arrays, conversion.grids
-    copy = [_copy_rate(array) for array in arrays]
-    for blocks in conversion.units:
-        seconds, reads, read, written = 0.0, 0, 0, 0
-        for name, boxes in fetches_of(blocks, arrays, grids).items():
-            encoding = conversion.encodings[name]
-            for box, _ in boxes:
-                sizes = [stored.nbytes for stored in encoding.reads(box)]
-                reads, read = reads + len(sizes), read + sum(sizes)
-                seconds += sum(sizes) / encoding.decode_rate
-        for block in blocks:
-            spec = grids[block.array].spec
-            made = volume(element_box(spec, block.shards)) * spec.dtype.itemsize
-            written += made
-            seconds += made / copy[block.array]
-        yield Effort(seconds + (read + written) / TRANSFER, reads, read, written)
+    """What each unit of a plan takes."""
+    copy = [_copy_rate(array) for array in conversion.plan.arrays]
+    efforts = {unit: _effort(conversion, unit, copy) for unit in dict.fromkeys(conversion.alike)}
+    return (efforts[unit] for unit in conversion.alike)
+
+
+def _effort(conversion: Conversion, unit: int, copy: Sequence[float]) -> Effort:
+    seconds, reads, read, written = 0.0, 0, 0, 0
+    for encoding, sizes in conversion.read_sizes(unit):
+        reads, read = reads + len(sizes), read + sum(sizes)
+        seconds += sum(sizes) / encoding.decode_rate
+    for block in conversion.units[unit]:
+        spec = conversion.grids[block.array].spec
+        made = volume(element_box(spec, block.shards)) * spec.dtype.itemsize
+        written += made
+        seconds += made / copy[block.array]
+    return Effort(seconds + (read + written) / TRANSFER, reads, read, written)
 
 
 def _copy_rate(array: Array) -> float:
