@@ -8,6 +8,7 @@ one in the model's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,12 +116,15 @@ class Merge(ToRelease):
         """Bytes of what is read: the release's tensors and the adapters'."""
         return sum(map(stored_bytes, self.encodings.values()))
 
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self.encodings)
+
     def expand(self, unit: int, place: Store | None = None) -> Unit:
         """A unit, spelled out."""
-        names = list(self.encodings)
         fetches, recipes = [], []
         for number, block in enumerate(self.units[unit]):
-            name, box = names[block.array], block.shards
+            name, box = self._names[block.array], block.shards
             recipe = recipe_for(
                 self.layout.tensors, name, self.quantized, box, ((number, itself(name, box)),), given=self.given
             )

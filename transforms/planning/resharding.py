@@ -190,9 +190,9 @@ class Reshard(FromCheckpoint):
         blocks = self.units[unit]
         copied = [block for block in blocks if self._is_encoded(block)]
         others = [block for block in blocks if not self._is_encoded(block)]
-        made = expand_unit(
-            unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32)
-        )
+        keys = {key for block in others for key in self.keys_of(block.array)}
+        encodings = {key: self._encoding(key, place) for key in keys}
+        made = expand_unit(unit, others, self.plan.arrays, self.grids, encodings, np.dtype(np.float32))
         copies = [
             (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
             for block in copied
@@ -208,19 +208,16 @@ class Reshard(FromCheckpoint):
             self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]]
         )
 
-    def _encodings(self, place: Store) -> dict[str, StoredArray]:
-        """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
+    def _encoding(self, key: str, place: Store) -> StoredArray:
+        """How an array of the source is read: as it is stored or unpacked, with the adapters in it."""
 
         def find(array: StoredArray) -> StoredArray:
             if isinstance(array, OrbaxArray) and array in self.unpacked:
                 return UnpackedArray(array, place.url, self.unpacked[array])
             return array
 
-        kernels = self.adapted.kernels
-        return {
-            key: kernels[key].stored_as(find) if key in kernels else find(array)
-            for key, array in self.source.arrays.items()
-        }
+        kernel = self.adapted.kernels.get(key)
+        return kernel.stored_as(find) if kernel else find(self.source.arrays[key])
 
     def settled(self) -> list[Any]:
         ways = [way.name for way in self.ways]
