@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from facts import load_headers
 from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, make_release, random_tensors, save
 
 from weightbeam.formats.safetensors import open_hf
@@ -20,7 +21,7 @@ from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
 from weightbeam.transforms.cutting.mesh import Mesh, partition_spec
 from weightbeam.transforms.cutting.units import fetches_for
 from weightbeam.transforms.execution.boxes import plan_boxes
-from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.conversion import Conversion, rules_of
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.options import ConvertOptions
 
@@ -65,16 +66,8 @@ def test_a_real_model_is_read_once_by_any_number_of_hosts() -> None:
     assert planned.unit_bytes < 128 << 20
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -> None:
-    """Counted once for all layers and experts that are alike; spelled out where a layer is stored in another way."""
-    tensors = random_tensors(QUANTISED)
-    rng = np.random.default_rng(1)
-    for name in [name for name in tensors if name.endswith("_proj.weight") and not (mixed and ".1." in name)]:
-        blocks = tuple(-(-size // 16) for size in tensors[name].shape)
-        tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
-    conversion = plan_conversion(ConvertOptions(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
-    assert not conversion.plan.problems
+def assert_costs_are_spelled_out(conversion: Conversion) -> None:
+    """What a source says that boxes cost is what their reads take, one by one."""
     source = MappedRelease(conversion)
     for array in conversion.plan.arrays:
         for shard in (1, 2, 3):
@@ -88,6 +81,26 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
                 sum(read.nbytes for read in reads),
                 sum(read.runs for read in reads),
             ), (array.key, box)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -> None:
+    """Counted once for all layers and experts that are alike; spelled out where a layer is stored in another way."""
+    tensors = random_tensors(QUANTISED)
+    rng = np.random.default_rng(1)
+    for name in [name for name in tensors if name.endswith("_proj.weight") and not (mixed and ".1." in name)]:
+        blocks = tuple(-(-size // 16) for size in tensors[name].shape)
+        tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
+    conversion = plan_conversion(ConvertOptions(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
+    assert not conversion.plan.problems
+    assert_costs_are_spelled_out(conversion)
+
+
+def test_a_layer_without_a_tensor_costs_nothing() -> None:
+    """Some of GLM-5's layers have no indexer; MaxText's stacks have one for each."""
+    glm = load_headers()["glm5"]
+    headers = headers_only(glm.config, known={name: spec.shape for name, spec in glm.tensors.items()})
+    assert_costs_are_spelled_out(plan_conversion(ConvertOptions(), headers))
 
 
 def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
