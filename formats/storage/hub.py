@@ -611,11 +611,12 @@ def told(where: object, repo: str, writing: bool = False) -> Iterator[None]:
       NoRepositoryError: there is no such repository, or no such revision of it.
       StorageError: the hub can't be asked, or refuses.
     """
+    broken_off = RuntimeError if writing else httpx2.StreamError  # an upload has errors of its own
     try:
         yield
     except StorageError:
         raise
-    except (httpx2.HTTPError, OSError, ValueError, RuntimeError, *NO_ANSWER) as e:
+    except (httpx2.HTTPError, broken_off, OSError, ValueError, *NO_ANSWER) as e:
         is_none = isinstance(e, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(e, GatedRepoError)
         message = _explain(e, repo, writing).replace(_endpoint(), told_endpoint())  # in what a client says
         raise (NoRepositoryError if is_none else StorageError)(f"{where}: {message}") from None
@@ -659,7 +660,7 @@ def _explain(error: Exception, repo: str, writing: bool) -> str:
     if isinstance(error, ValueError):
         return str(error).partition("\n")[0] or "refused"
     if isinstance(error, OSError):  # a file of ours, such as one that someone removed
-        return reason(error)
+        return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
     why = str(error) if isinstance(error, httpx2.TransportError) else ""
     message = f"{_endpoint()}, or the host of its files, can't be reached: {why or type(error).__name__}"
     if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):

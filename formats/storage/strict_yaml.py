@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import yaml
+
+from weightbeam.formats.text.printable import listed
 
 MAX_YAML = 1 << 20  # bytes of a text: to parse it takes seconds for each MB
 STRING, INTEGER = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
@@ -17,9 +19,12 @@ class StrictLoader(yaml.SafeLoader):
     """YAML in which no key stands twice, of which the last would win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value if key.tag == STRING)
-        if twice := [key for key, times in keys.items() if times > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} stands twice", node.start_mark)
+        lines = defaultdict[str, list[int]](list)
+        for key, _ in node.value:
+            if key.tag == STRING:
+                lines[key.value].append(key.start_mark.line + 1)
+        if twice := [f"{key} stands in lines {listed(list(map(str, at)))}" for key, at in lines.items() if len(at) > 1]:
+            raise yaml.YAMLError("; ".join(twice))
         return super().construct_mapping(node, deep)
 
 

@@ -23,6 +23,8 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
     try:
         noted = json.loads(staging.plan_folder.read(JOB))
         site = SITES[noted["runner"]](**noted)
+        if not all(isinstance(value, str) for value in noted.values()):
+            raise TypeError("what names a job is text")
     except FileNotFoundError:
         return
     except (ValueError, LookupError, TypeError) as e:

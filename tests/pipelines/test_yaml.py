@@ -87,7 +87,7 @@ def test_configurations_that_are_each_others_base(
 
 def test_a_key_that_is_there_twice_is_refused_as_maxtext_refuses_it(tmp_path: Path) -> None:
     (tmp_path / "twice.yml").write_text("base_emb_dim: 64\nhead_dim: 16\nbase_emb_dim: 32\n")
-    with pytest.raises(Refused, match="base_emb_dim stands twice"):
+    with pytest.raises(Refused, match="base_emb_dim stands in lines 1, 3"):
         read_maxtext_yaml("--maxtext_config", str(tmp_path / "twice.yml"))
     (tmp_path / "once.yml").write_text(
         'sizes: &sizes {a: 1, b: 2}\nmore: {<<: *sizes, a: 3, 1: 2, "1": 3}\nhead_dim: 16\n'

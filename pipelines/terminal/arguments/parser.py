@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
             python = f"; in Python there is weightbeam.{wrong[1]}" if wrong[1] in IN_PYTHON else ""
             message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], commands)}{python}; weightbeam --help lists them"
         if missing := re.match(r"the following arguments are required: (.*)", message):
-            message = f"{missing[1]} is missing; {self.prog} --help says what it takes"
+            message = f"missing: {missing[1]}; {self.prog} --help says what it takes"
         told = [f"{self.prog}: {each}\n" for each in (*self.mistakes, message)]
         self.exit(2, self.format_usage() + "".join(told))
 
