@@ -339,11 +339,8 @@ def test_an_exchange_that_breaks_off_with_a_value_error(
     """
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     meeting, load = Meeting(), object.__new__(loading.Loading)
-    meeting.alone, meeting.agreed, load.source = (
-        False,
-        agreed,
-        find_source(str(save(tmp_path / "hf", MODEL, tensors(1))), choose({})),
-    )
+    meeting.alone, meeting.agreed, load.steps = False, agreed, []
+    load.source = find_source(str(save(tmp_path / "hf", MODEL, tensors(1))), choose({}))
 
     def broken(*_: Any) -> Any:
         raise ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")

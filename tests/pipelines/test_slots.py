@@ -78,7 +78,7 @@ def test_the_command_tells_a_size_that_is_given(source: Path, tmp_path: Path) ->
     assert (
         converting.convert(
             str(source), str(tmp_path / "given"), unit_bytes=int(UNIT_BYTES), progress=False
-        ).conversion.slots
+        ).planned.slots
         is None
     )
 
