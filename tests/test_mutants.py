@@ -80,6 +80,7 @@ def near(graph: Graph, *nodes: Node) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow("of a tool that only developers use, half a minute of a processor")
 def test_near_tests_come_first(graph: Graph) -> None:
     """Those of the module's own file before the commands, and before what has nothing to do with it."""
     found = near(graph, ("formats/staging/lease.py", "hold"))
@@ -118,6 +119,7 @@ def test_a_golden_file_leads_to_its_test(graph: Graph) -> None:
     assert "tests/test_docs.py" in {path for path, _ in graph.reading("docs/howto/lora.md")}
 
 
+@pytest.mark.slow("of a tool that only developers use, half a minute of a processor")
 def test_what_is_called_is_reached(graph: Graph) -> None:
     """A trace of real tests: every function of the project that they call is in the graph as reached by them."""
     file = "tests/transforms/test_units.py"

@@ -1587,7 +1587,8 @@ def test_a_watcher_killed_between_a_branch_and_main(
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "run.json"), (signal.SIGTERM, "run.json"), (signal.SIGINT, "config.json")]
+    ("number", "name"),
+    pairs.some([(signal.SIGINT, "config.json"), (signal.SIGTERM, "run.json"), (signal.SIGINT, "run.json")], 2),
 )
 def test_a_stop_while_a_bucket_publishes_a_step(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, number: signal.Signals, name: str
@@ -1668,7 +1669,7 @@ def test_objects_that_lie_where_a_step_is_to_be_published(
     assert [name for name in names if name.startswith("steps/step-1-") and name.endswith("/run.json")]
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket", "hub"])
+@pytest.mark.parametrize("where", pairs.some(["hub", "folder", "bucket"], 2))
 def test_keep_removes_nothing_of_others(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, hub: FakeHub,
     capsys: pytest.CaptureFixture[str], where: str,
@@ -1705,7 +1706,7 @@ def test_keep_removes_nothing_of_others(
         assert sorted(path.name for path in (tmp_path / "pub").iterdir()) == [".weightbeam", "step-2", "step-4"]
 
 
-@pytest.mark.parametrize("where", ["folder", "hub"])
+@pytest.mark.parametrize("where", pairs.some(["hub", "folder"], 2))
 def test_two_runs_that_begin_at_one_place_before_their_first_steps(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
@@ -2235,7 +2236,7 @@ def test_keep_removes_a_copy(model: tuple[Path, dict[str, Any]], tmp_path: Path)
     assert weights.exists()
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", pairs.some(["bucket", "folder"], 2))
 def test_keep_removes_nothing_that_others_changed(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
@@ -2266,7 +2267,7 @@ def test_keep_removes_nothing_that_others_changed(
     assert step.exists("model.safetensors")
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", pairs.some(["bucket", "folder"], 2))
 def test_a_step_that_comes_while_an_older_one_of_its_name_is_removed(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, where: str
 ) -> None:
@@ -2294,7 +2295,7 @@ def test_a_step_that_comes_while_an_older_one_of_its_name_is_removed(
     assert not [name for name in (open_store(output) / WORK).names() if name.startswith(("removed-", "gone-"))]
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", pairs.some(["folder", "bucket"], 2))
 def test_a_pointer_that_another_watcher_moves_meanwhile(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gcs: FakeGcs, where: str
 ) -> None:

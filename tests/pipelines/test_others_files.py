@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 from servers.clients import asking
 from servers.gcs import FakeGcs
@@ -52,8 +53,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield "gs://bucket/run/out"
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
-@pytest.mark.parametrize("shards", [(), ("--max_shard_size", "20KB")])
+@pytest.mark.parametrize(
+    ("place", "shards"), pairs.each(PLACES, [(), ("--max_shard_size", "20KB")]), indirect=["place"]
+)
 def test_what_others_put_into_a_release_is_named(
     checkpoint: Path, place: str, shards: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,8 +78,9 @@ def test_what_others_put_into_a_release_is_named(
     assert "; changed in it since: README.md" in told
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
-@pytest.mark.parametrize("shards", [(), ("--max_shard_size", "20KB")])
+@pytest.mark.parametrize(
+    ("place", "shards"), pairs.each(PLACES, [(), ("--max_shard_size", "20KB")]), indirect=["place"]
+)
 def test_a_copy_of_the_weights_beside_them_is_named(
     checkpoint: Path, place: str, shards: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,8 +95,11 @@ def test_a_copy_of_the_weights_beside_them_is_named(
     assert store.read("ema.safetensors") == store.read(weights)
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
-@pytest.mark.parametrize("record", [{"plan": "x"}, {"plan": "0" * 64}, {"plan": "0" * 64, "digests": {"a": "mine"}}])
+@pytest.mark.parametrize(
+    ("place", "record"),
+    pairs.each(PLACES, [{"plan": "x"}, {"plan": "0" * 64}, {"plan": "0" * 64, "digests": {"a": "mine"}}]),
+    indirect=["place"],
+)
 def test_what_has_no_record_of_ours_is_no_release(
     checkpoint: Path, place: str, record: dict, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,18 +165,21 @@ def test_a_plan_that_a_sleeper_staged_beside_what_is_whole(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "precious.txt",
-        "items/precious.txt",
-        ".mine",
-        "items/.mine",
-        "items/eval/results.csv",
-        "items/d/thesis.txt",
-        "items/source/model.safetensors",
-        "items/_mine",
-        "items/array_metadatas/process_7",
-        "plan.json.gz",
-    ],
+    pairs.some(
+        [
+            "precious.txt",
+            "items/precious.txt",
+            "items/d/thesis.txt",
+            ".mine",
+            "plan.json.gz",
+            "items/eval/results.csv",
+            "items/array_metadatas/process_7",
+            "items/.mine",
+            "items/_mine",
+            "items/source/model.safetensors",
+        ],
+        2,
+    ),
 )
 def test_what_others_put_into_a_step_is_named(
     source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]

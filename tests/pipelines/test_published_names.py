@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import training_run
 import yaml
@@ -245,13 +246,16 @@ def test_in_a_bucket(
 
 
 @pytest.mark.parametrize(
-    ("run", "options"),
-    [("trained", []), ("lora-run", ["--lora", "merged"]), ("lora-run", []), ("trained", ["--kind", "reshard"])],
+    ("place", "of"),
+    pairs.each(
+        ["hub", "bucket"],
+        [("trained", []), ("lora-run", ["--lora", "merged"]), ("lora-run", []), ("trained", ["--kind", "reshard"])],
+    ),
 )
-@pytest.mark.parametrize("place", ["hub", "bucket"])
 def test_a_run_that_is_followed(
-    place: str, run: str, options: list[str], hub: FakeHub, gcs: FakeGcs, project: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, of: tuple[str, list[str]], hub: FakeHub, gcs: FakeGcs, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run, options = of
     tap = Tap(monkeypatch, hub, hub.cdn, gcs)
     output = URL if place == "hub" else "gs://out/steps"
     like, run_folder = project / "models" / "llama", project / f"{place}{len(options)}" / run / "checkpoints"

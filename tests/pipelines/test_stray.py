@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 from servers.clients import asking
 from servers.gcs import FakeGcs
@@ -264,7 +265,7 @@ def test_a_damaged_step_in_a_dry_run(
     assert "failed  is tried again at" in said, said
 
 
-@pytest.mark.parametrize("stray", ["marks", "records", "work"])
+@pytest.mark.parametrize("stray", pairs.some(["records", "marks", "work"], 3))
 def test_another_run_goes_on(
     stray: str, model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,8 +296,13 @@ def test_another_run_goes_on(
 
 @pytest.mark.parametrize(
     ("own", "said"),
-    [(False, b""), (True, b"[]")],
-    ids=["below the output, cut short", "an output of its own, no object"],
+    pairs.some(
+        [
+            pytest.param(False, b"", id="below the output, cut short"),
+            pytest.param(True, b"[]", id="an output of its own, no object"),
+        ],
+        2,
+    ),
 )
 def test_a_place_that_says_nonsense_of_itself(
     own: bool, said: bytes, model: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
