@@ -55,7 +55,8 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Mode
     for model in sorted(fitting) or candidates:
         variants.setdefault(family.variant(model), []).append(model)
     if len(variants) > 1:
-        groups = (f"{family.note(config, Layout(model=same[0]))}: {', '.join(same)}" for same in variants.values())
+        told = ((family.note(config, Layout(model=same[0])), ", ".join(same)) for same in variants.values())
+        groups = (": ".join(filter(None, words)) for words in told)
         raise ModelNameError(
             f"config.json fits several MaxText models that differ; choose with --maxtext_model the one that the weights come from: {'; '.join(groups)}"
         )

@@ -435,8 +435,9 @@ def _look_at(answer: httpx2.Response) -> None:
 
 
 def _bound(request: httpx2.Request) -> None:
-    """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end. Raises ValueError
-    where a list has too many pages, or an answer names another host, to which its client would send our token.
+    """Gives a request of huggingface_hub a time-out that has none, and a list of the hub's an end. Asks without our token
+    where a file lies at another host. Raises ValueError where a list has too many pages, or another answer names such a
+    host, to which its client would send the token.
     """
     is_ours = OURS in request.headers.get("User-Agent", "")  # anyone's requests go this way
     if is_ours and "Authorization" in request.headers and request.url.host and not _is_hub(str(request.url)):
@@ -444,7 +445,7 @@ def _bound(request: httpx2.Request) -> None:
             raise ValueError(
                 f"an answer that names {request.url.host}, where its client would send the token for the hub"
             )
-        del request.headers["Authorization"]  # a mirror's files may lie at another hub, which is asked without it
+        del request.headers["Authorization"]  # such as a mirror's, whose files lie at another hub
     if (left := getattr(_PAGES, "left", None)) is not None:
         request.headers["Accept-Encoding"] = "identity"
         _PAGES.left = left - (request.method == "GET")
