@@ -1,12 +1,12 @@
-"""Commands in processes of their own, forked from one that has imported Beam already, which takes a fresh one two to
-five seconds.
+"""Commands in processes of their own, forked from one that has imported Beam and our commands already, which takes a
+fresh one two to five seconds.
 
     ran = warm.run("convert", source, output, env={"HF_ENDPOINT": url})     # as subprocess.run
     process = warm.start("watch", "--config", file)                         # as subprocess.Popen
 
-The process that forks is Python's own fork server, one for each process of the tests. It has imported other people's
-libraries and nothing of ours, nor anything that reads the environment while it is imported (huggingface_hub), so that
-a command meets its own code, folder and environment as in a fresh interpreter.
+The process that forks is Python's own fork server, one for each process of the tests. It has imported nothing that reads
+the environment while it is imported (huggingface_hub), nor run any of our code, so that a command meets its folder and
+environment as in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+COMMANDS = Path(__file__).resolve().parent.parent / "pipelines" / "commands"
 PRELOADED = [
     *("apache_beam", "apache_beam.runners.portability.fn_api_runner.fn_runner", "apache_beam.utils.profiler"),
     *("google.cloud.storage", "google_crc32c", "numpy", "sortedcontainers", "tensorstore", "xxhash", "warm"),
+    *(f"weightbeam.pipelines.commands.{file.stem}" for file in COMMANDS.glob("[a-z]*.py")),
+    *(f"weightbeam.pipelines.watching.{name}" for name in ("isolation", "records")),
 ]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOADED)
