@@ -277,7 +277,9 @@ class Repository(Store):
 
     @contextlib.contextmanager
     def _open(self, name: str, start: int, stop: int) -> Iterator[httpx2.Response]:
-        """The answer that brings these bytes; a signature that has expired is renewed once."""
+        """The answer that brings these bytes; where a file lies is asked again, once, when a signature has expired or the
+        repository was renamed.
+        """
         for renewed in (False, True):
             location, headers = _locations(self.repo, self.commit, name)
             wanted = headers | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
@@ -288,7 +290,7 @@ class Repository(Store):
                 timeout=httpx2.Timeout(STALL_SECONDS, connect=CONNECT),
                 follow_redirects=False,
             ) as answer:
-                if answer.status_code in (401, 403) and not renewed:
+                if (answer.is_redirect or answer.status_code in (401, 403)) and not renewed:
                     _locations.forget(self.repo, self.commit, name, location)
                     continue
                 if (coded := answer.headers.get("Content-Encoding", "identity")) != "identity":
@@ -581,6 +583,18 @@ def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMP
                 raise
         check_form(found)
     return found
+
+
+def name_now(repo: str) -> str:
+    """The `owner/name` of a repository: one that was renamed is found by its former names, too. As given where there is
+    none.
+
+    Raises:
+      StorageError: the hub can't be asked, or refuses.
+    """
+    with told(f"hf://{repo}", repo), contextlib.suppress(RepositoryNotFoundError):
+        return retried(api().model_info)(repo, timeout=STALL_SECONDS).id
+    return repo
 
 
 def _list_files(hub: HfApi, repo: str, commit: str | None) -> list[RepoSibling]:

@@ -248,14 +248,13 @@ def publish(
         send = functools.partial(retried(hub.preupload_lfs_files), target.repo, additions, revision=target.branch)
         with StoppablePool(1) as pool:
             pool.submit(send, create_pr=create_pr, gitignore_content=IGNORED).result()
-        if create_pr and ((now := _find(hub, target)) is None or now.sha != head.commit):
-            # of what the branch got meanwhile nothing is sent, and a pull request, which begins at the parent, hasn't got it
-            raise _overtaken(target)
         if not is_wanted():
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
-        commit = _propose if create_pr else _commit
-        url, page = commit(hub, target, operations, title, head.commit)
+        if any(_is_left_out(add, head) for add in additions):
+            url, page = _find_made(hub, target, title, head.commit)
+        else:
+            url, page = (_propose if create_pr else _commit)(hub, target, operations, title, head.commit)
     return Published(url, page, removed, replaced, kept)
 
 
@@ -391,11 +390,22 @@ def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str]) -> N
 Operations = list[CommitOperationAdd | CommitOperationDelete]
 
 
+def _is_left_out(addition: CommitOperationAdd, head: _Head) -> bool:
+    """Whether the client would leave a file out of a commit, since the branch had it when the file was announced, though
+    the commit's parent hasn't got it: someone else committed in between, and the branch may have been set back since
+    (huggingface_hub, `create_commit` of src/huggingface_hub/hf_api.py, 2.4.0).
+    """
+    there = addition._remote_oid
+    return (
+        there is not None and there == addition._local_oid and head.files.get(addition.path_in_repo) not in ("", there)
+    )
+
+
 def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, parent: str) -> tuple[str, str]:
     """Commits, again where that may help; returns the commit's address and its page.
 
     An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
-    lost, or by another one of the same result.
+    lost.
     """
 
     def commit() -> tuple[str, str]:
@@ -409,15 +419,22 @@ def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, 
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
+    return _find_made(hub, target, title, parent)
+
+
+def _find_made(hub: HfApi, target: HubAddress, title: str, parent: str) -> tuple[str, str]:
+    """The address and page of the commit of this very result that was made since `parent`.
+
+    Raises:
+      StorageError: the branch has moved otherwise.
+    """
     history = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
-    for each in itertools.takewhile(lambda each: each.commit_id != parent, history):
+    commits = [each.commit_id for each in history]
+    since = history[: commits.index(parent)] if parent in commits else []
+    for each in since:
         if each.title == title:
             return f"hf://{target.repo}@{each.commit_id}", _page(target, each.commit_id)
-    raise _overtaken(target)
-
-
-def _overtaken(target: HubAddress) -> StorageError:
-    return StorageError(
+    raise StorageError(
         f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
     )
 

@@ -237,15 +237,13 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     Raises:
       Refused: the source is named by the branch.
     """
-    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output or ""))
-    is_branch = (revision.removeprefix("refs/heads/") or "main") == (branch or "main")
-    if (
-        source.startswith(HUB)
-        and str(output).startswith(HUB)
-        and repo.lower() == target.lower()
-        and is_branch
-        and not create_pr
-    ):
+    if create_pr or not (source.startswith(HUB) and output and output.startswith(HUB)):
+        return
+    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output))
+    from weightbeam.formats.storage.hub import name_now
+
+    of, to = (name.removeprefix("refs/heads/") or "main" for name in (revision, branch))
+    if of == to and (repo.lower() == target.lower() or name_now(repo) == name_now(target)):
         raise Refused(
             f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "
             f"name the commit: {root}"

@@ -77,6 +77,8 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
         left = f"The release is in {place.final}; the same command publishes it with --overwrite or --create_pr. If it should go elsewhere, delete that folder."
         raise Failed(f"  {reason(e)}\n{left}") from e
     except (OSError, IncompleteError) as e:
+        if not place.is_held():
+            raise _taken_over(place) from e
         why = reason(e) if isinstance(e, OSError) else e
         raise Failed(
             f"  {why}\nThe release is in {place.final}; the same command publishes it, if the hub hasn't got it by now."
@@ -89,10 +91,14 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
             _remove(place)
         raise
     if made is None:
-        raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
+        raise _taken_over(place)
     with contextlib.suppress(HeldError):  # somebody else's by now
         _remove(place)
     return made
+
+
+def _taken_over(place: ReleaseFolder) -> Failed:
+    return Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
 
 
 def _place_in_cache(planned: Transfer) -> ReleaseFolder:

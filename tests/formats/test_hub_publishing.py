@@ -185,33 +185,46 @@ def test_faults_that_pass(hub: FakeHub, folder: Path) -> None:
     assert len(commits(hub)) == 2
 
 
-def commit_before(hub: FakeHub, request: Callable[..., Any], folder: Path) -> None:
-    """Has somebody commit a folder's files right before the hub's first answer to such a request."""
+def commit_before(hub: FakeHub, request: Callable[..., Any], folder: Path, *, set_back: bool = False) -> None:
+    """Has somebody commit a folder's files right before the hub's first answer to such a request, and perhaps set the
+    branch back after it.
+    """
     done = []
 
     def late(*arguments):
-        if not done:
+        before = hub.repositories[REPO].head
+        if is_first := not done:
             done.append(hub.commit(REPO, folder, title="theirs"))
-        return request(*arguments)
+        answer = request(*arguments)
+        if is_first and set_back:
+            hub.repositories[REPO].branches["main"] = before
+        return answer
 
     hub._routes = [
         (methods, pattern, late if function == request else function) for methods, pattern, function in hub._routes
     ]
 
 
-def test_a_part_that_someone_else_committed(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    """What the branch has by then isn't sent, and a pull request, which begins before that, lacked it: none is opened."""
+@pytest.mark.parametrize("set_back", [False, True])
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_a_part_that_someone_else_committed(
+    hub: FakeHub, folder: Path, tmp_path: Path, create_pr: bool, set_back: bool
+) -> None:
+    """What the branch has by then isn't sent: a pull request, which begins before that, lacked it, and so did a commit where
+    the branch is what it was again. Nothing is made of that.
+    """
     hub.add(REPO).writers.add(TOKEN)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     for name in ("config.json", "model-00001-of-00002.safetensors"):
         shutil.copy(folder / name, theirs / name)
-    commit_before(hub, hub._preupload, theirs)
+    commit_before(hub, hub._preupload, theirs, set_back=set_back)
     with pytest.raises(StorageError, match="someone else committed there"):
-        publish_folder(folder, URL, "export 1234", create_pr=True)
+        publish_folder(folder, URL, "export 1234", create_pr=create_pr)
     assert hub.repositories[REPO].pulls == []
-    publish_folder(folder, URL, "export 1234", create_pr=True)
-    (made,) = hub.repositories[REPO].pulls
+    assert commits(hub) == (["initial commit"] if set_back else ["theirs", "initial commit"])
+    publish_folder(folder, URL, "export 1234", create_pr=create_pr, overwrite=True)
+    (made,) = hub.repositories[REPO].pulls or [hub.repositories[REPO].head]
     assert bytes_in(folder).items() <= {name: bytes(blob.data) for name, blob in made.files.items()}.items()
 
 
@@ -224,6 +237,28 @@ def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path) -> 
     with pytest.raises(StorageError, match="someone else committed there"):
         publish_folder(folder, URL, "export 1234")
     assert hub.held(REPO) == {"notes.txt": b"theirs"}
+
+
+def test_a_branch_that_is_set_back_to_an_earlier_commit_of_ours(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """By that nothing is published now: it isn't what was made since the branch was looked at."""
+    repository = hub.add(REPO)
+    repository.writers.add(TOKEN)
+    publish_folder(folder, URL, "export 1234")
+    ours = repository.head
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    hub.commit(REPO, tmp_path / "theirs", title="theirs")
+    receive = hub._receive
+
+    def set_back(*arguments: Any) -> Any:
+        repository.branches["main"] = ours
+        hub.commit(REPO, tmp_path / "theirs", title="theirs, too")
+        return receive(*arguments)
+
+    hub._routes = [(methods, pattern, set_back if f == receive else f) for methods, pattern, f in hub._routes]
+    with pytest.raises(StorageError, match="someone else committed there"):
+        publish_folder(folder, URL, "export 1234", overwrite=True)
+    assert commits(hub) == ["theirs, too", "export 1234", "initial commit"]
 
 
 def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -911,6 +911,16 @@ def test_a_signature_that_expires(model: hubs.Repository, hub: FakeHub) -> None:
     assert hub.log.counts()["resolve"] == 2
 
 
+def test_a_repository_that_is_renamed_on_the_way(model: hubs.Repository, hub: FakeHub) -> None:
+    """The hub leads from the former name to the new one, for small files (which it sends itself) and large ones."""
+    small = "config.json"
+    before = model.read(small)
+    hub.repositories["org/new"] = hub.repositories.pop(REPO)
+    hub.renamed[REPO] = "org/new"
+    assert model.read(small) == before
+    assert model.read(SHARD) == DATA
+
+
 def test_a_file_that_isnt_what_the_hub_said(
     model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from servers.clients import TOKEN
 from servers.hub import FakeHub
 from support import call, convert, make_release, peft_adapter
 
-from weightbeam.formats.targets.hub import look
+from weightbeam.formats.targets.hub import Files, look, publish
 
 REPO, URL = "org/tuned", "hf://org/tuned"
 
@@ -188,6 +189,22 @@ def test_two_exports_of_one_checkpoint(
     assert cached(tmp_path) == []
 
 
+def test_what_another_command_took_over_is_not_said_to_be_here(
+    hub: FakeHub, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add(REPO).writers.add(TOKEN)
+
+    def sleep(url: str, title: str, files: Files, **options: object) -> object:
+        (folder,) = {path.parent for path in files.values() if isinstance(path, Path)}
+        for path in (folder, *folder.parent.glob(f"{folder.name}.weightbeam-lease*")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # as who publishes it does in the end
+        return publish(url, title, files, **options)
+
+    monkeypatch.setattr("weightbeam.pipelines.running.hub.publish", sleep)
+    assert call("export", checkpoints[0], URL) == 1
+    assert "was taken over by another command while this one slept" in capsys.readouterr().err
+
+
 @pytest.mark.slow("processes that sleep while others publish")
 @pytest.mark.parametrize("at", ["GET .*/commits/", "POST .*/preupload/", "POST .*/commit/"])
 def test_a_sleeper(hub: FakeHub, checkpoints: list[Path], tmp_path: Path, at: str) -> None:
@@ -257,11 +274,13 @@ def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
     repo = hub.add(REPO, source)
     repo.writers.add(TOKEN)
     before = repo.branches["main"].sha
+    hub.renamed["org/former"] = REPO
     words = (*(option.format(adapter=tmp_path / "adapter") for option in options), "--overwrite")
-    for named in (URL, f"{URL}/", f"{URL}@main", f"{URL}@refs/heads/main"):
+    names = (f"{URL}/", f"{URL}@main", f"{URL}@refs/heads/main", "hf://org/former")
+    for source, output in ((URL, URL), *((name, URL) for name in names), (URL, names[2]), (URL, names[3])):
         for more in ([], ["--dry_run"]):
-            assert call(command, named, URL, *words, *more) == 2
-            assert f"name the commit: {URL}@{before}" in capsys.readouterr().err
+            assert call(command, source, output, *words, *more) == 2
+            assert f"name the commit: {source.partition('@')[0].rstrip('/')}@{before}" in capsys.readouterr().err
     assert len(repo.commits) == 2
     assert call(command, URL, tmp_path / "org" / "tuned", *words) == 0  # a folder of the repository's name
     assert call(command, URL, URL, *words, "--create_pr") == 0

@@ -150,6 +150,7 @@ class FakeHub(Server):
       expiry: seconds that its URLs work.
       page: entries of a page of a list, a tree or a history.
       resolve_cache: whether small files are redirected too, on this host, as the hub does now.
+      renamed: the names that repositories have now, by their former ones.
       writers: the tokens that may make repositories.
       clock: what time it is; for the dates of commits and the URLs that expire.
     """
@@ -165,6 +166,7 @@ class FakeHub(Server):
         self.writers: set[str] = set()
         self.expiry = 3600.0
         self.page = 1000
+        self.renamed: dict[str, str] = {}
         self.resolve_cache = False
         self._routes = [
             ("GET", "/api/whoami-v2", self._whoami),
@@ -276,6 +278,12 @@ class FakeHub(Server):
         return token
 
     def answer(self, call: Call) -> Reply:
+        for old, new in self.renamed.items():
+            if match := re.match(rf"(/api/models)?/{old}(?=[/.]|$)", call.path):
+                place = (
+                    f"{match[1] or ''}/{new}{call.path[match.end() :]}?{urllib.parse.urlencode(call.query, doseq=True)}"
+                )
+                return Reply(307, b"Temporary Redirect", {"Location": place.rstrip("?")}, "renamed", old)
         function, parts = route(self._routes, call.method, call.path)
         try:
             token = self._token(call)
