@@ -11,6 +11,7 @@ workers is a harness that is called as a function. So here each thread calls one
 from __future__ import annotations
 
 import copy
+import itertools
 import mmap
 import os
 import resource
@@ -127,7 +128,9 @@ def check_addresses(threads: int, stage_bytes: int) -> None:
 
 
 class _Threads(BundleManager):
-    """Runs a stage as one bundle for each thread; all take their elements from the same queue."""
+    """Runs a stage as one bundle for each thread; all take their elements from the same queue. There are no more threads
+    than elements: to make a worker ready takes as long as a small unit.
+    """
 
     def process_bundle(
         self,
@@ -138,11 +141,14 @@ class _Threads(BundleManager):
         dry_run: bool = False,
     ) -> tuple[beam_fn_api_pb2.InstructionResponse, list]:
         context = self.bundle_context_manager
-        elements = _Elements(
+        rest = (
             (name, element)
             for name, buffer in inputs.items()
             for element in split(buffer, context.get_input_coder_impl(name))
         )
+        first = list(itertools.islice(rest, len(context.worker_handlers)))
+        elements = _Elements(itertools.chain(first, rest))
+        workers = context.worker_handlers[: max(1, len(first))]
 
         def run(handler: Any) -> beam_fn_api_pb2.InstructionResponse:
             own = copy.copy(context)
@@ -151,9 +157,7 @@ class _Threads(BundleManager):
             manager = BundleManager(own, cache_token_generator=self._cache_token_generator)
             return manager.process_bundle({}, expected_outputs, {}, {}, dry_run)[0]
 
-        results = run_threads(
-            [lambda handler=handler: run(handler) for handler in context.worker_handlers], elements.stop
-        )
+        results = run_threads([lambda handler=handler: run(handler) for handler in workers], elements.stop)
         infos = consolidate(info for result in results for info in result.process_bundle.monitoring_infos)
         return beam_fn_api_pb2.InstructionResponse(
             process_bundle=beam_fn_api_pb2.ProcessBundleResponse(monitoring_infos=infos)
