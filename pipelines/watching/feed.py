@@ -6,13 +6,15 @@ import abc
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from weightbeam.formats.storage import File, Store
+from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.watching.isolation import Action, Workers
+from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, key_of
 
 VersionT = TypeVar("VersionT", bound=Version)
@@ -47,14 +49,27 @@ class Waiting:
     again: datetime.datetime | None = None
 
 
-def write_pointer(output: Store, name: str, said: bytes, before: File | None) -> bool:
-    """Writes a pointer over what was there before, an answer that a stop waits for; returns whether it still was that."""
-    return uninterrupted(
-        lambda: output.write_over(name, said, before), lambda _: "", f"{output.path(name)} was being written"
-    )
+def point(output: Store, pointer: str, newest: Callable[[], tuple[str, bytes] | None]) -> bool:
+    """Has a file of the output be the report of the newest result, also if another watcher publishes at this moment;
+    returns whether it was another one. `newest` says where that lies by now, and its report. Somebody's file stays.
+    """
+    path, is_told = output.path(pointer), False
+    while not is_told:
+        before = output.stat(pointer)
+        if (found := newest()) is None or (there := read_if_there(output, pointer)) == found[1]:
+            return False
+        url, report = found
+        if there is not None and not _is_pointer(there):
+            warn(
+                f"{path} isn't Weightbeam's, and isn't replaced: it doesn't name {url}, which is the newest; move it away"
+            )
+            return False
+        write = functools.partial(output.write_over, pointer, report, before)
+        is_told = uninterrupted(write, lambda _: "", f"{path} was being written")
+    return True
 
 
-def is_pointer(data: bytes) -> bool:
+def _is_pointer(data: bytes) -> bool:
     """Whether a file that has the name of a target's newest result is one of ours."""
     try:
         return isinstance(parse_json(data)["checkpoint"], str)
@@ -62,9 +77,12 @@ def is_pointer(data: bytes) -> bool:
         return False
 
 
-def told_foreign(path: str, url: str) -> str:
-    """That somebody's file has that name, which stays."""
-    return f"{path} isn't Weightbeam's, and isn't replaced: it doesn't name {url}, which is the newest; move it away"
+def read_if_there(output: Store, name: str) -> bytes | None:
+    """The bytes of a file; None where there is none."""
+    try:
+        return output.read(name)
+    except FileNotFoundError:
+        return None
 
 
 class Feed(abc.ABC, Generic[VersionT, TargetT]):

@@ -16,7 +16,7 @@ from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import releases, works
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign, write_pointer
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point, read_if_there
 from weightbeam.pipelines.watching.notices import inform, warn
 from weightbeam.pipelines.watching.records import History, Record, State, histories, history_of, now
 from weightbeam.pipelines.watching.releases import ReleaseCommit
@@ -92,7 +92,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             newest, last = next(iter(published)), max(max(moments) for moments in published.values())
             there = next((each for each in published if version and self._is_of(each, version)), newest)
             try:
-                named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
+                named = json.loads(read_if_there(self.output, f"{name}/{target}.json") or b"{}").get("checkpoint")
             except (ValueError, AttributeError):  # someone's own edit
                 named = None
             if named == (checkpoint := self._checkpoint(there)):
@@ -205,18 +205,12 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this
         moment; returns whether it was another one.
         """
-        output, pointer = self.output, f"{repo}/{target}.json"
-        while True:
-            before = output.stat(pointer)
-            published = self._published(histories(output, repo), target)
-            newest = next(filter(None, (self._report_now(self._checkpoint(history)) for history in published)), None)
-            if newest is None or (there := self._read(pointer)) == newest:
-                return False
-            if there is not None and not is_pointer(there):
-                warn(told_foreign(output.path(pointer), json.loads(newest)["checkpoint"]))
-                return False
-            if write_pointer(output, pointer, newest, before):
-                return True
+
+        def newest() -> tuple[str, bytes] | None:
+            published = map(self._checkpoint, self._published(histories(self.output, repo), target))
+            return next(((place, report) for place in published if (report := self._report_now(place))), None)
+
+        return point(self.output, f"{repo}/{target}.json", newest)
 
     def _published(
         self, found: Iterable[History], target: str
@@ -243,7 +237,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         """The report of a checkpoint; None where there is none, as where its owner has deleted the checkpoint, or where
         somebody's file has its name.
         """
-        report = self._read(self._report_of(checkpoint))
+        report = read_if_there(self.output, self._report_of(checkpoint))
         try:
             plan = json.loads(report or b"{}")["plan"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -255,9 +249,3 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         if (report := self._report(checkpoint)) is None or (said := json.loads(report)).get("checkpoint") == checkpoint:
             return report
         return json.dumps(said | {"checkpoint": checkpoint, "items": f"{checkpoint}/{STEP}/items"}, indent=1).encode()
-
-    def _read(self, name: str) -> bytes | None:
-        try:
-            return self.output.read(name)
-        except FileNotFoundError:
-            return None

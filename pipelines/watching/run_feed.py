@@ -15,7 +15,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, is_pointer, told_foreign, write_pointer
+from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
@@ -375,13 +375,8 @@ class RunFeed(Feed[RunStep, RunTarget]):
         """
         report = {**self.places.of(history).report(url), "checkpoint": url}
         said = json.dumps(history.naming().told(report), indent=1).encode()
-        pointer, is_told = self.places.pointer(history.first["target"]), False
-        while not is_told:
-            before = self.output.stat(pointer)
-            if before and not is_pointer(self.output.read(pointer)):
-                warn(told_foreign(self.output.path(pointer), url))
-                return
-            is_told = not self._is_newest_by_now(history) or write_pointer(self.output, pointer, said, before)
+        pointer = self.places.pointer(history.first["target"])
+        point(self.output, pointer, lambda: (url, said) if self._is_newest_by_now(history) else None)
 
     def _is_pointed_at(self, history: History) -> bool:
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to
