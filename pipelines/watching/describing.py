@@ -12,7 +12,7 @@ from weightbeam.formats.record.naming import HUB, Naming, digest
 from weightbeam.formats.release.card import CODE, TAG, readdress, table_cell, written_by
 from weightbeam.formats.release.files import CARD, has_weights
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
-from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.local import is_temporary
 from weightbeam.formats.targets.published import RECORD, contents_of, record_of
 from weightbeam.model_mappings.boxes import whole
@@ -32,15 +32,15 @@ ADDRESS = ("place", "revision", "named", "full_paths")
 Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarize`
 
 
-def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str, Any]:
+def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
     """Compares a release with the step before and with the release that the run began with; writes what changed, as JSON
     and as a picture.
 
     Args:
-      release: whole.
+      url: of the release, which is whole.
       about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one
         before.
-      aside: where what changed is written: not beside the release, which may be read by `verify` meanwhile.
+      aside: URL of where what changed is written: not beside the release, which may be read by `verify` meanwhile.
 
     Returns:
       Nothing that is worth recording: `describe` takes it from there.
@@ -48,6 +48,7 @@ def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str,
     Raises:
       Failed, StorageError: something can't be read or written.
     """
+    release, store = open_store(url), open_store(aside)
     before, is_adapter = about.get("before"), about.get("lora") == ADAPTER
     others = {"before": before["url"]} if before else {}
     if (like := about.get("like")) and not is_adapter and has_weights(like):
@@ -56,7 +57,7 @@ def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str,
         compared, notes = _adapter_changed_since(others, release)
     else:
         compared, notes = _changed_since(others, release, about.get("named", {}).get(str(like), ""))
-    every = compared.get("before") or compared.get("like") or _compared_with_itself(release.url, is_adapter)
+    every = compared.get("before") or compared.get("like") or _compared_with_itself(url, is_adapter)
     odd = changes.not_finite(every)
     naming = _naming(about)
     names = {"before": f"step {before['step']}" if before else "", "like": naming.name(str(about.get("like")))}
@@ -72,19 +73,19 @@ def compare(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str,
         "unchanged": changes.unchanged(compared.get("before", {})),
         "notes": notes,
     }
-    aside.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
+    store.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
     grids = {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
-    aside.write(changes.PICTURE, drawn) if drawn else aside.delete(changes.PICTURE)
+    store.write(changes.PICTURE, drawn) if drawn else store.delete(changes.PICTURE)
     return {}
 
 
-def describe(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str, Any]:
+def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
     """Writes beside a release what changed and a card, takes away what was found while it was written, and at last writes
     its report.
 
     Args:
-      release: compared, with its source and by `compare`.
+      url: of the release, compared, with its source and by `compare`.
       about: see there.
       aside: see there.
 
@@ -94,11 +95,12 @@ def describe(release: Store, about: Mapping[str, Any], aside: Store) -> dict[str
     Raises:
       StorageError: something can't be read or written.
     """
+    release, store = open_store(url), open_store(aside)
     try:
-        found = json.loads(written := aside.read(changes.JSON))
-        drawn = aside.read(changes.PICTURE) if aside.exists(changes.PICTURE) else None
+        found = json.loads(written := store.read(changes.JSON))
+        drawn = store.read(changes.PICTURE) if store.exists(changes.PICTURE) else None
     except (OSError, ValueError) as e:
-        raise StorageError(f"{aside.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
+        raise StorageError(f"{store.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
     for name in release.names():
         if is_temporary(name):  # of a watcher that was killed in the next lines
             release.delete(name)

@@ -11,7 +11,7 @@ from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import works
+from weightbeam.pipelines.watching import describing, works
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
     MERGED,
@@ -109,8 +109,8 @@ class StepWorks:
                 judges = [FeedTask(works.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
         about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
-        yield (*judges, FeedTask(works.compare, about))
-        yield (FeedTask(works.describe, about, "changes"),)
+        yield (*judges, FeedTask(describing.compare, about))
+        yield (FeedTask(describing.describe, about, "changes"),)
 
     def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT."""

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightbeam.pipelines.running.without_beam import leave_out_services
@@ -285,25 +285,3 @@ def verify_reshard(a: str, b: str) -> dict[str, Any]:
     elements = sum(verdict.difference.elements for verdict in found.tensors.values() if verdict.difference)
     rounded = sum(verdict.status == "rounded" for verdict in found.tensors.values())
     return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
-
-
-def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
-    """Compares what was made with what it was before.
-
-    Args:
-      url: what was made.
-      about: what its report says.
-      aside: where that is written.
-    """
-    from weightbeam.formats.storage import open_store
-    from weightbeam.pipelines.watching import describing
-
-    return describing.compare(open_store(url), about, open_store(aside))
-
-
-def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
-    """Writes what changed, the card and the report of what was made beside it; see `compare`."""
-    from weightbeam.formats.storage import open_store
-    from weightbeam.pipelines.watching import describing
-
-    return describing.describe(open_store(url), about, open_store(aside))

@@ -271,10 +271,10 @@ def test_what_changed_is_found_on_the_way(
     assert read_found(release).keys() == {told_of(open_hf(url)) for url in (before, str(like))}
     with monkeypatch.context() as patched:
         patched.setattr(pairwise, "compare_each", None)  # nothing is read again
-        describing.compare(release, about, aside)
+        comparing.action(**comparing.keywords)
     found = json.loads(aside.read(changes.JSON))
     release.delete(FILE)
-    describing.compare(release, about, aside)
+    comparing.action(**comparing.keywords)
     assert json.loads(aside.read(changes.JSON))["said"] == found["said"] != []
     assert found["before"]["tensors"].keys() == read_tensors(like).keys()
 
@@ -1423,7 +1423,7 @@ def test_a_release_that_cant_be_compared_says_why(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refused, match=r"model\.safetensors"):
-        describing.compare(open_store(tmp_path), {"run": "r", "name": "r", "step": 1}, open_store(tmp_path))
+        describing.compare(str(tmp_path), {"run": "r", "name": "r", "step": 1}, str(tmp_path))
 
 
 def test_a_release_of_the_hub_is_fetched_once(
