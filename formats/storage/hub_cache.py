@@ -15,10 +15,10 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from weightbeam.formats.storage.local import LocalFolder
+from weightbeam.formats.storage.local import SHA256, LocalFolder, blob_of
 from weightbeam.formats.storage.store import File, StorageError
 
-SHA256, GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+GIT = re.compile(r"[0-9a-f]{40}")
 HASH = re.compile(f"{SHA256.pattern}|{GIT.pattern}")
 
 
@@ -55,10 +55,8 @@ def file_of(files: LocalFolder, name: str) -> File | None:
     found = files.stat(name)
     if found is None:
         return None
-    etag = _etag(files, name)
-    sha256 = etag if SHA256.fullmatch(etag) else None
-    version = etag or Path(files.url).name
-    return dataclasses.replace(found, version=version, sha256=sha256, updated=0.0)
+    version = blob_of(files.folder / name) or Path(files.url).name
+    return dataclasses.replace(found, version=version, updated=0.0)
 
 
 def read_whole(files: LocalFolder, name: str) -> bytes:
@@ -68,7 +66,7 @@ def read_whole(files: LocalFolder, name: str) -> bytes:
       StorageError: it has other bytes.
     """
     data = files.read(name)
-    etag = _etag(files, name)
+    etag = blob_of(files.folder / name)
     if HASH.fullmatch(etag) and not has_hash(data, etag):
         raise StorageError(
             f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew"
@@ -85,10 +83,3 @@ def has_hash(data: bytes, etag: str) -> bool:
 
 def _folder(repo: str) -> Path:
     return root() / f"models--{repo.replace('/', '--')}"
-
-
-def _etag(files: LocalFolder, name: str) -> str:
-    """The name of the blob that a file is; empty where the cache holds copies in place of links."""
-    path = files.folder / name
-    blob = path.resolve()
-    return blob.name if path.is_symlink() and blob.parent.name == "blobs" else ""

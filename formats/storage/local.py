@@ -194,6 +194,7 @@ def make_folder(path: Path) -> None:
 
 
 TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being written
+SHA256 = re.compile(r"[0-9a-f]{64}")  # the name of a large file's blob in a hub's cache
 _TEMPORARY = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}")
 
 
@@ -441,7 +442,8 @@ class LocalFolder(Store):
             raise
         if stat.S_ISDIR(found.st_mode):
             return None
-        return file_of(name, found, _sha256_of_blob(path))
+        blob = blob_of(path)
+        return file_of(name, found, blob if SHA256.fullmatch(blob) else None)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_file(self.path(name)), "rb") as file:
@@ -549,9 +551,6 @@ def _is_within(root: Path, target: Path) -> bool:
     return target.is_relative_to(root) or any(target.parent == cache.parent / "blobs" for cache in snapshots)
 
 
-def _sha256_of_blob(path: Path) -> str | None:
-    """The hash of a file in a hub's cache, which names its blobs by it."""
-    if not path.is_symlink():
-        return None
-    blob = path.resolve()
-    return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None
+def blob_of(path: Path) -> str:
+    """The name of the blob of a hub's cache that a link leads to; empty where it leads to none, or is no link."""
+    return blob.name if path.is_symlink() and (blob := path.resolve()).parent.name == "blobs" else ""
