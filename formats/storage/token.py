@@ -11,7 +11,6 @@ from weightbeam.formats.storage.store import StorageError
 from weightbeam.formats.text.installing import install
 
 SECRET = "WEIGHTBEAM_HF_TOKEN_SECRET"  # in the environment: which secret holds the token
-EMULATOR = "SECRET_MANAGER_EMULATOR_HOST"  # in the environment: the URL of a stand-in for Secret Manager
 TIMEOUT = 30.0  # seconds
 
 
@@ -65,20 +64,13 @@ def forget_secret(version: str, before: str | None) -> None:
 @functools.cache
 def _read_secret(version: str) -> str:
     try:
-        from google.api_core.client_options import ClientOptions  # only now: only where a secret is named
-        from google.api_core.exceptions import GoogleAPIError
-        from google.auth.credentials import AnonymousCredentials
+        from google.api_core.exceptions import GoogleAPIError  # only now: only where a secret is named
         from google.auth.exceptions import GoogleAuthError
         from google.cloud.secretmanager import SecretManagerServiceClient
     except ImportError as e:
         raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: {install('gcp')}") from e
-    stand_in = os.environ.get(EMULATOR)
     try:
-        client = SecretManagerServiceClient(
-            transport="rest",
-            credentials=AnonymousCredentials() if stand_in else None,
-            client_options=ClientOptions(api_endpoint=stand_in),
-        )
+        client = SecretManagerServiceClient(transport="rest")
         answer = client.access_secret_version(name=version, timeout=TIMEOUT)
     except (GoogleAPIError, GoogleAuthError, OSError) as e:
         raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: {e}") from e

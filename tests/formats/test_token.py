@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -10,15 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from google.api_core.client_options import ClientOptions
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import secretmanager
 from servers.server import Call, Reply, Server, json_reply
 from support import LLAMA, make_release
 
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
+from weightbeam.formats.storage.token import SECRET, _read_secret, name_secret, secret, token
 from weightbeam.pipelines.running.token_secret import use_secret
 
 NAME = "projects/1234/secrets/hub/versions/latest"
+CLIENT = secretmanager.SecretManagerServiceClient
 
 
 class FakeSecrets(Server):
@@ -42,6 +47,12 @@ class FakeSecrets(Server):
         return json_reply(200, {"name": match[1], "payload": {"data": base64.b64encode(data).decode()}}, kind="read")
 
 
+def ask_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has Google's client ask another Secret Manager."""
+    options = {"credentials": AnonymousCredentials(), "client_options": ClientOptions(api_endpoint=url)}
+    monkeypatch.setattr(secretmanager, "SecretManagerServiceClient", functools.partial(CLIENT, **options))
+
+
 @pytest.fixture(autouse=True)
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSecrets]:
     """No token anywhere but in a secret that nobody has named yet."""
@@ -52,7 +63,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSec
     monkeypatch.setattr("weightbeam.formats.storage.token._forgotten", set())
     _read_secret.cache_clear()
     with FakeSecrets(hub=b"hf_of_the_secret\n") as server:
-        monkeypatch.setenv(EMULATOR, server.url)
+        ask_at(server.url, monkeypatch)
         yield server
 
 
@@ -117,7 +128,7 @@ def test_a_secret_that_is_not_there() -> None:
 
 
 def test_no_secret_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EMULATOR, "http://127.0.0.1:1")
+    ask_at("http://127.0.0.1:1", monkeypatch)
     name_secret(NAME)
     with pytest.raises(StorageError, match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: ")):
         token()
@@ -137,7 +148,7 @@ def test_an_installation_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one, without an account of Google's."""
-    monkeypatch.delenv(EMULATOR)
+    monkeypatch.setattr(secretmanager, "SecretManagerServiceClient", CLIENT)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
     name_secret(NAME)
     with pytest.raises(StorageError, match=r"Secret Manager: .*nothing.json was not found"):
