@@ -116,7 +116,6 @@ class QuantizedFormat:
       logical: what stands in the weight's name in place of `suffix`.
       releases: who publishes it, for the manual's table.
       methods: the `quant_method`s that may go with it; empty for any.
-      fits: tells formats apart that look alike otherwise.
       in_blocks: whether its scales may lie in blocks of a size that the shapes don't tell (`fp8.find_block`).
 
     Example:
@@ -142,7 +141,6 @@ class QuantizedFormat:
     logical: str = ""
     releases: str = ""
     methods: tuple[str, ...] = ()
-    fits: Callable[[QuantizedTensor], bool] = lambda parts: True
     in_blocks: bool = False
 
 

@@ -56,9 +56,7 @@ def find_matches(tensor: Tensor, tensors: Mapping[str, Tensor], quantization: Qu
             elif companion.required:
                 break
         else:
-            parts = QuantizedTensor(stem + entry.logical, tensor, companions, quantization)
-            if entry.fits(parts):
-                found.append((entry, parts))
+            found.append((entry, QuantizedTensor(stem + entry.logical, tensor, companions, quantization)))
     if len(found) < 2:
         return found
     names = [{part.name for part in parts.companions.values()} for _, parts in found]
