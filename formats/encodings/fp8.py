@@ -238,12 +238,13 @@ def _fp8(parts: QuantizedTensor, suffix: str) -> Encoding:
     return Scaled(parts.codes, parts.codes.dtype.name, reshaped(scale, grid.shape), grid.block, f"{kind} {grid.text}")
 
 
-def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
-    grid = grid_of(parts.codes.shape, parts[suffix], parts.quantization, groups=True)
+def _int8(parts: QuantizedTensor) -> Encoding:
+    scale = parts["_scale"]
+    grid = grid_of(parts.codes.shape, scale, parts.quantization, groups=True)
     zero = parts.get("_zero_point")
-    if zero and zero.shape != parts[suffix].shape:
+    if zero and zero.shape != scale.shape:
         raise MismatchError(
-            f"the zeros {zero.name} are {zero.shape}, the scales {parts[suffix].name} {parts[suffix].shape}; they should be alike"
+            f"the zeros {zero.name} are {zero.shape}, the scales {scale.name} {scale.shape}; they should be alike"
         )
     if not zero and _has_zeros(parts.quantization):
         raise MismatchError(
@@ -253,7 +254,7 @@ def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
     return Scaled(
         parts.codes,
         "int8",
-        reshaped(parts[suffix], grid.shape),
+        reshaped(scale, grid.shape),
         grid.block,
         f"int8 {grid.text}" + (" and zeros" if zero else ""),
         zero,
@@ -295,7 +296,7 @@ FORMATS = (
         "",
         INT8,
         (Companion("_scale", FLOATS), Companion("_zero_point", INT8, required=False)),
-        functools.partial(_int8, suffix="_scale"),
+        _int8,
         releases="compressed-tensors",
         methods=("compressed-tensors",),
     ),

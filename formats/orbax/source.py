@@ -224,7 +224,7 @@ class OrbaxCheckpoint:
         Raises:
           TreeError: it isn't known, or scales don't lie over their weights in square blocks.
         """
-        tree = recognize(_paths(self.metadata, self.arrays))
+        tree = recognize([path for path in leaves(self.metadata) if ".".join(path) in self.arrays])
         for key, scale_key in tree.scales.items():
             codes, scale = (self.arrays[tree.weights[name]] for name in (key, scale_key))
             if why := why_not_scales(codes, scale):
@@ -415,7 +415,3 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise StorageError(f"{items}: can't be read: {ocdbt.brief(e) or type(e).__name__}") from e
     return checkpoint
-
-
-def _paths(metadata: Mapping[str, Any], arrays: Mapping[str, OrbaxArray]) -> list[tuple[str, ...]]:
-    return [path for path in leaves(metadata) if ".".join(path) in arrays]

@@ -85,7 +85,7 @@ def surroundings(checkpoint: OrbaxCheckpoint) -> Surroundings:
         _zarr(checkpoint, items),
         _read(items, STRINGS).decode() if items.exists(STRINGS) else "",
         dict(_other_items(items)),
-        _handlers(items),
+        {name: handler for name, handler in item_handlers(items.parent).items() if name != items.name},
     )
 
 
@@ -194,10 +194,6 @@ def _read(store: Store, name: str) -> bytes:
             f"{store.path(name)}: more than {LARGEST:,} bytes of what isn't known, which is too much to copy"
         )
     return data
-
-
-def _handlers(items: Store) -> dict[str, Any]:
-    return {name: handler for name, handler in item_handlers(items.parent).items() if name != items.name}
 
 
 def _json(items: Store, name: str) -> dict[str, Any]:

@@ -609,12 +609,9 @@ def check_form(info: ModelInfo) -> None:
         raise ValueError(f"{info.sha!r} is no commit")
     for file in info.siblings or []:
         texts = (file.rfilename, file.blob_id or "", file.lfs.sha256 if file.lfs else "")
-        if not all(isinstance(text, str) for text in texts) or not _is_size(file.size):
+        has_size = file.size is None or (isinstance(file.size, int) and file.size >= 0)
+        if not all(isinstance(text, str) for text in texts) or not has_size:
             raise ValueError(f"a file called {file.rfilename!r} of {file.size!r} bytes")
-
-
-def _is_size(size: object) -> bool:
-    return size is None or (isinstance(size, int) and size >= 0)
 
 
 @contextlib.contextmanager

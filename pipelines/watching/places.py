@@ -528,7 +528,7 @@ def _apart(files: Sequence[File]) -> tuple[list[File], list[File]]:
     late = [
         file
         for name in LAST
-        for file in sorted(files, key=_depth, reverse=True)
+        for file in sorted(files, key=lambda file: file.name.count("/"), reverse=True)
         if file.name.rpartition("/")[2] == name
     ]
     return [file for file in files if file not in late], late
@@ -545,10 +545,6 @@ def _delete(step: Store, files: Sequence[File]) -> None:
         else:
             for file in group:
                 step.delete(file.name)
-
-
-def _depth(file: File) -> int:
-    return file.name.count("/")
 
 
 def _json(store: Store, name: str) -> dict[str, Any]:
