@@ -18,8 +18,8 @@ import argparse
 import concurrent.futures
 import json
 import os
-import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,8 @@ import numpy as np
 import xxhash
 
 from benchmarks.figures import Figure, make_parser, measure_each, report
-from benchmarks.measure import ask, tell, warm
-from benchmarks.mesh_load import AXIS, BY_HAND, OURS, _load, _load_by_hand
+from benchmarks.measure import ask, medians_of, take_turns, warm
+from benchmarks.mesh_load import AXIS, BY_HAND, OURS, load_by_hand, load_ours
 from benchmarks.models import make_source
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_once(way: str, source: str) -> dict[str, Any]:
         arrays: Any = _put_files(Path(source), device)
     else:
         options = {"dequantize": "device"} if way == BY_DEVICE else {}
-        arrays = (_load_by_hand if way == BY_HAND else _load)(source, mesh, options)
+        arrays = (load_by_hand if way == BY_HAND else load_ours)(source, mesh, options)
     jax.block_until_ready(arrays)
     seconds = time.monotonic() - start
     leaves = jax.tree.leaves(arrays)
@@ -99,15 +99,11 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     """The figures of one model, and every single load."""
     source = make_source(kind, folder, layers)
     stored = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    loads: dict[str, list[dict[str, Any]]] = {OURS: [], RAW: []} | ({BY_DEVICE: []} if kind == "fp8" else {BY_HAND: []})
-    for number in range(1, rounds + 1):
-        for way, told in loads.items():
-            told.append(load(way, source))
-        last = ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items())
-        tell(kind, f"round {number} of {rounds}: {last}")
+    ways = (OURS, RAW, BY_DEVICE if kind == "fp8" else BY_HAND)
+    loads = take_turns(kind, rounds, {way: partial(load, way, source) for way in ways})
     alone = load(HOST, source)
     equal = all(told["digest"] == alone["digest"] for way in (OURS, BY_DEVICE) for told in loads.get(way, ()))
-    seconds = {way: statistics.median(told["seconds"] for told in every) for way, every in loads.items()}
+    seconds = medians_of(loads)
     device = loads[OURS][0]["device"]
     figures = [Figure(f"load onto {device}, {way}", kind, seconds[way], "s") for way in loads]
     figures.append(Figure(f"load onto {device}, times raw", kind, seconds[OURS] / seconds[RAW], "×"))

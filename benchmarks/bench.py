@@ -36,7 +36,7 @@ import apache_beam as beam
 
 from benchmarks.copies import parallel_copy, raw_copy
 from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, measure_each, of_runs, report
-from benchmarks.measure import WEIGHTBEAM, count_flushes, run, run_fresh, tell
+from benchmarks.measure import WEIGHTBEAM, count_flushes, medians_of, run, run_fresh, seconds_of, take_turns, tell
 from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion import Conversion
@@ -64,34 +64,29 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     convert = partial(run_fresh, output, *command, files=files)
     stock = (sys.executable, "-m", "benchmarks.stock", "--source", source, "--output", output)
     save = partial(run_fresh, output, *stock, files=files)
-    raw, parallel, saved, converted = [], [], [], []
-    for number in range(1, rounds + 1):
-        raw.append(raw_copy(files, copy, raw_bytes))
-        parallel.append(parallel_copy(files, copy, raw_bytes))
-        saved.append(save())
-        converted.append(convert())
-        copies = f"raw copy {raw[-1]:.2f} s, parallel {parallel[-1]:.2f} s"
-        commands = f"stock Orbax {saved[-1].seconds:.2f} s, convert {converted[-1].seconds:.2f} s"
-        tell(kind, f"round {number} of {rounds}: {copies}, {commands}")
+    copies = {
+        "raw copy": partial(raw_copy, files, copy, raw_bytes),
+        "parallel copy": partial(parallel_copy, files, copy, raw_bytes),
+    }
+    taken = take_turns(kind, rounds, copies | {"stock": save, "convert": convert})
+    medians = medians_of(taken)
     watched, watched_stock = convert(watch=True), save(watch=True)
     flushes = count_flushes(output, *command)
     # With an option of Beam's, `plan` imports Beam too.
     start_up = run(WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--direct_num_workers=4")
 
-    raw_seconds, parallel_seconds = statistics.median(raw), statistics.median(parallel)
-    stock_seconds = statistics.median(one.seconds for one in saved)
-    seconds = statistics.median(one.seconds for one in converted)
-    read_bytes = statistics.median(one.read_bytes for one in converted) - start_up.read_bytes
+    read_bytes = statistics.median(one.read_bytes for one in taken["convert"]) - start_up.read_bytes
     start, times = LIMITS[kind]
-    limit = start + times * parallel_seconds, f"{start:g} s + {times:g} × parallel copy"
+    limit = start + times * medians["parallel copy"], f"{start:g} s + {times:g} × parallel copy"
     times_memory = watched_stock.peak_bytes / watched.peak_bytes
     figures = [
-        Figure("raw copy", kind, raw_seconds, "s"),
-        Figure("parallel copy", kind, parallel_seconds, "s"),
-        *of_runs("convert", kind, converted, watched, *limit),
-        Figure("stock Orbax", kind, stock_seconds, "s"),
+        *(Figure(copy, kind, medians[copy], "s") for copy in copies),
+        *of_runs("convert", kind, taken["convert"], watched, *limit),
+        Figure("stock Orbax", kind, medians["stock"], "s"),
         Figure("stock Orbax, peak memory", kind, watched_stock.peak_bytes, "bytes"),
-        Figure("stock Orbax ÷ convert", kind, stock_seconds / seconds, "×", MIN_TIMES_STOCK, at_least=True),
+        Figure(
+            "stock Orbax ÷ convert", kind, medians["stock"] / medians["convert"], "×", MIN_TIMES_STOCK, at_least=True
+        ),
         Figure("the same, peak memory", kind, times_memory, "×", MIN_TIMES_STOCK, at_least=True),
         Figure("read amplification", kind, read_bytes / conversion.source_bytes, "×", MAX_READ_AMPLIFICATION),
         Figure("shuffled ÷ model", kind, shuffled_bytes(conversion) / conversion.source_bytes, "", MAX_SHUFFLED),
@@ -102,12 +97,9 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
         "source_bytes": conversion.source_bytes,
         "target_bytes": conversion.target_bytes,
         "raw_copy_bytes": {"read": file_bytes, "written": raw_bytes},
-        "raw_copy_seconds": raw,
-        "parallel_copy_seconds": parallel,
-        "stock_seconds": [one.seconds for one in saved],
-        "stock_cpu_seconds": [one.cpu_seconds for one in saved],
-        "convert_seconds": [one.seconds for one in converted],
-        "convert_read_bytes": [one.read_bytes for one in converted],
+        "seconds": seconds_of(taken),
+        "stock_cpu_seconds": [one.cpu_seconds for one in taken["stock"]],
+        "convert_read_bytes": [one.read_bytes for one in taken["convert"]],
         "start_up_read_bytes": start_up.read_bytes,
         "watched_seconds": watched.seconds,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, of_runs
-from benchmarks.measure import BLOCK, WEIGHTBEAM, run_fresh, tell, warm
+from benchmarks.measure import BLOCK, WEIGHTBEAM, Run, medians_of, run_fresh, seconds_of, take_turns, warm
 
 START_SECONDS, TIMES_RAW = 2.0, 1.25  # the limit: START_SECONDS + this × the raw copy
 
 
-def raw_copy(
-    files: Sequence[Path], folder: Path, target_bytes: int, threads: int = 1, piece: int | None = None
-) -> float:
-    """Reads files from the page cache and writes `target_bytes` to new ones, block by block, with an fsync for each;
-    returns the seconds it took. What it wrote is deleted, not on the clock.
+def raw_copy(files: Sequence[Path], folder: Path, target_bytes: int, threads: int = 1, piece: int | None = None) -> Run:
+    """Reads files from the page cache and writes `target_bytes` to new ones, block by block, with an fsync for each.
+    What it wrote is deleted, not on the clock.
 
     Each block that was read is followed by its share of `target_bytes`: itself if there are as many bytes to write as
     to read.
@@ -57,15 +54,15 @@ def raw_copy(
     start = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(copy, range(threads)))
-    seconds = time.monotonic() - start
+    taken = Run(time.monotonic() - start)
     shutil.rmtree(folder)
-    return seconds
+    return taken
 
 
 parallel_copy = partial(raw_copy, threads=4, piece=64 << 20)
 
 
-def take_turns(
+def against_copy(
     kind: str, checkpoint: Path, command: Sequence[str | Path], output: Path, rounds: int, limit: bool = True
 ) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of a command, and every single round; the medians count. What it wrote last stays.
@@ -85,13 +82,9 @@ def take_turns(
     nbytes = sum(path.stat().st_size for path in files)
     name = str(command[0])
     run_once = partial(run_fresh, output, WEIGHTBEAM, *command, files=files, keep=True)
-    raw, taken = [], []
-    for number in range(1, rounds + 1):
-        raw.append(raw_copy(files, output.with_name("copied"), nbytes))
-        taken.append(run_once())
-        tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, {name} {taken[-1].seconds:.2f} s")
-    copied = statistics.median(raw)
+    copy_once = partial(raw_copy, files, output.with_name("copied"), nbytes)
+    taken = take_turns(kind, rounds, {"raw copy": copy_once, name: run_once})
+    copied = medians_of(taken)["raw copy"]
     most = (START_SECONDS + TIMES_RAW * copied, f"{START_SECONDS:.0f} s + {TIMES_RAW} × raw copy") if limit else ()
-    figures = of_runs(name, kind, taken, run_once(watch=True), *most)
-    seconds = {"raw_copy_seconds": raw, f"{name}_seconds": [one.seconds for one in taken]}
-    return [Figure(f"{name}, raw copy", kind, copied, "s"), *figures], {"bytes": nbytes, **seconds}
+    figures = of_runs(name, kind, taken[name], run_once(watch=True), *most)
+    return [Figure(f"{name}, raw copy", kind, copied, "s"), *figures], {"bytes": nbytes, "seconds": seconds_of(taken)}

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.copies import take_turns
+from benchmarks.copies import against_copy
 from benchmarks.figures import Figure, make_parser, measure_each, report
 from benchmarks.measure import WEIGHTBEAM, run_fresh
 from benchmarks.models import MESH, make_source
@@ -30,7 +30,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     options = ("--source", source, "--mesh", MESH, "--output", checkpoint, *model)
     run_fresh(checkpoint, WEIGHTBEAM, "convert", *options, keep=True)
     command = ("export", "--source", checkpoint, "--output", output, *model)
-    figures, details = take_turns(kind, checkpoint / "0" / "items", command, output, rounds)
+    figures, details = against_copy(kind, checkpoint / "0" / "items", command, output, rounds)
     compared = subprocess.run([WEIGHTBEAM, "diff", source, output], capture_output=True, text=True, check=False)
     for old in (checkpoint, output):
         shutil.rmtree(old)

@@ -12,13 +12,13 @@ arrays by the bytes of the tensors.
 from __future__ import annotations
 
 import shutil
-import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.copies import parallel_copy
 from benchmarks.figures import MAX_PEAK_BYTES, Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, Run, run_fresh, tell
+from benchmarks.measure import WEIGHTBEAM, Run, medians_of, run_fresh, seconds_of, take_turns
 from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
@@ -30,16 +30,19 @@ MAX_WRITTEN = 1.01  # bytes written by bytes read
 NAME = "fp8, kept"
 
 
-def there_and_back(source: Path, folder: Path, watch: bool = False) -> dict[str, Run]:
-    """Both commands on one release; what they wrote is deleted."""
-    output, back = folder / "kept", folder / "kept-back"
-    files = list(source.glob("*.safetensors"))
+def convert(source: Path, output: Path, watch: bool = False) -> Run:
+    """A conversion that decodes nothing; what it wrote stays."""
     options = ("--source", source, "--mesh", MESH, "--save_dtype", CODED, "--output", output)
-    there = run_fresh(output, WEIGHTBEAM, "convert", *options, files=files, watch=watch, keep=True)
-    files = [path for path in output.rglob("*") if path.is_file()]
-    again = run_fresh(back, WEIGHTBEAM, "export", output, back, files=files, watch=watch)
-    shutil.rmtree(output)
-    return {"convert": there, "export": again}
+    return run_fresh(
+        output, WEIGHTBEAM, "convert", *options, files=list(source.glob("*.safetensors")), watch=watch, keep=True
+    )
+
+
+def export(converted: Path, watch: bool = False) -> Run:
+    """The way back."""
+    back = converted.with_name("kept-back")
+    files = [path for path in converted.rglob("*") if path.is_file()]
+    return run_fresh(back, WEIGHTBEAM, "export", converted, back, files=files, watch=watch)
 
 
 def measure(folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
@@ -48,30 +51,27 @@ def measure(folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[
     conversion = plan_conversion(ConvertOptions(mesh=(MESH,), save_dtype=CODED), open_hf(source))
     files = [Path(shard.path) for shard in conversion.source.shards]
     file_bytes = sum(path.stat().st_size for path in files)
-    taken = {name: list[float]() for name in ("copy", "convert", "export", "convert, start-up", "export, start-up")}
-    for number in range(1, rounds + 1):
-        taken["copy"].append(parallel_copy(files, folder / "copied", file_bytes))
-        for name, one in there_and_back(source, folder).items():
-            taken[name].append(one.seconds)
-        for name, one in there_and_back(empty, folder).items():
-            taken[f"{name}, start-up"].append(one.seconds)
-        told = ", ".join(f"{name} {seconds[-1]:.2f} s" for name, seconds in taken.items())
-        tell(NAME, f"round {number} of {rounds}: {told}")
-    watched = there_and_back(source, folder, watch=True)
-    parallel = statistics.median(taken["copy"])
-    figures = [Figure("parallel copy", NAME, parallel, "s")]
+    output = folder / "kept"
+    ways = {"copy": partial(parallel_copy, files, folder / "copied", file_bytes)}
+    for release, suffix in ((source, ""), (empty, ", start-up")):
+        ways |= {f"convert{suffix}": partial(convert, release, output), f"export{suffix}": partial(export, output)}
+    taken = take_turns(NAME, rounds, ways)
+    watched = {"convert": convert(source, output, watch=True), "export": export(output, watch=True)}
+    shutil.rmtree(output)
+    medians = medians_of(taken)
+    figures = [Figure("parallel copy", NAME, medians["copy"], "s")]
     for name, times in MAX_TIMES_COPY.items():
-        start = statistics.median(taken[f"{name}, start-up"])
-        limit = start + times * parallel
+        start = medians[f"{name}, start-up"]
+        limit = start + times * medians["copy"]
         figures += [
             Figure(f"{name}, start-up", NAME, start, "s"),
-            Figure(name, NAME, statistics.median(taken[name]), "s", limit, f"start-up + {times:g} × parallel copy"),
+            Figure(name, NAME, medians[name], "s", limit, f"start-up + {times:g} × parallel copy"),
             Figure(f"{name}, peak memory", NAME, watched[name].peak_bytes, "bytes", MAX_PEAK_BYTES),
         ]
     written = conversion.target_bytes / conversion.source_bytes
     figures.append(Figure("written ÷ read", NAME, written, "×", MAX_WRITTEN))
     sizes = {"source_bytes": conversion.source_bytes, "target_bytes": conversion.target_bytes}
-    return figures, sizes | {"seconds": taken}
+    return figures, sizes | {"seconds": seconds_of(taken)}
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -31,20 +32,47 @@ WEIGHTBEAM = Path(sys.executable).with_name("weightbeam")  # the command as a us
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a command took.
+    """What a command took; 0 for what wasn't measured.
 
     Attributes:
       seconds: wall, from before its process is made until that has ended: start-up is inside.
       cpu_seconds: user and system, of all its threads and of the processes it waited for.
       read_bytes: what it and those processes got from read(2) and its kin, from the disk or from the page cache
         (`rchar` of /proc/<pid>/io). The interpreter's own files count too; files mapped into memory don't.
-      peak_bytes: the greatest memory of the process tree; 0 if it wasn't watched.
+      peak_bytes: the greatest memory of the process tree, if it was watched.
     """
 
     seconds: float
-    cpu_seconds: float
-    read_bytes: int
-    peak_bytes: int
+    cpu_seconds: float = 0.0
+    read_bytes: int = 0
+    peak_bytes: int = 0
+
+
+Taken = Run | dict[str, Any]  # of a command, or what a process tells of itself (`ask`)
+T = TypeVar("T", bound=Taken)
+
+
+def take_turns(kind: str, rounds: int, ways: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """What each way takes in each round, one after the other: what else the machine does changes them alike."""
+    taken = {way: list[T]() for way in ways}
+    for number in range(1, rounds + 1):
+        for way, once in ways.items():
+            taken[way].append(once())
+        last = ", ".join(f"{way} {each[-1]:.2f} s" for way, each in seconds_of(taken).items())
+        tell(kind, f"round {number} of {rounds}: {last}")
+    return taken
+
+
+def seconds_of(taken: Mapping[str, Sequence[Taken]]) -> dict[str, list[float]]:
+    """The seconds of every round, by way."""
+    return {
+        way: [one.seconds if isinstance(one, Run) else one["seconds"] for one in each] for way, each in taken.items()
+    }
+
+
+def medians_of(taken: Mapping[str, Sequence[Taken]]) -> dict[str, float]:
+    """The median of the seconds, by way."""
+    return {way: statistics.median(each) for way, each in seconds_of(taken).items()}
 
 
 def run(*command: str | Path, watch: bool = False, every: float = POLL_SECONDS) -> Run:

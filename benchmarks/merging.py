@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.figures import Figure, make_parser, report
-from benchmarks.measure import WEIGHTBEAM, run_fresh, tell
+from benchmarks.measure import WEIGHTBEAM, medians_of, run_fresh, seconds_of, take_turns
 from benchmarks.models import MESH, make_source
 from weightbeam.formats.safetensors import open_hf
 
@@ -63,20 +63,16 @@ def main() -> None:
     commands = {"convert": command} | {
         f"convert --lora, {name}": (*command, "--lora", adapter) for name, adapter in adapters.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for number in range(1, args.rounds + 1):
-        for name, arguments in commands.items():
-            seconds[name].append(run_fresh(output, *arguments, files=files).seconds)
-        told = ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items())
-        tell("llama", f"round {number} of {args.rounds}: {told}")
+    ways = {name: partial(run_fresh, output, *arguments, files=files) for name, arguments in commands.items()}
+    taken = take_turns("llama", args.rounds, ways)
     for adapter in adapters.values():
         shutil.rmtree(adapter)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    figures = [Figure(name, "llama", taken, "s") for name, taken in medians.items()]
+    medians = medians_of(taken)
+    figures = [Figure(name, "llama", seconds, "s") for name, seconds in medians.items()]
     for name in ADAPTERS:
         ratio = medians[f"convert --lora, {name}"] / medians["convert"]
         figures.append(Figure(f"{name} merged ÷ convert", "llama", ratio, "×", MOST))
-    report("merging", figures, seconds, args)
+    report("merging", figures, seconds_of(taken), args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ in the page cache:
 - *weightbeam.load*: MaxText's arrays.
 - *by hand*: one thread preads each tensor; numpy transposes it into its place of a stacked array; `jax.make_array_from_callback` cuts that.
   The same device work, and the same arrays.
-- *stock Orbax*: `ocp.load` of the files' own tensors with shardings that cut the same axis. No transposition, nothing stacked.
+- *stock Orbax*, once: `ocp.load` of the files' own tensors with shardings that cut the same axis. No transposition, nothing stacked.
 
 *Beyond the arrays* is the peak of a process's memory less its memory before the load and less the arrays, which lie in
 it, too. *Bytes read* are `rchar` of /proc/self/io, of each of 1, 2 and 4 processes with 8 devices between them, by an
@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ import numpy as np
 
 from benchmarks import full_size, models
 from benchmarks.figures import Figure, make_parser, measure_each, report
-from benchmarks.measure import ask, io_counts, memory_bytes, tell, warm
+from benchmarks.measure import ask, io_counts, medians_of, memory_bytes, take_turns, tell, warm
 from benchmarks.models import make_once, make_source
 from weightbeam.formats.safetensors import Tensor, open_hf
 
@@ -73,8 +72,8 @@ def load_once(request: Mapping[str, Any]) -> dict[str, Any]:
     programs: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: programs.append(event))
     mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    way = {OURS: _load, BY_HAND: _load_by_hand, ORBAX: _load_by_orbax}[request["way"]]
-    if way is _load:
+    way = {OURS: load_ours, BY_HAND: load_by_hand, ORBAX: _load_by_orbax}[request["way"]]
+    if way is load_ours:
         import weightbeam
 
         assert weightbeam.load  # imported off the clock, as JAX and Orbax are
@@ -93,7 +92,8 @@ def load_once(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
+def load_ours(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
+    """What `weightbeam.load` makes."""
     import weightbeam
 
     return weightbeam.load(source, mesh=mesh, **options)
@@ -122,7 +122,8 @@ def _spec(mesh: jax.sharding.Mesh, rank: int, axis: int) -> jax.sharding.NamedSh
     return NamedSharding(mesh, PartitionSpec(*(AXIS if at == axis else None for at in range(rank))))
 
 
-def _load_by_hand(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
+def load_by_hand(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
+    """The same arrays as one would make them by hand."""
     import jax
 
     axes = _axes(source)
@@ -203,17 +204,12 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     """The figures of one model, and every single load."""
     source = make_source(kind, folder, layers)
     stored = sum(tensor.nbytes for shard in open_hf(source).shards for tensor in shard.tensors)
-    loads: dict[str, list[dict[str, Any]]] = {OURS: [], BY_HAND: [], ORBAX: []}
-    for number in range(1, rounds + 1):
-        for way, told in loads.items():
-            if way != ORBAX or number == 1:  # it takes longer than all the others
-                told += load(way, source)
-        last = ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items())
-        tell(kind, f"round {number} of {rounds}: {last}")
+    loads = take_turns(kind, rounds, {way: lambda way=way: load(way, source)[0] for way in (OURS, BY_HAND)})
+    loads |= take_turns(kind, 1, {ORBAX: lambda: load(ORBAX, source)[0]})  # it takes longer than all the others
     shared = {processes: load(OURS, source, processes) for processes in PROCESSES}
     shares = {count: max(one["read_bytes"] for one in told) * count / stored for count, told in shared.items()}
     tell(kind, ", ".join(f"{count}: {share:.3f}" for count, share in shares.items()))
-    seconds = {way: statistics.median(one["seconds"] for one in told) for way, told in loads.items()}
+    seconds = medians_of(loads)
     times_orbax = seconds[ORBAX] / seconds[OURS]
     beyond = max(one["beyond_bytes"] for one in loads[OURS])
     figures = [Figure(f"load, {way}", kind, seconds[way], "s") for way in (BY_HAND, ORBAX)]

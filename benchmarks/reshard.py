@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.copies import take_turns
+from benchmarks.copies import against_copy
 from benchmarks.figures import Figure, make_parser, measure_each, report
 from benchmarks.measure import WEIGHTBEAM, run_fresh
 from benchmarks.models import MESH, make_source
@@ -58,7 +58,7 @@ def main() -> None:
 
     def measure(kind: str) -> tuple[list[Figure], dict[str, Any]]:
         checkpoint, options, limit = cases[kind]
-        return take_turns(kind, checkpoint, ("reshard", checkpoint, output, *options), output, args.rounds, limit)
+        return against_copy(kind, checkpoint, ("reshard", checkpoint, output, *options), output, args.rounds, limit)
 
     figures, details = measure_each(cases, measure)
     for old in (own, trained, output):

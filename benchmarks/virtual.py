@@ -22,10 +22,9 @@ from pathlib import Path
 
 from benchmarks.figures import Figure, make_parser, of_runs, report
 from benchmarks.full_size import write
-from benchmarks.measure import run, run_fresh, tell, warm
+from benchmarks.measure import WEIGHTBEAM, run, run_fresh, tell, warm
 from benchmarks.models import MESH, make_source
 
-COMMAND = (sys.executable, "-m", "weightbeam.pipelines.cli")
 MAX_SECONDS, MAX_WRITTEN, MAX_FULL_SIZE_SECONDS = 2.0, 1_000_000, 10.0
 RESTORE = """
 import hashlib, json, sys, time
@@ -54,7 +53,7 @@ def timed(
     what: str, model: str, command: Sequence[str | Path], output: Path, rounds: int, seconds: float | None
 ) -> list[Figure]:
     """The figures of a command that writes a checkpoint, at most so many seconds; the last result stays."""
-    run_once = partial(run_fresh, output, *COMMAND, *command, "--output", output, keep=True)
+    run_once = partial(run_fresh, output, WEIGHTBEAM, *command, "--output", output, keep=True)
     runs = [run_once() for _ in range(rounds)]
     figures = of_runs(what, model, runs, run_once(watch=True), seconds, most_bytes=None)
     limit = MAX_WRITTEN if what.startswith("virtual") and model == "moe" else None
