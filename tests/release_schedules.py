@@ -54,6 +54,7 @@ class TinyPlan(ToRelease):
     source_bytes = 0
     lossy: Any = None
     config_edits: Any = None
+    __setattr__ = object.__setattr__  # no dataclass of its own
 
     def __init__(self, name: str):
         self.name = name

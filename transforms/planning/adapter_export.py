@@ -210,5 +210,4 @@ def load(inputs: Mapping[str, Any]) -> AdapterExport:
     """The export that `AdapterExport.stage` staged."""
     options = dataclasses.replace(options_from(ExportOptions, inputs["options"]), lora_alpha=inputs["alpha"])
     source, like = load_checkpoint(inputs["source"]), like_from(inputs["like"])
-    made = plan_adapter(options, source, like, inputs.get("slots"), inputs["used"])
-    return dataclasses.replace(made, staged_small=inputs["small"])
+    return plan_adapter(options, source, like, inputs.get("slots"), inputs["used"])

@@ -35,7 +35,6 @@ from weightbeam.model_mappings.plan import Array, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.source_sums import DamagedError, check_reads, note_reads
-from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.cutting.units import Unit, expand_unit, fetches_of, find_alike
@@ -80,14 +79,10 @@ class Conversion(Transfer):
       plan: arrays, drops and problems.
       encodings: how each tensor is stored.
       grids: one for each array; empty if the plan has problems.
-      units: the blocks of each unit; empty if the plan has problems.
-      warnings: what the user should know.
       placements: for each array whether it is virtual; empty without `--virtual`, or if the plan has problems.
       adapters: what is merged into the source's tensors, an input too.
       merging: what the adapters' tensors are used for.
       folding: the adapter as MaxText's, with `--adapter_only`.
-      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
-      staged_small: `small_hashes` as they were staged; None where the source is to be asked.
       to: the row of `TARGETS` that is written: one that is told what `OrbaxTarget` is.
       made_of: the release that the record names, where the source is what a virtual checkpoint holds of it.
     """
@@ -97,14 +92,10 @@ class Conversion(Transfer):
     plan: ArrayPlan
     encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     grids: tuple[Grid, ...] = ()
-    units: tuple[tuple[Block, ...], ...] = ()
-    warnings: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     merging: Merging | None = None
     folding: Folding | None = None
-    slots: int | None = None
-    staged_small: Mapping[str, str] | None = None
     made_of: str = ""
     to: str = OrbaxTarget.name
 
@@ -199,10 +190,9 @@ class Conversion(Transfer):
         kept = kept_files(open_store(self.source.root), self.options.allow_links, self.source.configs)
         return files_of(self.source, kept)
 
-    @property
-    def small_hashes(self) -> Mapping[str, str]:
-        """What tells the content of each small file that is kept with the checkpoint."""
-        return self._small_files.hashes if self.staged_small is None else self.staged_small
+    def hash_small(self) -> Mapping[str, str]:
+        """Of those that are kept with the checkpoint."""
+        return self._small_files.hashes
 
     @functools.cached_property
     def target(self) -> Target:

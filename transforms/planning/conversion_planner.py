@@ -450,4 +450,4 @@ def load(inputs: Mapping[str, Any]) -> Conversion:
         adapters,
         inputs.get("slots"),
     )
-    return dataclasses.replace(made, staged_small=inputs["small"], made_of=inputs["made_of"], to=inputs["to"])
+    return dataclasses.replace(made, made_of=inputs["made_of"], to=inputs["to"])

@@ -461,7 +461,7 @@ def load(inputs: Mapping[str, Any]) -> Export:
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
-    made = plan_export(
+    return plan_export(
         options_from(ExportOptions, inputs["options"]),
         load_checkpoint(inputs["source"]),
         like_from(inputs["like"]),
@@ -470,4 +470,3 @@ def load(inputs: Mapping[str, Any]) -> Export:
         inputs.get("slots"),
         parts,
     )
-    return dataclasses.replace(made, staged_small=inputs["small"])

@@ -31,7 +31,7 @@ from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
-from weightbeam.transforms.cutting.blocks import Block, element_box
+from weightbeam.transforms.cutting.blocks import element_box
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.grid import Grid
 from weightbeam.transforms.cutting.quantizing import Given, recipe_for
@@ -104,7 +104,6 @@ class Export(FromCheckpoint, ToRelease):
       names: the tensors that are written, by the table's name for each: `(name in the release, ...)`.
       files: where each tensor goes; None if there are problems.
       grids: one for each array.
-      units: the blocks of each unit.
       lossy: by tensor, why its values aren't the array's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
       form: `like`, or that of its language model alone.
@@ -117,7 +116,6 @@ class Export(FromCheckpoint, ToRelease):
         hasn't. They count as arrays behind the last, of shards of one element.
       parts: that release; None where nothing is taken.
       large: the keys of the arrays whose chunks are unpacked first.
-      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
       kept: whether codes and scales of the checkpoint are written as they are; else what they are the codes of.
     """
 
@@ -128,11 +126,9 @@ class Export(FromCheckpoint, ToRelease):
     names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     files: FileLayout | None = None
     grids: tuple[Grid, ...] = ()
-    units: tuple[tuple[Block, ...], ...] = ()
     lossy: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config_edits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     form: Like
-    warnings: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     quantized: frozenset[str] = frozenset()
@@ -143,8 +139,6 @@ class Export(FromCheckpoint, ToRelease):
     large: frozenset[str] = frozenset()
     # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    slots: int | None = None
     kept: bool = False
 
     kind, doing, title = "export", "exporting", "Export"

@@ -51,14 +51,13 @@ def load(inputs: Mapping[str, Any]) -> Merge:
     """The merge that `Merge.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    made = plan_merge(
+    return plan_merge(
         options_from(MergeOptions, inputs["options"]),
         HfCheckpoint.from_json(inputs["source"]),
         adapters,
         given,
         inputs.get("slots"),
     )
-    return dataclasses.replace(made, staged_small=inputs["small"])
 
 
 def plan_merge(

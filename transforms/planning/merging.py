@@ -21,7 +21,6 @@ from weightbeam.formats.record.naming import digest
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import ArrayPlan
-from weightbeam.transforms.cutting.blocks import Block
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.quantizing import Given, recipe_for
 from weightbeam.transforms.cutting.row_blocks import itself
@@ -47,7 +46,6 @@ class Merge(ToRelease):
         left.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
       small: the release's small files as they will be; not staged.
-      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: MergeOptions
@@ -56,15 +54,11 @@ class Merge(ToRelease):
     plan: ArrayPlan
     encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     files: FileLayout | None = None
-    units: tuple[tuple[Block, ...], ...] = ()
     merging: Merging
     quantization: Mapping[str, Any] | None = None
     quantized: frozenset[str] = frozenset()
     given: Given | None = None
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    slots: int | None = None
 
     kind, doing = "merge", "writing"
 

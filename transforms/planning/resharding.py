@@ -86,11 +86,8 @@ class Reshard(FromCheckpoint):
       tree: the arrays of the new checkpoint, and its metadata.
       plan: the same arrays, what is left out, and the problems.
       ways: one for each array; empty if the plan has problems.
-      units: the blocks of each unit.
-      warnings: what the user should know.
       adapted: the arrays that adapters are merged into.
       taken: the layers and experts that are taken, if they aren't all.
-      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: ReshardOptions
@@ -100,12 +97,9 @@ class Reshard(FromCheckpoint):
     tree: NewTree
     plan: ArrayPlan
     ways: tuple[Way, ...]
-    units: tuple[tuple[Block, ...], ...]
-    warnings: tuple[str, ...]
     adapters: tuple[MaxTextAdapter, ...]
     adapted: Adapted
     taken: Taken | None
-    slots: int | None
 
     kind, doing, title = "reshard", "resharding", "Reshard"
 

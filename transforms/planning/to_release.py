@@ -17,12 +17,11 @@ from weightbeam.transforms.planning.transfer import Source, Transfer
 
 
 class ToRelease(Transfer):
-    """A transfer into a release: a dataclass with these fields beside those of every transfer.
+    """A transfer into a release, with these fields beside those of every transfer.
 
     Attributes:
       files: where each tensor goes; None if there are problems.
       small: the release's small files as they will be; not staged.
-      staged_small: the hash of each, where the plan was made of what is staged.
       lossy: by tensor, why its values aren't the source's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
@@ -30,7 +29,6 @@ class ToRelease(Transfer):
 
     files: FileLayout | None
     small: Mapping[str, bytes]
-    staged_small: Mapping[str, str]
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
     given: Given | None
@@ -48,9 +46,8 @@ class ToRelease(Transfer):
         assert self.files is not None, "the plan has problems"
         return self.files
 
-    @property
-    def small_hashes(self) -> dict[str, str]:
-        return hash_each(self.small) or dict(self.staged_small)
+    def hash_small(self) -> dict[str, str]:
+        return hash_each(self.small)
 
     @functools.cached_property
     def target(self) -> ReleaseTarget:

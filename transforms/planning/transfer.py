@@ -20,6 +20,7 @@ parameters) and refuses to work if it comes out differently (`staged.py`).
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -69,8 +70,9 @@ class Source(Watched, Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer(abc.ABC):
-    """The plan of a command that moves weights: a dataclass with these fields.
+    """The plan of a command that moves weights.
 
     Attributes:
       kind: the command's name.
@@ -83,18 +85,20 @@ class Transfer(abc.ABC):
       units: the blocks of each unit; none if there are problems.
       warnings: what the user should know.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+      staged_small: `small_hashes` as they were staged; None where the plan isn't made of what is staged.
     """
 
     kind: ClassVar[str]
     doing: ClassVar[str]
-    title: str
+    title: ClassVar[str]
     options: Any
     source: Any
     adapters: tuple[Any, ...]
     plan: ArrayPlan
-    units: tuple[tuple[Block, ...], ...]
-    warnings: tuple[str, ...]
-    slots: int | None
+    units: tuple[tuple[Block, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
+    slots: int | None = None
+    staged_small: Mapping[str, str] | None = None
 
     # --- what a direction says
 
@@ -142,8 +146,7 @@ class Transfer(abc.ABC):
         """What settles the result beside options, sources, arrays and units, as JSON that is the same everywhere."""
         return [self.source.config, [adapter.identity for adapter in self.adapters]]
 
-    @property
-    def small_hashes(self) -> Mapping[str, str]:
+    def hash_small(self) -> Mapping[str, str]:
         """What tells the content of each small file of the result that isn't part of another input, by name."""
         return {}
 
@@ -190,6 +193,11 @@ class Transfer(abc.ABC):
         return {}
 
     # --- what all have in common
+
+    @property
+    def small_hashes(self) -> Mapping[str, str]:
+        """`hash_small`, which a worker is told."""
+        return self.hash_small() if self.staged_small is None else self.staged_small
 
     @functools.cached_property
     def hash(self) -> str:

@@ -45,7 +45,7 @@ def load(staged: bytes) -> Transfer:
         raise RuntimeError(FLUSHES)
     inputs = unpack_inputs(staged)
     if inputs.get("code") == this_code():
-        plan = _LOADERS[inputs["kind"]](inputs)
+        plan = dataclasses.replace(_LOADERS[inputs["kind"]](inputs), staged_small=inputs["small"])
         if plan.hash == inputs["hash"]:
             return plan
     raise RuntimeError(
