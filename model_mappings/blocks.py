@@ -531,24 +531,3 @@ def experts_in_out(target: str, source: str, width: int) -> Table:
         ),
         rule(f"{target}/wo", f"{source}.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
     ]
-
-
-def latent_experts(target: str, source: str, width: int, projections: tuple[str, str, str]) -> Table:
-    """Experts in a latent: a projection down to `latent`, the router's experts there, a norm of what they make together,
-    and a projection up again (AI-Hypercomputer/maxtext, src/maxtext/layers/latent_moe.py, 4b27699).
-
-    Args:
-      target, source: MaxText's path and the release's name, below the layer.
-      width: moe_mlp, in elements.
-      projections: what the release calls gate, up and down of an expert.
-
-    Returns:
-      Six lines.
-    """
-    down, up, norm = (f"routed_expert_{part}" for part in ("down_proj", "up_proj", "norm"))
-    return [
-        rule(f"{target}/{down}/kernel", f"{source}.{down}.weight", "latent embed -> embed latent", "embed latent_moe"),
-        *experts(f"{target}/routed_experts", f"{source}.experts", width, False, projections, "latent"),
-        rule(f"{target}/{norm}/scale", f"{source}.{norm}.weight", "latent", "norm"),
-        rule(f"{target}/{up}/kernel", f"{source}.{up}.weight", "embed latent -> latent embed", "latent_moe embed"),
-    ]

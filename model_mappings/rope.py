@@ -73,10 +73,10 @@ def only_kinds(*known: str, kind: str = "", nested: bool = False) -> Line:
     return unless(limit)
 
 
-def theta(key: str, kind: str = "", default: float = THETA) -> Line:
+def theta(kind: str = "", default: float = THETA) -> Line:
     """The base of the frequencies."""
     return derived(
-        key,
+        "rope_max_timescale",
         lambda c, _: positive(rope_of(c, kind).get("rope_theta", default)),
         f"{ROPE}.{kind}.rope_theta".replace("..", "."),
     )
@@ -171,7 +171,7 @@ def plain_rope(default: float = THETA, kind: str = "") -> tuple[Line, ...]:
 def scaled_rope(default: float = THETA, kind: str = "") -> tuple[Line, ...]:
     """The base of the frequencies, and what scales them linearly or by YaRN."""
     return (
-        theta("rope_max_timescale", kind, default),
+        theta(kind, default),
         derived(
             "rope_linear_scaling_factor",
             lambda c, _: linear_factor(rope_of(c, kind)),

@@ -118,7 +118,7 @@ def multimodal_rope(
         return own if sum(own) == half else taken_sections(own, half)
 
     return (
-        theta("rope_max_timescale", default=base),
+        theta(default=base),
         fixed("use_mrope", True),
         derived("mrope_section", find, "rope_parameters.mrope_section"),
         fixed("rope_type", "default"),

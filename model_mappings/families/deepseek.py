@@ -164,7 +164,7 @@ def original_context(c, model):
 
 
 YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's other class doesn't interleave
-    theta("rope_max_timescale"),
+    theta(),
     fixed("rope_type", "yarn"),
     written("rope_parameters.rope_type", "yarn"),
     *(derived(key, lambda c, model, name=name, default=default: number(yarn_of(c).get(name, default)), f"rope_parameters.{name}") for key, name, default in (

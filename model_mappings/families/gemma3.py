@@ -169,7 +169,7 @@ TEXT = (
     real("attn_logits_soft_cap", "attn_logit_softcapping", default=None, none=0),
     derived("local_rope_max_timescale", local_theta, f"rope_parameters.{LOCAL}.rope_theta"),
     written(f"rope_parameters.{LOCAL}.rope_type", "default"),
-    theta("rope_max_timescale", FULL, 1_000_000),
+    theta(FULL, 1_000_000),
     derived("rope_linear_scaling_factor", lambda c, model: linear_factor(rope_of(c, FULL)), f"rope_parameters.{FULL}.factor"),
     written(f"rope_parameters.{FULL}.rope_type", "linear"),
     only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True),

@@ -9,7 +9,7 @@ kimi_k3_parity_utils.py, 6a39975). The branch has no scan of these layers. It ke
 logical axes the gate of its latent attention and the decoder's last two arrays have couldn't be read: none are named.
 """
 
-from weightbeam.model_mappings.blocks import NORMS, common_drops, gated_mlp, latent_experts, text_part, tied_head, top
+from weightbeam.model_mappings.blocks import NORMS, common_drops, experts, gated_mlp, text_part, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, only, real, size
 from weightbeam.model_mappings.families.deepseek import latent_attention
@@ -104,7 +104,11 @@ def stacks(c, layout):
     moe = [
         rule(f"{router}/kernel", f"{MOE}.gate.weight", "expert embed -> embed expert", "embed -"),
         rule(f"{router}/e_score_correction_bias", f"{MOE}.gate.e_score_correction_bias", "expert", "-"),
-        *latent_experts("mlp", MOE, c.size("moe_intermediate_size"), ("w1", "w3", "w2")),
+        # experts in a latent: AI-Hypercomputer/maxtext, src/maxtext/layers/latent_moe.py, 4b27699
+        rule("mlp/routed_expert_down_proj/kernel", f"{MOE}.routed_expert_down_proj.weight", "latent embed -> embed latent", "embed latent_moe"),
+        *experts("mlp/routed_experts", f"{MOE}.experts", c.size("moe_intermediate_size"), False, ("w1", "w3", "w2"), "latent"),
+        rule("mlp/routed_expert_norm/scale", f"{MOE}.routed_expert_norm.weight", "latent", "norm"),
+        rule("mlp/routed_expert_up_proj/kernel", f"{MOE}.routed_expert_up_proj.weight", "embed latent -> latent embed", "latent_moe embed"),
         *gated_mlp("mlp/shared_expert", f"{MOE}.shared_experts", "shared_mlp"),
     ]
     last = [

@@ -91,7 +91,7 @@ def scaled(t):
 
 TEXT = (
     *SIZES, head_dim(), *activation(), eps(1e-5), CONTEXT,
-    theta("rope_max_timescale", default=500_000),
+    theta(default=500_000),
     fixed("rope_type", "llama3.1"),
     derived("rope_use_scale", lambda t, model: scaled(t), "rope_parameters.rope_type", to_field=lambda yes: "llama3" if yes else "default"),
     *llama3_lines(), only_kinds("default", "llama3"), unless(lambda t, model: llama3_limit(rope_of(t))),

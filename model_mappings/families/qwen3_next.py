@@ -117,7 +117,7 @@ def partial(c, model=None):
 
 
 LINES = (
-    *SIZES, *activation(), eps(), CONTEXT, theta("rope_max_timescale"), *expert_lines(),
+    *SIZES, *activation(), eps(), CONTEXT, theta(), *expert_lines(),
     written("rope_parameters.rope_type", "default"),
     size("base_mlp_dim", "moe_intermediate_size"),
     copied("shared_expert_intermediate_size", lambda keys: keys["base_moe_mlp_dim"]),
