@@ -32,14 +32,10 @@ def first_cell() -> str:
     return CELL.format(how=how)
 
 
-def first_cell_of(notebook: dict) -> dict:
-    """The first cell of code."""
-    return next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
-
-
 def written(notebook: dict) -> str:
     """A notebook as it is stored: without outputs, the first cell as it is today."""
-    first_cell_of(notebook)["source"] = first_cell().rstrip().splitlines(keepends=True)
+    code = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    code["source"] = first_cell().rstrip().splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
