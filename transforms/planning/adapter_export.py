@@ -48,9 +48,9 @@ class AdapterExport(Export):
       used: the modules, by the table's names, of which the adapter holds other values than zeros.
     """
 
-    rank: int = 0
-    alpha: float = 1.0
-    used: frozenset[str] = frozenset()
+    rank: int
+    alpha: float
+    used: frozenset[str]
 
     kind, title = "adapter", "Adapter"
 

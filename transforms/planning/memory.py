@@ -12,7 +12,7 @@ TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its ledger entry, the keys of its database
 
 
-def memory_bound(planned: Transfer, threads: int, output: str | None = None, baselines: int = 0) -> int:
+def memory_bound(planned: Transfer, threads: int, output: str | None, baselines: int = 0) -> int:
     """Bytes of memory that a worker needs at most.
 
     Args:
