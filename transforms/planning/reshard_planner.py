@@ -104,22 +104,6 @@ def plan_reshard(
             units = make_units(
                 groups, lambda number, most: _cut(number, ways[number], most), total, options.unit_bytes, slots
             )
-    if options.state == FULL and any(kept.role == "moment" for kept in tree.arrays):
-        if options.save_dtype != KEEP:
-            warnings.append(
-                f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses"
-            )
-        if adapted.kernels:
-            warnings.append(
-                "the optimizer's moments are those of the weights without the adapter; --state params leaves them out"
-            )
-    if options.save_dtype != KEEP and (whole := _integers(tree, source)):
-        more = f", and {len(whole) - 1:,} more" if len(whole) > 1 else ""
-        warnings.append(
-            f"{whole[0]}{more}: integers, which stay so; --save_dtype {options.save_dtype} is for weights that are floats"
-        )
-    if tree.misfit:
-        warnings.append(f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}")
     plan = ArrayPlan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
     return Reshard(
         options=options,
@@ -130,12 +114,28 @@ def plan_reshard(
         plan=plan,
         ways=ways if not problems else (),
         units=tuple(units),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_find_warnings(options, source, model, tree, bool(adapted.kernels))),
         adapters=tuple(adapters),
         adapted=adapted,
         taken=taken,
         slots=slots,
     )
+
+
+def _find_warnings(
+    options: ReshardOptions, source: OrbaxCheckpoint, model: Model, tree: NewTree, is_adapted: bool
+) -> Iterator[str]:
+    """What the user should know of a reshard's options, whatever chunks are written."""
+    if options.state == FULL and any(kept.role == "moment" for kept in tree.arrays):
+        if options.save_dtype != KEEP:
+            yield f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses"
+        if is_adapted:
+            yield "the optimizer's moments are those of the weights without the adapter; --state params leaves them out"
+    if options.save_dtype != KEEP and (whole := _integers(tree, source)):
+        more = f", and {len(whole) - 1:,} more" if len(whole) > 1 else ""
+        yield f"{whole[0]}{more}: integers, which stay so; --save_dtype {options.save_dtype} is for weights that are floats"
+    if tree.misfit:
+        yield f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}"
 
 
 def take(cut: Cut, source: OrbaxCheckpoint, model: Model) -> tuple[Taken | None, list[Problem]]:
