@@ -138,7 +138,8 @@ class BucketStaging(Staging):
     def leave(self) -> None:
         with contextlib.suppress(OSError):
             if self._claim and not self.exists():
-                self.desk.delete_folder(self._claim)
+                for name in filter(None, (self._claim, self._id)):  # without a plan nobody goes on with what lies there
+                    self.desk.delete_folder(name)
 
     def check(self) -> None:
         """One request: whoever takes a plan away has taken the claim before."""
@@ -293,9 +294,13 @@ class BucketStaging(Staging):
         files = self.aside.list()
         self._note(map(content_of, files))
         self.check_place()
-        self._bring(self.aside, [file for file in files if file.name not in self.looked_for])
-        for name in sorted(self.looked_for & {file.name for file in files}):
-            self.put(name, self.aside.read(name))  # as the marker: a stop takes the right to it away
+        try:
+            self._bring(self.aside, [file for file in files if file.name not in self.looked_for])
+            for name in sorted(self.looked_for & {file.name for file in files}):
+                self.put(name, self.aside.read(name))  # as the marker: a stop takes the right to it away
+        except OSError:
+            self.check_claim()  # who took the place over deletes what lies there
+            raise
 
     def announce(self, files: Mapping[str, bytes]) -> None:
         self._note((name, len(data), as_base64(google_crc32c.value(data))) for name, data in files.items())

@@ -152,7 +152,8 @@ def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_
         head = _look(hub, target, title, found)
         made = _made(hub, target, title, head, files, create_pr)
         if made is None and not (overwrite or create_pr):
-            _refuse_others(target, head, _changed(head, files))
+            ways = "or have that replaced (--overwrite), or a pull request opened (--create_pr)"
+            _refuse_others(target, head, _changed(head, files), f"; choose another repository or branch, {ways}")
         return made
 
 
@@ -166,7 +167,7 @@ def check_free(url: str) -> None:
     with told(target, target.repo, writing=True):
         if (found := _find(hub, target)) is not None:
             head = _look(hub, target, None, found)
-            _refuse_others(target, head, _changed(head, {}))
+            _refuse_others(target, head, _changed(head, {}), "; choose another repository or branch")
 
 
 def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
@@ -375,14 +376,13 @@ def _is_stale(name: str) -> bool:
     return name != CARD and any((OURS.fullmatch(name), WEIGHTS.fullmatch(name), role_of(name)))
 
 
-def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str]) -> None:
-    """Raises OthersError where something would go that this result hasn't published before, or whose hash is unknown."""
+def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str], ways: str = "") -> None:
+    """Raises OthersError, with the ways out that there are, where something would go that this result hasn't published
+    before, or whose hash is unknown.
+    """
     others = [name for name in sorted(changed) if not head.files[name] or head.files[name] != head.before.get(name)]
     if others:
-        raise OthersError(
-            f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "
-            "replaced (--overwrite), or a pull request opened (--create_pr)"
-        )
+        raise OthersError(f"{target}: holds what isn't of this release: {', '.join(others)}{ways}")
 
 
 # --- the commit -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from quantised import fp8_llama
@@ -16,11 +17,13 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert, make_release, peft_adapter
 
-from weightbeam.formats.staging.staging import FAILURE, PLAN, UNITS
+from weightbeam.formats.release.files import CONFIG
+from weightbeam.formats.staging.staging import FAILURE, PLAN, UNITS, TakenOverError
 from weightbeam.formats.storage import bucket as buckets
-from weightbeam.formats.storage import composing
+from weightbeam.formats.storage import composing, open_store
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.targets import release_bucket
+from weightbeam.formats.targets.release_bucket import ReleaseBucket
 
 RECORD = "weightbeam.json"
 
@@ -261,6 +264,31 @@ def test_the_story_of_a_failure_goes_with_its_plan(
         assert call(*command) == 1
     assert [name.rpartition("/")[2] for name in beside(gcs, place) if FAILURE in name] == [FAILURE] * is_told
     assert call(*command, "--resume") == 0
+    assert not beside(gcs, place)
+
+
+@pytest.mark.parametrize(("sleeps_in", "looks_in"), [("write", "check"), ("copy_all", "gather")])
+def test_who_slept_until_another_was_done_leaves_nothing(
+    gcs: FakeGcs, place: str, monkeypatch: pytest.MonkeyPatch, sleeps_in: str, looks_in: str
+) -> None:
+    """What it put on the desk after the other had cleaned up goes, too, and it says that it was taken over."""
+    folder, name = place.rsplit("/", 1)
+    sleeper, other = (ReleaseBucket(cast(Bucket, open_store(folder)), name, plan) for plan in ("a", "b"))
+    function = getattr(Bucket, sleeps_in)
+
+    def sleep(self: Bucket, *what: object) -> object:
+        monkeypatch.setattr(Bucket, sleeps_in, function)
+        other.claim()
+        other.discard()
+        other.leave()
+        return function(self, *what)
+
+    with sleeper.hold():
+        sleeper.create(b"plan")
+        monkeypatch.setattr(Bucket, sleeps_in, sleep)
+        sleeper.lay_out([], {CONFIG: b"{}"})
+        with pytest.raises(TakenOverError):
+            getattr(sleeper, looks_in)()
     assert not beside(gcs, place)
 
 
