@@ -40,7 +40,7 @@ GROUPS = {  # what must not be wrong -> its modules
     "formats/orbax/copying.py model_mappings/ops.py model_mappings/relation.py model_mappings/cells.py model_mappings/boxes.py model_mappings/rope.py",
     "ledger": "formats/staging formats/targets formats/orbax/ocdbt.py formats/storage/composing.py transforms/stages/handshake.py",
     "lease": "formats/staging/lease.py",
-    "comparers": "transforms/comparing transforms/stages/comparing.py transforms/execution/operands.py pipelines/checking",
+    "comparers": "transforms/comparing transforms/execution/operands.py pipelines/checking",
     "planners": "transforms/planning transforms/cutting model_mappings/plan.py",
 }
 ALL = 1 << 30  # files

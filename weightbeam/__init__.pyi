@@ -910,7 +910,7 @@ def verify(
         `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
       source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
         checkpoint. Of a release that was exported, the checkpoint.
-      beam: Beam's options, as on the command line.
+      beam: Beam's options, as on the command line: `--direct_num_workers=N`, how many threads compare.
       progress: shown on standard error, told to a callback, or False for neither.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token, for all workers.
       like: of an export: the release that its towers were taken from, if it has moved since.

@@ -29,9 +29,8 @@ from weightbeam.pipelines.checking.sides import find_export, in_order, only_name
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.checking.virtual import check_files, is_virtual, open_own_source
-from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.running.problems import refuse
-from weightbeam.pipelines.running.sources import open_adapters, open_release, reading
+from weightbeam.pipelines.running.sources import check_beam, open_adapters, open_release, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.comparing.array_sums import known_digests
@@ -56,7 +55,7 @@ def plan_verification(
       Refused: it can't be compared.
       Failed: the files that a virtual checkpoint refers to have changed.
     """
-    check_options(beam, "verify", {"source": source, "checkpoint": checkpoint})
+    check_beam(beam, "verify", {"source": source, "checkpoint": checkpoint})
     use_secret(hf_token_secret)
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import io
-import tempfile
+import concurrent.futures
+import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
-
+from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage.identity import as_read
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.model_mappings.plan import Array
 from weightbeam.pipelines.checking.of_source import plan_verification
 from weightbeam.pipelines.checking.subject import Subject, is_spare
 from weightbeam.pipelines.checking.verification import Verification
-from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
-from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
+from weightbeam.pipelines.running.runners.failure import OUR_KIND
 from weightbeam.pipelines.running.sources import check_read
+from weightbeam.pipelines.running.threads import check_addresses, telling_of_threads
+from weightbeam.pipelines.running.without_beam import cores, local_threads, said
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
-from weightbeam.pipelines.terminal.notebook import as_in_a_script
-from weightbeam.pipelines.terminal.progress import Report, quiet, reporter, roots, watch_progress
+from weightbeam.pipelines.terminal.progress import Report, reporter, roots, watch_progress
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count, human
-from weightbeam.transforms.comparing.verification import compared_elements, is_compared, tasks
+from weightbeam.transforms.comparing.array_sums import ShardsRead
+from weightbeam.transforms.comparing.counterparts import compare_counterparts
+from weightbeam.transforms.comparing.verification import (
+    ArrayResult,
+    CompareTask,
+    compared_elements,
+    is_compared,
+    run_task,
+    tasks,
+)
 from weightbeam.transforms.planning.options import VerifyOptions
-from weightbeam.transforms.stages.comparing import COMPARED, CompareArrays, StagedSubject, read_findings
-from weightbeam.transforms.stages.staged import remember
 
 
 @takes(asked=VerifyOptions)
@@ -49,7 +55,7 @@ def verify(
         `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
       source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
         checkpoint. Of a release that was exported, the checkpoint.
-      beam: Beam's options, as on the command line.
+      beam: Beam's options, as on the command line: `--direct_num_workers=N`, how many threads compare.
       progress: shown on standard error, told to a callback, or False for neither.
 
     Returns:
@@ -101,43 +107,62 @@ def compared_bytes(array: Array, sample: float) -> int:
 
 
 def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Any]:
-    """Runs the comparison as a pipeline; see `read_findings`.
+    """Compares in threads, each one task at a time.
+
+    Returns:
+      What was found of each array, and of each tensor that has a counterpart: an `ArrayResult`; and of the shards that
+      were read for a digest: `ShardsRead`. In the order of the tasks, whichever was done first.
 
     Raises:
       Failed: it failed on the way.
     """
-    conversion, all_tasks = subject.conversion, tasks(subject.conversion)
+    conversion, arrays = subject.conversion, subject.conversion.plan.arrays
     skipped = {key for key, _ in subject.wrong} | {
-        array.key for array in conversion.plan.arrays if is_spare(array) and array.key not in subject.keys
+        array.key for array in arrays if is_spare(array) and array.key not in subject.keys
     }
-    todo = [number for number, task in enumerate(all_tasks) if conversion.plan.arrays[task.array].key not in skipped]
     counterparts = [
         one for ones in subject.counterparts.values() for number, one in enumerate(ones) if is_compared(number, sample)
     ]
     shards = subject.shards(sample)
-    todo += range(len(all_tasks), len(all_tasks) + len(counterparts) + len(shards))
-    nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
+    nbytes = sum(compared_bytes(array, sample) for array in arrays if array.key not in skipped)
     nbytes += sum(one.nbytes for one in [*counterparts, *shards])
-    remember(conversion)
-    staged = StagedSubject(
-        conversion.stage(), conversion.hash, subject.items, sample, subject.keys, subject.exported, counterparts, shards
-    )
-    noise = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "findings"
-        try:
-            pipeline = make_pipeline(pipeline_options(rest))
-            before, places = COMPARED.total, [*roots(conversion.places), str(subject.items)]
-            with (
-                watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report, places=places),
-                quiet(noise),
-                as_in_a_script(),
-            ):
-                _ = pipeline | beam.Create(todo) | CompareArrays(staged, file)
-                pipeline.run().wait_until_finish()
-            found = read_findings(file, len(todo))
-        except Exception as e:
-            check_read(subject.sources)  # which says more
-            raise Failed(f"  {as_read(OUR_KIND.sub('', last_words(e)))}") from e
+    threads, places, done = _threads(rest), [*roots(conversion.places), str(subject.items)], 0
+    try:
+        check_addresses(threads)
+        stores = open_arrays(subject.items)
+
+        def compare_cells(task: CompareTask) -> tuple[ArrayResult, int]:
+            array = arrays[task.array]
+            found = run_task(task, conversion, stores[subject.keys[array.key]], sample, subject.exported)
+            return found, found.compared * array.dtype.itemsize
+
+        with (
+            watch_progress(nbytes, lambda: done, "comparing", report, places=places),
+            telling_of_threads(),
+            StoppablePool(threads) as pool,
+        ):
+            futures: list[concurrent.futures.Future[tuple[ArrayResult | ShardsRead, int]]] = [
+                *(
+                    pool.submit(compare_cells, each)
+                    for each in tasks(conversion)
+                    if arrays[each.array].key not in skipped
+                ),
+                *(pool.submit(lambda one: (compare_counterparts(one), one.nbytes), each) for each in counterparts),
+                *(pool.submit(lambda one: (one.run(), one.nbytes), each) for each in shards),
+            ]
+            for future in concurrent.futures.as_completed(futures):
+                done += future.result()[1]
+    except Exception as e:
+        check_read(subject.sources)  # which says more
+        raise Failed(f"  {as_read(OUR_KIND.sub('', traceback.format_exception_only(e)[-1].strip()))}") from e
     check_read(subject.sources)
+    found: dict[str, Any] = {}
+    for finding, _ in (future.result() for future in futures):
+        found[finding.key] = found[finding.key] + finding if finding.key in found else finding
     return found
+
+
+def _threads(beam: Sequence[str]) -> int:
+    """How many threads compare, by Beam's options for a local run: 0 is one a core."""
+    named = said(beam, int, "direct_num_workers")["direct_num_workers"]
+    return local_threads() if named is None else named or cores()

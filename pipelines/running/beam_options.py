@@ -128,6 +128,9 @@ def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, 
     except NO_RUNNER as e:
         yield f"--runner={name}: {e}"
         return
+    if command == "verify" and name != local.RUNNER:
+        yield f"--runner={name}: verify brings what it finds to this machine, and runs on it"
+        return
     validator = PipelineOptionsValidator(options, runner)
     for kind in (PortableOptions, SetupOptions, WorkerOptions):  # those that look at the options alone
         yield from options.view_as(kind).validate(validator)
@@ -139,9 +142,6 @@ def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, 
         return
     if not _has_package(options):
         yield "--sdk_container_image=IMAGE is missing: an image with Weightbeam for the workers; or --setup_file=FOLDER/setup.py of a checkout"
-    if command == "verify":
-        yield f"--runner={name}: verify brings what it finds to this machine, and runs on it"
-        return
     for option, todo in PLACES.items():
         place = places.get(option)
         if place and "://" not in place:

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -619,9 +619,16 @@ def test_flink_and_spark_run_here_unless_told_otherwise() -> None:
         assert with_image.view_as(SetupOptions).setup_file is None
 
 
-def test_verify_runs_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert call("verify", "--source", "gs://bucket/x", "--checkpoint", "gs://bucket/y", "--no_auth", *COMPLETE) == 2
-    assert "--runner=DataflowRunner: verify brings what it finds to this machine" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    "options", [COMPLETE, ["--runner=DataflowRunner"], ["--runner=FlinkRunner", "--environment_type=LOOPBACK"]]
+)
+def test_verify_runs_here(options: Sequence[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """In threads of its own, and says no more of a runner."""
+    runner = next(option for option in options if option.startswith("--runner"))
+    assert call("verify", "--source", "gs://bucket/x", "--checkpoint", "gs://bucket/y", *options) == 2
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        f"{runner}: verify brings what it finds to this machine, and runs on it"
+    ]
 
 
 def test_plan_needs_no_complete_runner(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +18,10 @@ from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release
 from trained import SHARED, needs_shared, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.targets.published import RECORD
+from weightbeam.pipelines.commands import verify as command
+from weightbeam.transforms.comparing import verification
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."
@@ -114,6 +119,34 @@ def test_the_first_difference_is_named(source: Path, tmp_path: Path) -> None:
     entry = found[f"{P}layers.moe_block.wo"]
     assert entry["different"] == 1
     assert entry["message"].startswith("model.layers.0.mlp.experts.1.down_proj.weight[5, 3] should be ")
+
+
+def test_the_same_whichever_thread_is_faster(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of an array is put together in the order of its cells: the first difference is the first one."""
+    step = convert(source, tmp_path / "out")
+    edit_array(step, f"{P}layers.moe_block.wo", lambda a: flip(flip(a, (1, 0, 3, 5)), (2, 1, 0, 0)))
+    monkeypatch.setattr(verification, "TASK_BYTES", 1)
+    expected, compare = list(verify(source, step, "--direct_num_workers=1")[1].items()), verification.run_task
+
+    def late(task: verification.CompareTask, *given: Any) -> verification.ArrayResult:
+        time.sleep(0.02 if task.first % 2 == 0 else 0)
+        return compare(task, *given)
+
+    monkeypatch.setattr(command, "run_task", late)
+    assert list(verify(source, step, "--direct_num_workers=8")[1].items()) == expected
+
+
+def test_the_system_refuses_a_thread(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Limited(StoppablePool):
+        def submit(self, *_: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    step = convert(source, tmp_path / "out")
+    monkeypatch.setattr(command, "StoppablePool", Limited)
+    assert call("verify", source, step) == 1
+    assert "  the system refuses another thread; raise the limit on memory (ulimit -v)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)

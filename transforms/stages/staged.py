@@ -88,7 +88,13 @@ class AtWork:
         Raises:
           RuntimeError: another plan is staged there.
         """
-        return _loaded(self.staging.read_plan, self.plan_hash)
+        with _LOADING:
+            if self.plan_hash not in _LOADED:
+                plan = load(self.staging.read_plan())
+                if plan.hash != self.plan_hash:
+                    raise RuntimeError("another plan is staged there; was it started twice?")
+                remember(plan)
+            return _LOADED[self.plan_hash]
 
     def is_published(self) -> bool:
         """Whether it has been carried out to its end.
@@ -104,18 +110,3 @@ class AtWork:
         if self.plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
             raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
         return True
-
-
-def load_bytes(staged: bytes, plan_hash: str) -> Transfer:
-    """The plan with this hash that was staged as these bytes; made once in a process, as `AtWork.plan` is."""
-    return _loaded(lambda: staged, plan_hash)
-
-
-def _loaded(read: Callable[[], bytes], plan_hash: str) -> Transfer:
-    with _LOADING:
-        if plan_hash not in _LOADED:
-            plan = load(read())
-            if plan.hash != plan_hash:
-                raise RuntimeError("another plan is staged there; was it started twice?")
-            remember(plan)
-        return _LOADED[plan_hash]

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import mmap
-import os
-import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -30,24 +27,13 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import BundleManage
 from apache_beam.runners.runner import PipelineResult, PipelineRunner
 from apache_beam.runners.worker.data_plane import InMemoryDataChannel, InMemoryDataChannelFactory
 
-from weightbeam.pipelines.running.runners.failure import RunnerError
 from weightbeam.pipelines.running.runners.runner import Job, Runner
-from weightbeam.pipelines.terminal.tables import count, human
+from weightbeam.pipelines.running.threads import check_addresses, telling_of_threads
 from weightbeam.transforms.execution.overlap import wait_for_all
 from weightbeam.transforms.stages.chain import WRITTEN
 
 RUNNER = "FnApiRunner"  # Beam's name for it
-NO_THREAD = "can't start new thread"  # what Python says
-# addresses that the C library reserves for a thread: 8 MiB of stack, 64 MiB for what it allocates
-THREAD_BYTES = 72 << 20
-MORE_ROOM = (
-    "raise the limit on memory (ulimit -v) or on processes (ulimit -u), or take fewer threads with --direct_num_workers"
-)
 T = TypeVar("T")
-
-
-class ThreadError(RunnerError):
-    """The system doesn't let this process have the threads that it needs."""
 
 
 class Local(Runner):
@@ -93,38 +79,17 @@ class LocalRunner(FnApiRunner):
         # in memory, without Beam's warning that it has no threads; another one would bring workers that listen
         direct.direct_running_mode = ""
         check_addresses(direct.direct_num_workers, self._stage_bytes)
-        try:
-            return super().run_pipeline(pipeline, options)
-        except Exception as e:
-            wait_for_all()
-            if NO_THREAD not in str(e) or not isinstance(e, RuntimeError):
+        with telling_of_threads():
+            try:
+                return super().run_pipeline(pipeline, options)
+            except Exception:
+                wait_for_all()
                 raise
-            raise ThreadError(f"the system refuses another thread; {MORE_ROOM}") from e
 
     def _get_bundle_manager(self, bundle_context_manager: BundleContextManager) -> BundleManager:
         if bundle_context_manager.stage.is_stateful():
             return super()._get_bundle_manager(bundle_context_manager)
         return _Threads(bundle_context_manager)
-
-
-def check_addresses(threads: int, stage_bytes: int) -> None:
-    """Makes sure that the process may have the addresses that the threads will reserve, TensorStore's own among them:
-    those end the process without a word if they can't be started.
-
-    Raises:
-      ThreadError: it may not.
-    """
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        return
-    cores = os.cpu_count() or 1
-    # TensorStore's: for each core, and for files; and those of Beam and ours that look after the rest
-    others = cores + max(4, cores) + 6
-    needed = stage_bytes + THREAD_BYTES * (threads + others)
-    try:
-        mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError as e:
-        wanted = f"{count(threads, 'thread')} and what runs beside need {human(needed)} of addresses"
-        raise ThreadError(f"{wanted} more than the limit of this process leaves; {MORE_ROOM}") from e
 
 
 class _Threads(BundleManager):
