@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from weightbeam.formats.text.printable import printable
@@ -182,13 +183,7 @@ Block = Table | str  # what is shown below one another
 
 def _wrap(text: str, width: int) -> list[str]:
     """Lines of whole words; a word that is longer has a line of its own."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(word)
-        else:
-            lines[-1] += (" " if lines[-1] else "") + word
-    return lines
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
