@@ -217,14 +217,14 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
         raise Refused(f"{option.name}={value!r} says nothing; leave it out")
     if option.name == "sharding_rules":
         return sharding_rules(value, model)
-    if option.name == "lora":
-        return read_loras(value) or ()
     if option.several:
+        is_lora = option.name == "lora"
+        what = "path" if is_lora else "text"
         is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
-        texts = (value,) if is_one else tuple(map(_as_text, value))
+        texts: tuple[Any, ...] = (value,) if is_one else tuple(map(_as_text, value))
         if not _is_texts(texts):
-            raise Refused(f"{option.name}={value!r} should be a text, or a list of texts")
-        return texts
+            raise Refused(f"{option.name}={value!r} should be a {what}, or a list of {what}s")
+        return tuple(map(read_lora, texts)) if is_lora else texts
     if option.metavar in PLACES:
         value = as_place(option.name, value)
     if isinstance(value, bool):
@@ -289,16 +289,6 @@ def arguments_of(options: ConvertOptions) -> list[str]:
                 values = [value]
         arguments += [shlex.join(spelled(option.name, each)) for each in values]
     return arguments
-
-
-def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:
-    """The adapters of a keyword `lora`, one or several; None where there is none."""
-    if given is None:
-        return None
-    texts = [given] if isinstance(given, str) else [*map(_as_text, given)] if isinstance(given, Iterable) else [given]
-    if not _is_texts(texts):
-        raise Refused(f"lora={given!r} should be a path, or a list of paths")
-    return tuple(map(read_lora, texts))
 
 
 def read_lora(text: str) -> tuple[str, float]:
