@@ -21,7 +21,6 @@ from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import Made
 from weightbeam.pipelines.terminal import report
-from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -231,16 +230,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         asked, how = asked_of(args, ConvertOptions), asked_of(args, Linking)
         check_linking(asked, how)
         conversion = plan_into(args.source, args.output or "", asked, how, rest)
-        places = conversion.source.root, args.output or "OUTPUT"
-        dry_run(args, conversion, rest, command_line(args, rest, places=places))
-        return 0
+        return dry_run(args, conversion, rest, conversion.source.root)
     say(args, convert(**keywords_of(args, convert), beam=rest))
     return 0
 
 
-def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str) -> None:
-    """Shows what a command would do, and everything that stands against it, its output among it."""
-    threads = threads_in(rest)
-    made = placed(Plan(conversion, threads, output=args.output), args, command)
+def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], source: str) -> int:
+    """Shows what a command would do with its source, and everything that stands against it, its output among it."""
+    made = placed(Plan(conversion, threads_in(rest), output=args.output), args, rest, source)
     say(args, made)
     made.check()
+    return 0

@@ -23,7 +23,6 @@ from weightbeam.pipelines.commands.convert import Converted, carry_out, dry_run
 from weightbeam.pipelines.running.output import bring_back
 from weightbeam.pipelines.running.problems import describe
 from weightbeam.pipelines.running.sources import check_beam, check_named, check_places, plan_with, reading
-from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, check_said, keywords_of, sharding_rules, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -124,8 +123,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         check_beam(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
         conversion = plan_materialization(args.checkpoint, asked_of(args, MaterializeOptions))
-        places = args.checkpoint, args.output or "OUTPUT"
-        dry_run(args, conversion, rest, command_line(args, rest, places=places))
-        return 0
+        return dry_run(args, conversion, rest, args.checkpoint)
     say(args, materialize(**keywords_of(args, materialize), beam=rest))
     return 0

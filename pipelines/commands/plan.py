@@ -237,9 +237,15 @@ def _plan(
     return Plan(conversion, threads, tuple(estimates), output, hf_token_secret=hf_token_secret)
 
 
-def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
-    """A plan with the command that carries it out, and with what stands against the output that the command names."""
-    made = dataclasses.replace(made, as_command=command)
+def placed(made: Plan, args: argparse.Namespace, rest: Sequence[str], source: str, command: str = "") -> Plan:
+    """A plan with the command that carries it out, and with what stands against the output that the command names.
+
+    Args:
+      source: as the command names it.
+      command: another one than `args` are of.
+    """
+    places = source, args.output or "OUTPUT"
+    made = dataclasses.replace(made, as_command=command_line(args, rest, command, places))
     if not args.output:
         return made
     from weightbeam.pipelines.commands.dry_run import problems_there  # only now: what writes takes a while to import
@@ -256,8 +262,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     made = _plan(
         args.source, asked_of(args, ConvertOptions), asked_of(args, Simulation), args.hf_token_secret, rest, args.output
     )
-    places = made.source, args.output or "OUTPUT"
-    made = placed(made, args, command_line(args, rest, "convert", places))
+    made = placed(made, args, rest, made.source, "convert")
     loads = _plan_loads(made, args) if args.load else []
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:
