@@ -11,8 +11,7 @@ from weightbeam.formats.record.naming import HUB
 from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.files import CARD
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
-from weightbeam.pipelines.commands.releases import Released, about, card_address, repo_of
-from weightbeam.pipelines.running.writing import DONE
+from weightbeam.pipelines.commands.releases import Released, card_address, repo_of
 from weightbeam.transforms.planning.adapter_export import AdapterExport
 
 
@@ -22,18 +21,13 @@ class ExportedAdapter(Released):
 
     planned: AdapterExport
 
-    def blocks(self) -> list[str]:
-        lines = [about(self.written, self.planned.layout)]
-        if self.written.state == DONE or self.page:
-            folder, revision = repo_of(self.folder)
-            arguments = f"{folder!r}, revision={revision!r}" if revision else repr(folder)
-            lines += [
-                f"a PEFT adapter of {self.planned.scaling}",
-                f"load it:  peft.PeftModel.from_pretrained(model, {arguments})",
-            ]
-        if self.written.compared:
-            lines += self.written.compared.lines()
-        return lines
+    def details(self) -> list[str]:
+        folder, revision = repo_of(self.folder)
+        arguments = f"{folder!r}, revision={revision!r}" if revision else repr(folder)
+        return [
+            f"a PEFT adapter of {self.planned.scaling}",
+            f"load it:  peft.PeftModel.from_pretrained(model, {arguments})",
+        ]
 
 
 def small_files(planned: AdapterExport, output: str) -> dict[str, bytes]:

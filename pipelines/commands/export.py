@@ -20,7 +20,6 @@ from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.commands.adapters import ExportedAdapter, small_files
 from weightbeam.pipelines.commands.releases import (
     Released,
-    about,
     adapter_facts,
     going_to,
     loading,
@@ -32,7 +31,6 @@ from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import Form, find_form, read_maxtext_config, read_tokenizer, with_tokenizer
 from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -54,27 +52,20 @@ class Exported(Released):
 
     planned: Export
 
-    def blocks(self) -> list[str]:
-        lines = [about(self.written, self.planned.layout)]
-        if self.written.state == DONE or self.page:
-            for what, reasons in (
-                ("rounded once", self.planned.lossy),
-                ("of the release left out", self.planned.plan.dropped),
-            ):
-                if reasons:
-                    lines.append(
-                        f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}"
-                    )
-            lines += loading(self.folder, self.planned.form.config)
-            release, checkpoint = shlex.quote(self.folder), shlex.quote(self.planned.source.root)
-            lines.append(
-                f"compare:  weightbeam diff {checkpoint} {release}"
-                if self.planned.adapters or self.planned.decoded
-                else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
-            )
-        if self.written.compared:
-            lines += self.written.compared.lines()
-        return lines
+    def details(self) -> list[str]:
+        reasons = {"rounded once": self.planned.lossy, "of the release left out": self.planned.plan.dropped}
+        lines = [
+            f"{count(len(why), 'tensor')} {what}: {'; '.join(sorted(set(why.values()))[:3])}"
+            for what, why in reasons.items()
+            if why
+        ]
+        release, checkpoint = shlex.quote(self.folder), shlex.quote(self.planned.source.root)
+        check = (
+            f"compare:  weightbeam diff {checkpoint} {release}"
+            if self.planned.adapters or self.planned.decoded
+            else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
+        )
+        return [*lines, *loading(self.folder, self.planned.form.config), check]
 
 
 @takes(asked=ExportOptions, how=ToHub)

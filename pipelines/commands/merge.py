@@ -13,7 +13,6 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (
     Released,
-    about,
     adapter_facts,
     check_stays,
     going_to,
@@ -25,7 +24,6 @@ from weightbeam.pipelines.commands.releases import (
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters, open_release
 from weightbeam.pipelines.running.token_secret import use_secret
-from weightbeam.pipelines.running.writing import DONE
 from weightbeam.pipelines.terminal.errors import refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -44,16 +42,13 @@ class Merged(Released):
 
     planned: Merge
 
-    def blocks(self) -> list[str]:
-        planned = self.planned
-        lines = [about(self.written, planned.layout)]
-        if self.written.state == DONE or self.page:
-            lines.append(planned.changes)
-            if planned.plan.dropped:
-                lines.append(f"{count(len(planned.plan.dropped), 'tensor')} left out: {CODES}")
-            lines += loading(self.folder, planned.source.config)
-            if not planned.source.cut:
-                lines.append(f"compare:  weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.folder)}")
+    def details(self) -> list[str]:
+        planned, lines = self.planned, [self.planned.changes]
+        if planned.plan.dropped:
+            lines.append(f"{count(len(planned.plan.dropped), 'tensor')} left out: {CODES}")
+        lines += loading(self.folder, planned.source.config)
+        if not planned.source.cut:
+            lines.append(f"compare:  weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.folder)}")
         return lines
 
 

@@ -123,6 +123,16 @@ class Released(Made):
     def to_dict(self) -> dict[str, Any]:
         return to_dict(self.planned, self.written)
 
+    def blocks(self) -> list[str]:
+        lines = [about(self.written, self.planned.layout)]
+        if self.written.state == DONE or self.page:
+            lines += self.details()
+        return lines + (self.written.compared.lines() if self.written.compared else [])
+
+    def details(self) -> list[str]:
+        """What a person sees of one that is done: what it is, how to load it, how to check it."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Planned(Shown):
@@ -265,14 +275,12 @@ def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tupl
     return title, f"import transformers\n\nmodel = {loading_code(config, repo, revision)}"
 
 
-def asked_paths(output: str | None, full_paths: bool | None) -> bool | None:
-    """How a plan names its sources: as the user asked; for the hub by names, though it is made in a folder first."""
-    return False if full_paths is None and output and output.startswith(HUB) else full_paths
-
-
 def going_to(output: str | None, asked: Kind) -> Kind:
-    """The options of a release that goes there."""
-    return dataclasses.replace(asked, full_paths=asked_paths(output, asked.full_paths))
+    """The options of a release that goes there: for the hub its plan names the sources by names, though it is made in a
+    folder first, unless the user says otherwise.
+    """
+    by_name = asked.full_paths is None and output and output.startswith(HUB)
+    return dataclasses.replace(asked, full_paths=False) if by_name else asked
 
 
 def adapter_facts(adapters: Sequence[Adapter]) -> dict[str, str]:
