@@ -4,8 +4,8 @@ fresh one two to five seconds.
     ran = warm.run("convert", source, output, env={"HF_ENDPOINT": url})     # as subprocess.run
     process = warm.start("watch", "--config", file)                         # as subprocess.Popen
 
-The process that forks is Python's own fork server, one for each process of the tests. It has imported nothing that reads
-the environment while it is imported (huggingface_hub), nor run any of our code, so that a command meets its folder and
+The process that forks is Python's own fork server, one for each process of the tests. It has imported nothing that takes
+from the environment what tests set (huggingface_hub), nor run any of our code, so that a command meets its folder and
 environment as in a fresh interpreter.
 """
 
@@ -30,6 +30,7 @@ COMMANDS = Path(__file__).resolve().parent.parent / "pipelines" / "commands"
 PRELOADED = [
     *("apache_beam", "apache_beam.runners.portability.fn_api_runner.fn_runner", "apache_beam.utils.profiler"),
     *("google.cloud.storage", "google_crc32c", "numpy", "sortedcontainers", "tensorstore", "xxhash", "warm"),
+    *("anyio.to_thread", "filelock", "httpx2", "matplotlib.backends.backend_agg", "matplotlib.figure"),
     *(f"weightbeam.pipelines.commands.{file.stem}" for file in COMMANDS.glob("[a-z]*.py")),
     *(f"weightbeam.pipelines.watching.{name}" for name in ("isolation", "records")),
 ]
