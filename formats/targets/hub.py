@@ -243,6 +243,10 @@ def publish(
         adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
         hashes = {name: add.upload_info.sha256.hex() for name, add in adds.items()}
         removed, replaced, kept = _changes(head, files, hashes, replace_card)
+        if not (
+            removed or replaced or files.keys() - head.files.keys()
+        ):  # the client would name whatever is last by then
+            return Published(f"hf://{target.repo}@{head.commit}", _page(target, head.commit), kept=kept)
         if not (overwrite or create_pr or is_new):
             _refuse_others(target, head, removed + replaced)
         additions = [add for name, add in adds.items() if name not in kept]

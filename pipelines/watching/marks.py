@@ -45,9 +45,10 @@ class Mark:
         """Reads a name; None where it is another file's."""
         try:
             state, updated, step, seen, asked, key = name.split("~")
-            return cls(int(updated), int(step), seen, state, asked, key)
+            mark = cls(int(updated), int(step), seen, state, asked, key)
         except ValueError:
             return None
+        return mark if state in (*State, ASIDE) else None  # not a file that was being made when its watcher was killed
 
     def __str__(self) -> str:
         return "~".join([self.state, str(self.updated), str(self.step), self.seen, self.asked, self.key])

@@ -239,6 +239,17 @@ def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path) -> 
     assert hub.held(REPO) == {"notes.txt": b"theirs"}
 
 
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_all_of_it_is_there_under_another_title(hub: FakeHub, folder: Path, create_pr: bool) -> None:
+    """As after the history was squashed: that is the result, whatever is committed there in the meantime; none is made."""
+    hub.add(REPO, folder).writers.add(TOKEN)
+    there = hub.repositories[REPO].head.sha
+    assert publish_folder(folder, URL, "export 1234", create_pr=create_pr).url == f"{URL}@{there}"
+    assert commits(hub) == ["Upload", "initial commit"]
+    assert not hub.log.of("preupload")
+    assert not hub.log.of("receive")
+
+
 def test_a_branch_that_is_set_back_to_an_earlier_commit_of_ours(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     """By that nothing is published now: it isn't what was made since the branch was looked at."""
     repository = hub.add(REPO)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers
-from weightbeam.pipelines.watching.marks import MARKS, OPEN
+from weightbeam.pipelines.watching.marks import MARKS, OPEN, Mark, Marks
 from weightbeam.pipelines.watching.notices import Notices
 from weightbeam.pipelines.watching.places import OWNER, FolderPlace, HubPlace
 from weightbeam.pipelines.watching.records import ROOT, RUNS, History, State, key_of
@@ -323,3 +325,24 @@ def test_what_another_watcher_left_damaged_harms_itself_only(tmp_path: Path) -> 
     found = Watcher(SimpleNamespace(attempts=3), [Denied(tmp_path)], Notices([])).once()  # type: ignore[arg-type]
     assert [(finding.commit, finding.state) for finding in found] == [("a", State.FAILED), ("b", State.REFUSED)]
     assert "0001.json: is no record" in found[0].reason
+
+
+def test_a_mark_that_was_being_made_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watcher was killed between writing the file and giving it its name: the step isn't settled, nor out of reach of
+    `keep` for ever.
+    """
+    marks = Marks(LocalFolder(str(tmp_path)))
+    mark = Mark(1, 2, "3f2a", State.PUBLISHED, "9c01", "hf-1")
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "link", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        child = os.fork()
+        if not child:
+            marks.add(mark)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list((tmp_path / MARKS).iterdir())) == 1
+    marks.read()
+    assert not marks
+    assert not marks.settled()
+    marks.add(mark)
+    marks.read()
+    assert list(marks) == [mark]
