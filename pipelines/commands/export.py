@@ -65,7 +65,7 @@ class Exported(Released):
             if self.planned.adapters or self.planned.decoded
             else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
         )
-        return [*lines, *loading(self.folder, self.planned.form.config), check]
+        return [*lines, *loading(self.folder, self.planned.form.config, self.planned.layout.tensors), check]
 
 
 @takes(asked=ExportOptions, how=ToHub)

@@ -46,7 +46,7 @@ class Merged(Released):
         planned, lines = self.planned, [self.planned.changes]
         if planned.plan.dropped:
             lines.append(f"{count(len(planned.plan.dropped), 'tensor')} left out: {CODES}")
-        lines += loading(self.folder, planned.source.config)
+        lines += loading(self.folder, planned.source.config, planned.layout.tensors)
         if not planned.source.cut:
             lines.append(f"compare:  weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.folder)}")
         return lines

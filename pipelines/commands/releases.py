@@ -16,6 +16,7 @@ from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.safetensors import Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
@@ -32,6 +33,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
+from weightbeam.transforms.cutting.quantizing import cut_off
 from weightbeam.transforms.planning.adapter_export import AdapterExport
 from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
 from weightbeam.transforms.planning.to_release import ToRelease
@@ -53,9 +55,13 @@ def about(written: Written, files: FileLayout) -> str:
     return f"{written.folder}: {what}, {pace(size, written.nbytes, written.seconds)}"
 
 
-def loading(folder: str, config: Mapping[str, Any]) -> list[str]:
-    """The lines that say how transformers loads the release in a folder, whose `config.json` is `config`."""
-    if folder.startswith("gs://"):
+def loading(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """The lines that say how transformers loads the release in a folder, whose `config.json` is `config`; where it would
+    take the codes among its tensors for others, by way of their values.
+    """
+    if cut_off(tensors):
+        lines = [f"weightbeam dequantize {shlex.quote(folder)} VALUES", loading_code(config, "VALUES")]
+    elif folder.startswith("gs://"):
         lines = [f"gcloud storage cp -r {shlex.quote(folder)} .", loading_code(config, folder.rpartition("/")[2])]
     elif folder.startswith("hf://"):
         lines = [loading_code(config, *repo_of(folder))]

@@ -321,6 +321,35 @@ def test_codes_of_fused_experts_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert kept == ([] if width == 128 else [experts])
 
 
+@pytest.mark.parametrize("mlp", [200, 384], ids=["blocks cut off", "whole blocks"])
+def test_codes_that_transformers_reads_otherwise_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mlp: int
+) -> None:
+    """It takes the last of several blocks for as large as the others, and the only one for what it is. A dry run says
+    so, too, and the way to load names `dequantize` then.
+    """
+    import transformers
+
+    attention = dict(head_dim=48 if mlp == 200 else 64, num_attention_heads=4, num_key_value_heads=2)
+    model = LLAMA | dict(hidden_size=256, intermediate_size=mlp, architectures=["LlamaForCausalLM"]) | attention
+    source = save(tmp_path / "source", model, random_tensors(model))
+    assert call("quantize", "--dry_run", source, tmp_path / "fp8") == 0
+    planned = capsys.readouterr().out
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    out, err = capsys.readouterr()
+    assert call("dequantize", tmp_path / "fp8", tmp_path / "values") == 0
+    of = transformers.LlamaForCausalLM
+    loaded = of.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict()
+    values = of.from_pretrained(tmp_path / "values", dtype=torch.bfloat16).state_dict()
+    wrong = {name for name in values if not torch.equal(loaded[name], values[name])}
+    kinds = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in wrong})
+    assert kinds == (["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj"] if mlp == 200 else [])
+    told = f"{len(wrong)} of the tensors that are codes ({', '.join(kinds)}) have a last block that is cut off"
+    assert (told in planned, told in err) == (bool(wrong), bool(wrong))
+    assert (f"weightbeam dequantize {tmp_path / 'fp8'} VALUES" in out) == bool(wrong)
+    assert (f"from_pretrained('{tmp_path / 'fp8'}')" in out) == (not wrong)
+
+
 def test_an_adapter_of_one_expert(tmp_path: Path) -> None:
     """Merged into a release in FP8: engines join the experts of a layer, so all of them become values; other layers' stay
     codes.

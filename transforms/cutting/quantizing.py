@@ -41,6 +41,11 @@ FUSED_CODES = (
     "{:,} tensors of fused experts are codes: where transformers dequantises, on a CPU or a GPU below compute capability "
     "8.9, it takes such codes for weights; load there what weightbeam dequantize makes of this"
 )
+CUT_BLOCKS = (
+    "{:,} of the tensors that are codes ({}) have a last block that is cut off: where transformers dequantises, on a CPU or "
+    "a GPU below compute capability 8.9, it takes all blocks for smaller ones, or fails; load there what weightbeam "
+    "dequantize makes of this"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,10 +178,28 @@ def in_halves(tensors: Iterable[Entry], quantized: frozenset[str]) -> set[str]:
     return {name for name, of in module.items() if name in quantized and of in plain}
 
 
-def warn_of_codes(quantized: Iterable[str]) -> list[str]:
-    """What whoever loads these codes should know."""
-    fused = sum(bool(experts_of(name)) for name in quantized)
-    return [FUSED_CODES.format(fused)] if fused else []
+def warn_of_codes(tensors: Mapping[str, Tensor], quantized: Iterable[str]) -> list[str]:
+    """What whoever loads a release with these tensors should know of its codes; `quantized` are those that are made."""
+    fused, cut = sum(bool(experts_of(name)) for name in quantized), cut_off(tensors)
+    kinds = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in cut})
+    return [
+        *([FUSED_CODES.format(fused)] if fused else []),
+        *([CUT_BLOCKS.format(len(cut), ", ".join(kinds))] if cut else []),
+    ]
+
+
+def cut_off(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The codes whose blocks transformers takes for smaller ones: it divides rows by rows of scales, and columns alike
+    (v5.23.0, integrations/finegrained_fp8.py, `Fp8Dequantize`), which gives 128 unless the last of several is cut off.
+    """
+    return [
+        name
+        for name, codes in tensors.items()
+        if codes.dtype == CODES
+        and (scales := tensors.get(name + SUFFIX))
+        and scales.shape == scale_shape(codes.shape)
+        and any(size > block and size % block for size, block in zip(codes.shape[-2:], BLOCK, strict=True))
+    ]
 
 
 def with_scales(tensors: Iterable[Entry], quantized: frozenset[str]) -> Iterator[Entry]:

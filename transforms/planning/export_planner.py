@@ -154,7 +154,7 @@ def plan_export(
             *warn_of_towers(tensors.dropped, like, table.family),
             *warn_of_variables(tensors.taken, like),
             *warn_of_rows(source, table, fit, like),
-            *warn_of_codes(written.quantized),
+            *(warn_of_codes(files.tensors, written.quantized) if files else ()),
         ),
         adapters=tuple(adapters),
         merged=merged,

@@ -106,7 +106,7 @@ def plan_merge(
         quantization=quantization,
         quantized=codes,
         given=given,
-        warnings=(*checkpoint.notes, *files.warnings, *warn_of_codes(codes)),
+        warnings=(*checkpoint.notes, *files.warnings, *warn_of_codes(files.tensors, codes)),
         slots=slots,
     )
 
