@@ -123,11 +123,11 @@ def _check_tensor(
         axes = part.rule.axes.left[len(part.rule.name_axes) :]
         text = " ".join(f"({' '.join(axis)})" if len(axis) != 1 else axis[0] for axis in axes)
         where = " in a part of it" if part.rule.window else ""
-        config = (
-            f"; vocab_size of config.json is {part.window_shape[0]:,}"
-            if axes[:1] == (("vocab",),) and taken[1:] == part.window_shape[1:]
-            else ""
-        )
+        config = ""
+        if axes[:1] == (("vocab",),) and taken[1:] == part.window_shape[1:]:
+            rows, said = spec.shape[0], part.window_shape[0]
+            config = f"; vocab_size of config.json is {said:,}, and should be {rows:,}"
+            config += f", or leave the others out with --vocab_rows {said}" if rows > said else ""
         return [
             Problem(
                 "shape",

@@ -152,6 +152,12 @@ class Family:
         ]
         return "; ".join(filter(None, parts))
 
+    def supporting(self, layout: Layout, dropped: Mapping[str, str]) -> Family:
+        """The family without the parts that a release hasn't: those that are neither asked for nor left out of it."""
+        kinds = {type(reason) for reason in dropped.values()}
+        towers = self.towers if layout.multimodal or Tower in kinds else ""
+        return dataclasses.replace(self, towers=towers, mtp=self.mtp and (layout.mtp or Prediction in kinds))
+
     def types_of(self, model: str) -> tuple[str, ...]:
         """What a MaxText model may be in `config.json`.
 

@@ -60,7 +60,7 @@ class ReleaseTensors:
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
       blocks: of each weight that stays codes (`as_codes`), the elements on each axis that share a scale.
-      has_biases: whether `config.json` says that layers have biases, such as `attention_bias`.
+      biases: the fields of `config.json` that say that layers have biases, such as `attention_bias`.
     """
 
     encodings: Mapping[str, Encoding]
@@ -68,7 +68,7 @@ class ReleaseTensors:
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     blocks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    has_biases: bool = False
+    biases: tuple[str, ...] = ()
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
@@ -204,7 +204,7 @@ class ReleaseTensors:
         weight = self._weight_of(name) if name.endswith(".bias") else None
         if weight is None or weight.shape[:1] != self.encodings[name].shape:
             return False
-        return weight.label is not None or not self.has_biases
+        return weight.label is not None or not self.biases
 
     def _weight_of(self, bias: str) -> Encoding | None:
         return self.encodings.get(f"{bias.removesuffix('.bias')}.weight")
@@ -316,8 +316,8 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
     sections = [checkpoint.config, *(each for each in checkpoint.config.values() if isinstance(each, Mapping))]
-    has_biases = any(key.endswith("bias") and value is True for section in sections for key, value in section.items())
-    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), has_biases=has_biases)
+    said = (key for section in sections for key, value in section.items() if key.endswith("bias") and value is True)
+    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), biases=tuple(dict.fromkeys(said)))
 
 
 def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, names: Iterable[str]) -> dict[str, set[str]]:

@@ -240,7 +240,10 @@ def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> N
     } | biases  # as dequantised
     plain_source = source_of(tmp_path / "plain", plain, {})
     assert plain_source.drop_zero_biases([*biases]) == (dropped, [])
-    assert dataclasses.replace(plain_source, has_biases=True).drop_zero_biases([*biases]) == ({}, [])  # they are meant
+    assert dataclasses.replace(plain_source, biases=("attention_bias",)).drop_zero_biases([*biases]) == (
+        {},
+        [],
+    )  # they are meant
 
 
 # --- where it is described --------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from weightbeam.transforms.cutting.grid import (
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import Conversion, dtype_of, format_of, meshes_of, rules_of
+from weightbeam.transforms.planning.explaining import explain, without_parts
 from weightbeam.transforms.planning.layouts import config_problem, maxtext_of
 from weightbeam.transforms.planning.options import ConvertOptions, options_from
 
@@ -129,6 +130,9 @@ def plan_conversion(
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
         naming, layout = _lay_out(options, config, family, source)
+        if not checkpoint.problems:  # else tensors of them may be in what can't be read
+            layout, lacking = without_parts(family, config, layout, source)
+            asked += lacking
         model_type = config.get("model_type", "")
         ties = find_ties(config, source.encodings, family, layout) if adapters else Ties()
         if options.adapter_only:
@@ -168,7 +172,9 @@ def plan_conversion(
     return Conversion(
         options=options,
         source=checkpoint,
-        plan=ArrayPlan.of(family, naming, arrays, dropped, problems, table.note, table.maxtext),
+        plan=ArrayPlan.of(
+            family.supporting(layout, dropped), naming, arrays, dropped, problems, table.note, table.maxtext
+        ),
         encodings=source.encodings,
         grids=cut.grids,
         units=cut.units,
@@ -278,6 +284,7 @@ def _audit(
         dropped, problems = dropped | zeros, [*problems, *spare]
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost | zeros.keys()
         problems += [problem for problem in found if problem.subject not in explained]
+        problems = explain(problems, family, arrays, source)
     return dropped, problems
 
 

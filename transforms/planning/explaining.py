@@ -1,0 +1,81 @@
+"""Why a release doesn't fit its table, where its names or `config.json` tell: one cause in place of what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+
+from weightbeam.formats.release.source import ReleaseTensors
+from weightbeam.model_mappings.audit import find_drops
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.family import Family, Prediction, Tower, rename
+from weightbeam.model_mappings.plan import Array, Problem
+
+WITHOUT_PREFIX = (
+    "all {:,} names begin with {!r}, and none of the {} table does; rename the tensors, each file with "
+    "safetensors.torch.save_file({{name.removeprefix({!r}): tensor for name, tensor in "
+    "safetensors.torch.load_file(FILE).items()}}, FILE, {{'format': 'pt'}}), and in the index, if there is one"
+)
+
+
+def without_parts(
+    family: Family, config: Config, layout: Layout, source: ReleaseTensors
+) -> tuple[Layout, list[Problem]]:
+    """A layout without the parts of MaxText's model that it asks for and the release has no tensor of; and that it has
+    none.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    text = dataclasses.replace(layout, mtp=False, multimodal=False)
+    if layout == text:
+        return layout, []
+    reasons = find_drops(family.drops(config, text), source.specs())[0].values()
+    problems = []
+    for option, supported, kind, what in (
+        ("mtp", family.mtp, Prediction, "multi-token-prediction layers"),
+        ("multimodal", family.towers, Tower, "vision or audio towers"),
+    ):
+        if getattr(layout, option) and supported and not any(isinstance(reason, kind) for reason in reasons):
+            problems.append(Problem("option", f"--{option}", f"the release has no {what}; leave the option out"))
+            layout = dataclasses.replace(layout, **{option: False})
+    return layout, problems
+
+
+def explain(
+    problems: Sequence[Problem], family: Family, arrays: Iterable[Array], source: ReleaseTensors
+) -> list[Problem]:
+    """The problems of the tensors, with their cause: a prefix of all names, or biases that MaxText's model doesn't have."""
+    if {"missing", "unused"} <= {problem.kind for problem in problems}:
+        wanted = {name for array in arrays for part in array.parts for name in part.tensors}
+        if prefix := _prefix(source.encodings, wanted, family):
+            message = WITHOUT_PREFIX.format(len(source.encodings), prefix, family.name, prefix)
+            others = [problem for problem in problems if problem.kind not in ("missing", "unused")]
+            return [*others, Problem("unused", f"{prefix}*", message)]
+    if not source.biases:
+        return list(problems)
+    why = f"config.json says {' and '.join(source.biases)}, and MaxText's {family.name} models have no such bias; if all are zeros, say false there"
+    return [
+        dataclasses.replace(problem, message=f"{problem.message}: {why}")
+        if problem.kind == "unused" and problem.subject.endswith(".bias")
+        else problem
+        for problem in problems
+    ]
+
+
+def _prefix(names: Collection[str], wanted: Collection[str], family: Family) -> str:
+    """The prefix of whole components that all names have and none of the table's has, and without which most are the
+    table's, the shortest of several; empty where there is none.
+    """
+    least, most = (name.split(".") for name in (min(names), max(names)))  # what they share, all between them do, too
+    shared = (
+        one for one, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(least[:-1], most, strict=False))
+    )
+    hits = {
+        prefix: sum(rename(name.removeprefix(prefix), family.aliases) in wanted for name in names)
+        for prefix in itertools.accumulate(f"{component}." for component in shared)
+        if not any(name.startswith(prefix) for name in wanted)
+    }
+    best = max(hits, key=hits.__getitem__, default="")
+    return best if hits.get(best) else ""
