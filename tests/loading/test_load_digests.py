@@ -85,6 +85,7 @@ def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFi
         assert "not compared" not in caplog.text
         wb.load(str(checkpoint), mesh="fsdp=1", unit_bytes=100_000)
     assert "not compared" in caplog.text
+    assert "read in other parts than those that conversion.json has digests of" in caplog.text
 
 
 def test_a_record_that_cannot_be_read_or_is_none(

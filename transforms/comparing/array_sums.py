@@ -58,7 +58,7 @@ class Compared:
           arrays, not_compared: as they are kept.
           unknown: how many of the latter the record has no digest of.
         """
-        in_parts = "read in other parts than they were written in"
+        in_parts = f"read in other parts than those that {RECORD} has digests of"
         if not record:
             why = f"no {RECORD} with their digests lies beside them"
         elif not known_digests(record):
