@@ -38,7 +38,7 @@ from weightbeam.model_mappings.configuration import (
     written,
 )
 from weightbeam.model_mappings.expert_groups import expert_groups, why_not_in_groups
-from weightbeam.model_mappings.family import WITHOUT_HEAD, Family, Prediction, Tower
+from weightbeam.model_mappings.family import WITHOUT_HEAD, Family, Prediction, Tower, Variable
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NOBODY,
@@ -131,7 +131,7 @@ def drops(c, layout):
     shared = "shared_head" if layout.maxtext in FAMILY.earlier else "shared_head.head"
     return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
-        f"{mtp}{shared}.*": f"MaxText's MTP block shares the model's {'head and last norm' if layout.maxtext in FAMILY.earlier else 'head'}",
+        f"{mtp}{shared}.*": Variable(f"MaxText's MTP block shares the model's {'head and last norm' if layout.maxtext in FAMILY.earlier else 'head'}"),
     }
 
 

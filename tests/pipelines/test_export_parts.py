@@ -209,6 +209,23 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
     assert read_config(tmp_path / "with")["num_nextn_predict_layers"] == 1
 
 
+def test_the_norm_of_prediction_layers_that_maxtext_shares(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """e591f30's block has none of its own: it is the release's, or its lack is told."""
+    source = shutil.copytree(generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "hf")
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32", "--mtp", "true", "--maxtext", "e591f30")
+    wanted, norm = read_tensors(source), "model.layers.5.shared_head.norm.weight"
+    assert call("export", tmp_path / "ckpt", tmp_path / "with", "--like", source) == 0
+    assert set(same_bits(read_tensors(tmp_path / "with"), wanted)) == wanted.keys()
+    assert "missed by loaders" not in capsys.readouterr().err
+    source.rename(tmp_path / "elsewhere")
+    assert call("export", tmp_path / "ckpt", tmp_path / "without", "--mtp", "true") == 0
+    assert read_tensors(tmp_path / "without").keys() == wanted.keys() - {norm}
+    told = f"missed by loaders: 1 of the tensors of {source}, no parameters in MaxText, such as {norm}; --like RELEASE"
+    assert told in capsys.readouterr().err
+
+
 def flip(folder: Path, name: str) -> None:
     """Turns a bit of a tensor's first element."""
     file = folder / "model.safetensors"

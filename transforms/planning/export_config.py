@@ -166,10 +166,19 @@ def _held_rows(source: OrbaxCheckpoint) -> int:
     return source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
 
 
-def warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:
-    """What training may have changed, and the checkpoint doesn't hold."""
-    if variables := [name for name, reason in taken.items() if isinstance(reason, Variable)]:
+def warn_of_variables(tensors: ExportTensors, like: Like) -> Iterator[str]:
+    """What training may have changed, and the checkpoint doesn't hold: taken from the release, or missed by loaders."""
+    taken, missed = (
+        [name for name, reason in reasons.items() if isinstance(reason, Variable)]
+        for reasons in (tensors.taken, tensors.dropped)
+    )
+    if taken:
         yield (
-            f"{len(variables):,} tensors that the checkpoint doesn't hold are those of {like.root}, as before any training: "
-            f"no parameters in MaxText, such as {variables[0]}"
+            f"{len(taken):,} tensors that the checkpoint doesn't hold are those of {like.root}, as before any training: "
+            f"no parameters in MaxText, such as {taken[0]}"
+        )
+    if missed:
+        yield (
+            f"left out, and missed by loaders: {len(missed):,} of the tensors of {like.root or 'the release'}, no parameters in "
+            f"MaxText, such as {missed[0]}; --like RELEASE takes them from the release"
         )

@@ -152,7 +152,7 @@ def plan_export(
         warnings=(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
-            *warn_of_variables(tensors.taken, like),
+            *warn_of_variables(tensors, like),
             *warn_of_rows(source, table, fit, like),
             *(warn_of_codes(files.tensors, written.quantized) if files else ()),
         ),
