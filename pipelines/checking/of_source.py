@@ -55,7 +55,7 @@ def plan_verification(
       Refused: it can't be compared.
       Failed: the files that a virtual checkpoint refers to have changed.
     """
-    check_beam(beam, "verify", {"source": source, "checkpoint": checkpoint})
+    check_beam(beam, "verify")
     use_secret(hf_token_secret)
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")

@@ -25,7 +25,7 @@ from weightbeam.pipelines.running.sources import check_beam
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, Made, Written
-from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of
 from weightbeam.pipelines.terminal.report import memory_text, units_text
 from weightbeam.pipelines.terminal.shell import say
@@ -251,7 +251,7 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
       create_pr: whether as a pull request.
 
     Raises:
-      Refused: the source is named by the branch.
+      Refused: the source is named by the branch, or the hub can't be asked whether it is.
     """
     if create_pr or not (source.startswith(HUB) and output and output.startswith(HUB)):
         return
@@ -259,7 +259,9 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     from weightbeam.formats.storage.hub import name_now
 
     of, to = (name.removeprefix("refs/heads/") or "main" for name in (revision, branch))
-    if of == to and (repo.lower() == target.lower() or name_now(repo) == name_now(target)):
+    with refusing(StorageError):
+        is_same = of == to and (repo.lower() == target.lower() or name_now(repo) == name_now(target))
+    if is_same:
         raise Refused(
             f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "
             f"name the commit: {root}"

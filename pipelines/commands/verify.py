@@ -154,7 +154,7 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
                 done += future.result()[1]
     except Exception as e:
         check_read(subject.sources)  # which says more
-        raise Failed(f"  {as_read(OUR_KIND.sub('', traceback.format_exception_only(e)[-1].strip()))}") from e
+        raise Failed(f"  {as_read(OUR_KIND.sub('', traceback.format_exception_only(e)[0].strip()))}") from e
     check_read(subject.sources)
     found: dict[str, Any] = {}
     for finding, _ in (future.result() for future in futures):

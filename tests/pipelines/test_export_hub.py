@@ -263,7 +263,12 @@ def test_others_who_came_meanwhile_are_told_with_what_helps(
     ("command", "options"), [("merge", ["--lora", "{adapter}"]), ("cut", ["--layers", "0:1"]), ("quantize", [])]
 )
 def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, options: list[str]
+    hub: FakeHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: list[str],
 ) -> None:
     """The same command, as after a lost answer, would be carried out on its own result: an adapter merged twice. Of a
     commit it makes one.
@@ -281,6 +286,11 @@ def test_a_release_is_not_made_of_the_branch_that_it_goes_to(
         for more in ([], ["--dry_run"]):
             assert call(command, source, output, *words, *more) == 2
             assert f"name the commit: {source.partition('@')[0].rstrip('/')}@{before}" in capsys.readouterr().err
+    with monkeypatch.context() as offline:
+        offline.setenv("HF_HUB_OFFLINE", "1")
+        offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert call(command, URL, "hf://org/other", *words, "--dry_run") == 2  # it may be the same, under another name
+    assert "hf://org/tuned: " in capsys.readouterr().err
     assert len(repo.commits) == 2
     assert call(command, URL, tmp_path / "org" / "tuned", *words) == 0  # a folder of the repository's name
     assert call(command, URL, URL, *words, "--create_pr") == 0
