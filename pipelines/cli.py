@@ -163,6 +163,10 @@ def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
         except Failed as e:
             told("failed", e)
             return 1
+        except MemoryError as e:
+            said = str(e) or "the system gives no more memory"
+            told("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
+            return 1
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if PUBLISHED:

@@ -255,9 +255,9 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     """
     if create_pr or not (source.startswith(HUB) and output and output.startswith(HUB)):
         return
-    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output))
     from weightbeam.formats.storage.hub import name_now
 
+    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output))
     of, to = (name.removeprefix("refs/heads/") or "main" for name in (revision, branch))
     with refusing(StorageError):
         is_same = of == to and (repo.lower() == target.lower() or name_now(repo) == name_now(target))

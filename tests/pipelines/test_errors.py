@@ -376,6 +376,18 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -
     assert "vocab_size" in ran.stderr
 
 
+def test_no_more_memory_is_said(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = convert(source, source.parent / "out")
+    monkeypatch.setattr("zstandard.ZstdDecompressor", lambda: bytearray(1 << 60))
+    assert call("inspect", step) == 1
+    assert (
+        "inspect: failed\n  the system gives no more memory; raise the limit on it (ulimit -v)"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_file_that_config_json_names_is_refused(source: Path, refused: Refused) -> None:
     """transformers loads it, whatever the index says; a copy of the field would name a file that isn't in the result."""
     for named in ("other.safetensors", INDEX):
