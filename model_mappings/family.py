@@ -153,7 +153,15 @@ class Family:
         return "; ".join(filter(None, parts))
 
     def supporting(self, layout: Layout, dropped: Mapping[str, str]) -> Family:
-        """The family without the parts that a release hasn't: those that are neither asked for nor left out of it."""
+        """The family without the parts that a release hasn't: those that are neither asked for nor left out of it.
+
+        Args:
+          layout: says which are asked for.
+          dropped: why each tensor is left out, by name.
+
+        Returns:
+          The family, for what a person is told of its parts.
+        """
         kinds = {type(reason) for reason in dropped.values()}
         towers = self.towers if layout.multimodal or Tower in kinds else ""
         return dataclasses.replace(self, towers=towers, mtp=self.mtp and (layout.mtp or Prediction in kinds))
