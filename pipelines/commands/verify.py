@@ -18,7 +18,7 @@ from weightbeam.pipelines.checking.verification import Verification
 from weightbeam.pipelines.running.runners.failure import OUR_KIND
 from weightbeam.pipelines.running.sources import check_read
 from weightbeam.pipelines.running.threads import check_addresses, telling_of_threads
-from weightbeam.pipelines.running.without_beam import cores, local_threads, said
+from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.progress import Report, reporter, roots, watch_progress
@@ -126,7 +126,7 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
     shards = subject.shards(sample)
     nbytes = sum(compared_bytes(array, sample) for array in arrays if array.key not in skipped)
     nbytes += sum(one.nbytes for one in [*counterparts, *shards])
-    threads, places, done = _threads(rest), [*roots(conversion.places), str(subject.items)], 0
+    threads, places, done = threads_in(rest), [*roots(conversion.places), str(subject.items)], 0
     try:
         check_addresses(threads)
         stores = open_arrays(subject.items)
@@ -160,9 +160,3 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
     for finding, _ in (future.result() for future in futures):
         found[finding.key] = found[finding.key] + finding if finding.key in found else finding
     return found
-
-
-def _threads(beam: Sequence[str]) -> int:
-    """How many threads compare, by Beam's options for a local run: 0 is one a core."""
-    named = said(beam, int, "direct_num_workers")["direct_num_workers"]
-    return local_threads() if named is None else named or cores()

@@ -73,15 +73,11 @@ def local_threads() -> int:
 
 
 def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
-    """Units that one process works on at a time, by Beam's options; where they don't say it `default`, or as many as in
-    a local run.
+    """Units that one process works on at a time, by Beam's options, of which 0 threads of a local run are one for each
+    core; where they don't say it `default`, or as many as in a local run.
     """
-    return int(
-        options.get("number_of_worker_harness_threads")
-        or options.get("direct_num_workers")
-        or default
-        or local_threads()
-    )
+    harness, local = (options.get(name) for name in ("number_of_worker_harness_threads", "direct_num_workers"))
+    return int(harness or (cores() if local == 0 else local) or default or local_threads())
 
 
 def threads_in(arguments: Sequence[str], default: int | None = None) -> int:

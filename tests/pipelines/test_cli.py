@@ -29,7 +29,7 @@ from support import (
 )
 
 import weightbeam
-from weightbeam.pipelines.running.without_beam import is_local, says_threads
+from weightbeam.pipelines.running.without_beam import cores, is_local, says_threads, threads_in
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.transforms.cutting.mesh import mesh_axes
 from weightbeam.transforms.planning.options import ConvertOptions, Token, options_of
@@ -186,6 +186,7 @@ def test_threads_alone_need_no_beam(tmp_path: Path) -> None:
     assert "apache_beam" not in modules
     assert call(*arguments[:-1], "--direct_num_workers=two") == 2
     assert not says_threads(["--direct_num_workers=0"])
+    assert threads_in(["--direct_num_workers=0"]) == cores()
     assert not says_threads(["--direct_num_workers=2", "--runner=FlinkRunner"])
 
 

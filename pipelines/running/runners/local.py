@@ -111,9 +111,9 @@ class _Threads(BundleManager):
             for name, buffer in inputs.items()
             for element in split(buffer, context.get_input_coder_impl(name))
         )
-        first = list(itertools.islice(rest, len(context.worker_handlers)))
+        workers = context.worker_handlers
+        first = list(itertools.islice(rest, len(workers)))
         elements = _Elements(itertools.chain(first, rest))
-        workers = context.worker_handlers[: max(1, len(first))]
 
         def run(handler: Any) -> beam_fn_api_pb2.InstructionResponse:
             own = copy.copy(context)
@@ -122,7 +122,9 @@ class _Threads(BundleManager):
             manager = BundleManager(own, cache_token_generator=self._cache_token_generator)
             return manager.process_bundle({}, expected_outputs, {}, {}, dry_run)[0]
 
-        results = run_threads([lambda handler=handler: run(handler) for handler in workers], elements.stop)
+        results = run_threads(
+            [lambda handler=handler: run(handler) for handler in workers[: max(1, len(first))]], elements.stop
+        )
         infos = consolidate(info for result in results for info in result.process_bundle.monitoring_infos)
         return beam_fn_api_pb2.InstructionResponse(
             process_bundle=beam_fn_api_pb2.ProcessBundleResponse(monitoring_infos=infos)

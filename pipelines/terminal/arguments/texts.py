@@ -70,7 +70,8 @@ Exit status: 0 it fits, 1 something differs, 2 it can't be compared.
 VERIFY = """\
 Compares every element of a checkpoint with the tensors it was made of, in a way of its own: it reads the arrays back,
 turns them into the tensors' layout, and says which are exact, which are rounded as documented, and which are
-different, with the tensor and the first index. Works on checkpoints that MaxText's own converter wrote, too.
+different, with the tensor and the first index. Works on checkpoints that MaxText's own converter wrote, too. It
+runs on this machine, in as many threads as --direct_num_workers=N says.
 
   weightbeam verify ckpt
   weightbeam verify ~/models/Qwen3-8B ckpt --sample 0.05
