@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from weightbeam.model_mappings.left_out import left_out
 from weightbeam.model_mappings.versions import DEFAULT
@@ -42,6 +44,45 @@ class ConfigError(ValueError):
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …")
 
 
+T = TypeVar("T")
+_FOUND: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar("faults", default=None)
+
+
+def _fault(message: str, instead: T) -> T:
+    """Raises ConfigError; while `faults_of` reads, the fault is noted, and `instead` stands in for the value."""
+    error = ConfigError(message)
+    if (found := _FOUND.get()) is None:
+        raise error
+    found[str(error)] = None
+    return instead
+
+
+def faults_of(*readers: Callable[[], object]) -> list[str]:
+    """Every fault of a `Config`'s fields that functions meet which read it, not the first alone.
+
+    Args:
+      readers: called one after the other; what one raises ends it, for it may follow from what stood in for a fault.
+
+    Returns:
+      The messages, each once, in the order in which they were met.
+
+    Example:
+      >>> c = Config(hidden_size=0, tie_word_embeddings="no")
+      >>> faults_of(lambda: (c.size("hidden_size"), c.flag("tie_word_embeddings")), lambda: c["vocab_size"] + "")
+      ["config.json: 'hidden_size' should be a positive integer, but is 0", \
+"config.json: 'tie_word_embeddings' should be true or false, but is 'no'", "config.json has no 'vocab_size'"]
+    """
+    found: dict[str, None] = {}
+    token = _FOUND.set(found)
+    try:
+        for read in readers:
+            with contextlib.suppress(Exception):
+                read()
+    finally:
+        _FOUND.reset(token)
+    return list(found)
+
+
 class Config(dict):
     """`config.json` as a dict that explains itself when a field is missing or isn't what it should be.
 
@@ -55,7 +96,7 @@ class Config(dict):
     """
 
     def __missing__(self, key: str) -> object:
-        raise ConfigError(f"config.json has no {key!r}")
+        return _fault(f"config.json has no {key!r}", 1)
 
     def part(self, key: str) -> Config:
         """A nested object.
@@ -71,7 +112,7 @@ class Config(dict):
         """
         value = self[key]
         if not isinstance(value, dict):
-            raise ConfigError(f"config.json: {key!r} should be an object, but is {value!r}")
+            return _fault(f"config.json: {key!r} should be an object, but is {value!r}", Config())
         return Config(value)
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -92,9 +133,9 @@ class Config(dict):
         if value is None:
             value = self[key] if default is None and key not in self else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.json: {key!r} should be a positive integer, but is {value!r}")
+            return _fault(f"config.json: {key!r} should be a positive integer, but is {value!r}", default or 1)
         if value > (most := MAX_COUNT.get(key, MAX_SIZE)):
-            raise ConfigError(f"config.json: {key!r} is {value}; more than {most:,} can't be meant")
+            return _fault(f"config.json: {key!r} is {value}; more than {most:,} can't be meant", default or 1)
         return value
 
     def count(self, key: str) -> int:
@@ -128,7 +169,7 @@ class Config(dict):
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key!r} should be true or false, but is {value!r}")
+            return _fault(f"config.json: {key!r} should be true or false, but is {value!r}", False)
         return value
 
 

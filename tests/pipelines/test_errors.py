@@ -197,6 +197,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
     "a string for a size": (lambda s: configure(s, hidden_size="32"), ["config.json", "hidden_size", "'32'"]),
     "a float for a size": (lambda s: configure(s, num_hidden_layers=2.0), ["config.json", "num_hidden_layers", "2.0"]),
     "a boolean for a size": (lambda s: configure(s, vocab_size=True), ["config.json", "vocab_size", "True"]),
+    "four faults at once": (
+        lambda s: configure(s, hidden_size=0, num_key_value_heads="2", tie_word_embeddings="no", vocab_size=None),
+        ["hidden_size", "num_key_value_heads", "tie_word_embeddings", "vocab_size", "4 problems"],
+    ),
     "a negative size": (lambda s: configure(s, intermediate_size=-48), ["config.json", "intermediate_size", "-48"]),
     "a string for a flag": (
         lambda s: configure(s, tie_word_embeddings="no"),

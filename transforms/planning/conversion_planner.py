@@ -3,7 +3,8 @@
     headers, config.json
       │  open_source      the release's tensors, each as the tables see it: a quantised one under its own name, its scales out of sight
       │  family_of        whose table it is; `_check_options`: what was asked for and MaxText doesn't have
-      │  _lay_out         MaxText's model, and the layout of the arrays
+      │  name_model       MaxText's model
+      │  _lay_out         the layout of the arrays
       │  _fold | merge    adapters: as arrays of their own (`--adapter_only`), or added to the tensors that they change
       │  _expand          the table's rules, at this model's sizes
       │  _keep            weights that stay codes: a second array, of scales, beside each (`--save_dtype float8_e4m3fn`)
@@ -65,8 +66,8 @@ from weightbeam.transforms.cutting.grid import (
 from weightbeam.transforms.cutting.mesh import Mesh
 from weightbeam.transforms.cutting.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 from weightbeam.transforms.planning.conversion import Conversion, dtype_of, format_of, meshes_of, rules_of
-from weightbeam.transforms.planning.explaining import explain, without_parts
-from weightbeam.transforms.planning.layouts import config_problem, maxtext_of
+from weightbeam.transforms.planning.explaining import config_problems, explain, without_parts
+from weightbeam.transforms.planning.layouts import maxtext_of
 from weightbeam.transforms.planning.options import ConvertOptions, options_from
 
 COPY = "copy"  # the kind of problem where what is left out as a copy of another tensor isn't one
@@ -129,7 +130,8 @@ def plan_conversion(
         family = family_of(config, options.maxtext_model, options.family)
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
-        naming, layout = _lay_out(options, config, family, source)
+        naming = name_model(family, config, options.maxtext_model)
+        layout = _lay_out(options, naming.model, source)
         if not checkpoint.problems:  # else tensors of them may be in what can't be read
             layout, lacking = without_parts(family, config, layout, source)
             asked += lacking
@@ -153,7 +155,9 @@ def plan_conversion(
             *asked,
             *(problem for adapter in adapters for problem in adapter.problems),
         ]
-        return _without_table(options, checkpoint, adapters, found, e)
+        if config:  # else that it is missing, or empty, is a problem already
+            found += config_problems(e, config, _lay_out(options, options.maxtext_model, source), options.family)
+        return _without_table(options, checkpoint, adapters, found)
     arrays = make_arrays(table.parts, source.specs(), dtype_of(options))
     if folding:
         arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
@@ -188,40 +192,27 @@ def plan_conversion(
 
 
 def _without_table(
-    options: ConvertOptions,
-    checkpoint: HfCheckpoint,
-    adapters: Sequence[Adapter],
-    found: Sequence[Problem],
-    error: ConfigError | UnknownFamilyError,
+    options: ConvertOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], found: Sequence[Problem]
 ) -> Conversion:
     """The conversion of a model that there is no table for, or whose `config.json` a table can't do with: its problems
     alone.
     """
-    problems = list(dict.fromkeys(found))
-    if checkpoint.config:  # else that it is missing, or empty, is a problem already
-        problems.append(config_problem(error))
-    plan = ArrayPlan("unknown", (), {}, tuple(problems))
+    plan = ArrayPlan("unknown", (), {}, tuple(dict.fromkeys(found)))
     return Conversion(options=options, source=checkpoint, plan=plan, adapters=tuple(adapters))
 
 
-def _lay_out(
-    options: ConvertOptions, config: Config, family: Family, source: ReleaseTensors
-) -> tuple[ModelNaming, Layout]:
-    """MaxText's model, and what besides `config.json` the table depends on. Raises ConfigError where the model that was
-    named isn't this one, or `config.json` lacks what tells.
-    """
-    naming = name_model(family, config, options.maxtext_model)
-    layout = Layout(
+def _lay_out(options: ConvertOptions, model: str | None, source: ReleaseTensors) -> Layout:
+    """What besides `config.json` the table of a MaxText model depends on."""
+    return Layout(
         scan=options.scan_layers,
         scan_axis=options.param_scan_axis,
         vocab=options.vocab_size,
         mtp=options.mtp,
         multimodal=options.multimodal,
-        model=naming.model,
+        model=model,
         maxtext=options.maxtext,
         shapes={name: spec.shape for name, spec in source.specs().items()},
     )
-    return naming, layout
 
 
 def _expand(family: Family, config: Config, layout: Layout, naming: ModelNaming) -> _Table:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from weightbeam.formats.release.source import ReleaseTensors
 from weightbeam.model_mappings.audit import find_drops
-from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.config import Config, ConfigError, Layout, faults_of
 from weightbeam.model_mappings.family import Family, Prediction, Tower, rename
 from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config, load_family
+from weightbeam.transforms.planning.layouts import config_problem
 
 WITHOUT_PREFIX = (
     "all {:,} names begin with {!r}, and none of the {} table does; rename the tensors, each file with "
     "safetensors.torch.save_file({{name.removeprefix({!r}): tensor for name, tensor in "
     "safetensors.torch.load_file(FILE).items()}}, FILE, {{'format': 'pt'}}), and in the index, if there is one"
 )
+
+
+def config_problems(
+    error: ConfigError | UnknownFamilyError, config: Config, layout: Layout, named: str | None
+) -> list[Problem]:
+    """What a table can't do with in `config.json`: the fault that ended the plan, and those behind it.
+
+    Args:
+      error: what ended the plan.
+      config: `config.json`.
+      layout: what is asked for.
+      named: the family's name, where `--family` says it.
+    """
+    faults = []
+    if isinstance(error, ConfigError):
+        with contextlib.suppress(UnknownFamilyError):
+            family = load_family(named) if named else family_by_config(config)
+            faults = faults_of(lambda: family.dims(config, layout), lambda: family.table(config, layout))
+    return list(dict.fromkeys(config_problem(fault) for fault in (error, *map(ConfigError, faults))))
 
 
 def without_parts(
