@@ -17,6 +17,7 @@ from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.keeping import keep_arrays
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import Array, Problem, TensorSpec
+from weightbeam.model_mappings.scales import TENSOR_SUFFIX
 from weightbeam.transforms.cutting.files import Entry
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.text_model import ALONE
@@ -52,8 +53,10 @@ class ExportTable:
 
     def spelled(self, name: str) -> str:
         """The release's own name for a tensor; without a release that of transformers, which has a class for a text model
-        alone.
+        alone. Scales that the table sees stand beside their weight.
         """
+        if name not in self.released and name.endswith(TENSOR_SUFFIX):
+            return self.spelled(name.removesuffix(TENSOR_SUFFIX)) + TENSOR_SUFFIX
         if name in self.released or self.form.tensors or "text_config" in self.config:
             return self.released[name].name if name in self.released else name
         return rename(name, ALONE)
