@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config import TIE, Config, ConfigError, Layout, said_of_tie
 from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.rules import PARAMS, Rule, Segment, Stack, rule, stack
 
@@ -51,8 +51,7 @@ def text_part(c: Config) -> Config:
       c: `config.json`, of a release with towers or of the text model alone.
 
     Returns:
-      `text_config`, or `c` where there is none; a model with towers says outside of it whether the head is tied, or else
-      in it.
+      `text_config`, or `c` where there is none, with what counts of whether the head is tied (`said_of_tie`).
 
     Example:
       >>> text_part(Config(text_config={"hidden_size": 64}, tie_word_embeddings=True))
@@ -61,7 +60,7 @@ def text_part(c: Config) -> Config:
     if "text_config" not in c:
         return c
     text = c.part("text_config")
-    return Config(text | {"tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings"))})
+    return Config(text | {TIE: said_of_tie(c, text)})
 
 
 def with_defaults(c: Config, **defaults: object) -> Config:

@@ -22,6 +22,7 @@ MAX_COUNT = {  # of what has tensors of its own
 # where a text model's sizes may stand
 TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
 QUANTIZATIONS = ("quantization_config", "compression_config")
+TIE = "tie_word_embeddings"
 NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
 
 
@@ -35,6 +36,22 @@ def text_parts(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Mapping
         if isinstance(part, Mapping):
             found.append((section, part))
     return found
+
+
+def said_of_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
+    """What a model that has a `text_config` says of whether its head is the embedding; None for nothing.
+
+    Args:
+      config: the object around it, which says so.
+      text: the `text_config`, which stands in; Llama 4's alone counts, for its language model ties its own head
+        (transformers v5.23.0, modeling_llama4.py).
+
+    Example:
+      >>> said_of_tie({"tie_word_embeddings": True, "model_type": "llama4"}, {"tie_word_embeddings": False})
+      False
+    """
+    inner = text.get(TIE)
+    return inner if config.get("model_type") == "llama4" else config.get(TIE, inner)
 
 
 class ConfigError(ValueError):

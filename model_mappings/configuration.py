@@ -19,11 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.config import TIE, Config, ConfigError, said_of_tie
 from weightbeam.model_mappings.left_out import left_out
 
 NEEDED: Any = object()  # the default of a field that `config.json` must have
-TIE = "tie_word_embeddings"
 Default = Any  # a value, NEEDED, or a function of the part of `config.json` that the line is about
 Holds = Callable[[Config], bool]
 
@@ -144,14 +143,13 @@ class Line:
         return self.key is not None and self.field is None and self.find is None
 
     def about(self, config: Config) -> Config:
-        """The object of `config.json` that the line is about; empty where that is absent. Whether the head is tied, the
-        object around a `text_config` says (`blocks.text_part`).
-        """
+        """The object of `config.json` that the line is about; empty where that is absent."""
         found = lookup(config, self.part)
         around, _, name = self.part.rpartition(".")
-        tied = lookup(config, f"{around}.{TIE}") if name == "text_config" else None
-        said = dict(found) if isinstance(found, Mapping) else {}
-        return Config(said if tied is None else said | {TIE: tied})
+        if not isinstance(found, Mapping):
+            return Config()
+        tied = said_of_tie(lookup(config, around), found) if name == "text_config" else None
+        return Config(found if tied is None else {**found, TIE: tied})
 
     def holds(self, config: Config) -> bool:
         """Whether the line is about this model."""

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 
 from weightbeam.model_mappings.audit import drop_reason
 from weightbeam.model_mappings.blocks import text_part
-from weightbeam.model_mappings.config import Config, Layout
-from weightbeam.model_mappings.configuration import TIE
+from weightbeam.model_mappings.config import TIE, Config, Layout
 from weightbeam.model_mappings.family import Family, Prediction
 
 HEAD = "lm_head.weight"

@@ -9,8 +9,7 @@ from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.release.source import ReleaseTensors
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.configuration import TIE
+from weightbeam.model_mappings.config import TIE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of

@@ -122,7 +122,7 @@ FAMILY = Family(
     copies=lambda c, layout: tied_head(text_part(c), layout),
     configuration={
         "llama4_text": (*TEXT, *TIED, written("architectures", ["Llama4ForCausalLM"]), written("model_type", "llama4_text")),
-        "llama4": (*inside("text_config", TEXT), *TIED, written("architectures", ["Llama4ForConditionalGeneration"]), written("model_type", "llama4")),
+        "llama4": (*inside("text_config", (*TEXT, *TIED)), written("architectures", ["Llama4ForConditionalGeneration"]), written("model_type", "llama4")),
     },
     aliases={"language_model": ""},
     releases="Llama 4 Scout, Maverick (text)",

@@ -303,6 +303,20 @@ def test_the_vision_tower_is_left_out_with_a_reason(generated: Path) -> None:
     assert {name.split(".")[0] for name in towers} == {"vision_model", "multi_modal_projector"}
 
 
+@pytest.mark.parametrize("around", [True, False])
+def test_its_language_model_says_whether_the_head_is_tied(around: bool) -> None:
+    """`tie_word_embeddings` around `text_config` counts for nothing, as in transformers."""
+    tied = TEXT | {"tie_word_embeddings": True}
+    without_head = {name: shape for name, shape in shapes(tied).items() if "lm_head" not in name}
+    config = {"model_type": "llama4", "tie_word_embeddings": around}
+    for text, tensors, has_head in ((tied, without_head, False), (TEXT, shapes(TEXT), True)):
+        made = plan_conversion(ConvertOptions(), headers_only(config | {"text_config": text}, known=tensors)).plan
+        assert made.problems == ()
+        assert any("logits_dense" in array.key for array in made.arrays) is has_head
+        assert made.maxtext is not None
+        assert made.maxtext["logits_via_embedding"] is not has_head
+
+
 def test_the_vocabulary_may_be_padded(generated: Path, tmp_path: Path) -> None:
     """`--vocab_size` reaches the nested model's embedding and head."""
     arrays = converted(generated / "models" / "llama4", tmp_path / "out", "--vocab_size", "260")

@@ -19,8 +19,11 @@ HEADERS = load_headers()
 def test_a_copy_is_dropped_and_its_original_is_read(name, tied):
     """Whatever is a copy is left out by the family's drops; what it is a copy of, the table reads."""
     config = Config(HEADERS[name].config | {"tie_word_embeddings": tied})
-    if "thinker_config" in config:
-        config["thinker_config"] = config["thinker_config"] | {"tie_word_embeddings": tied}
+    for part in {
+        "thinker_config",
+        "text_config",
+    } & config.keys():  # Qwen 3 Omni says it in the one, Llama 4 in the other
+        config[part] = config[part] | {"tie_word_embeddings": tied}
     family = family_by_config(config)
     for layout in layouts_of(HEADERS[name].config).values():
         copies = family.copies(config, layout)

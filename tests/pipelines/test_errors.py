@@ -246,6 +246,15 @@ def test_a_damaged_source(source: Path, refused: Refused, name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root reads every file unless that is taken from it")
+def test_a_field_that_nothing_is_about_is_named(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's arithmetic may depend on it."""
+    configure(source, dual_chunk_attention_config={"chunk_size": 16})
+    assert call("plan", source) == 0
+    captured = capsys.readouterr()
+    said = " ".join((captured.out + captured.err).split())
+    assert "nothing here is about: dual_chunk_attention_config; where" in said
+
+
 @pytest.mark.parametrize("name", [SECOND, INDEX, "config.json"])
 def test_a_file_that_may_not_be_read_is_not_corrupt(source: Path, name: str) -> None:
     (source / name).chmod(0)

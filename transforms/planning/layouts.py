@@ -118,11 +118,17 @@ def config_problem(error: ConfigError | UnknownFamilyError | ModelNameError) -> 
 def maxtext_of(
     family: Family, config: Config, layout: Layout, naming: ModelNaming
 ) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
-    """What MaxText must be told, and what it can't be told; nothing of a family that isn't about its models."""
+    """What MaxText must be told, and warnings of what it can't be told; nothing of a family that isn't about its models."""
     if not family.models:
         return None, ()
     try:
         maxtext = maxtext_config(family, config, layout, naming)
     except ConfigError as e:
         return None, (f"no {FILE}: {e}",)
-    return maxtext, tuple(f"MaxText can't express this: {limit}" for limit in maxtext.limits)
+    warnings = [f"MaxText can't express this: {limit}" for limit in maxtext.limits]
+    if maxtext.unknown:
+        warnings.append(
+            f"config.json has fields that nothing here is about: {', '.join(maxtext.unknown)}; where the model's "
+            "arithmetic depends on them, MaxText's logits differ"
+        )
+    return maxtext, tuple(warnings)

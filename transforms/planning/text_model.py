@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.model_mappings.audit import drop_reason
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config import TIE, Config, ConfigError, Layout, said_of_tie
 from weightbeam.model_mappings.family import Family, Tower, rename
 from weightbeam.transforms.planning.exporting import Like
 
@@ -22,15 +22,7 @@ ALONE = {
     "language_model.model.blocks": "model.layers",  # transformers 5.23 saves Kimi K2.5 so
     "language_model.lm_head": "lm_head",
 }
-OUTER = (
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-)
+OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def has_towers(family: Family, config: Config) -> bool:
@@ -57,6 +49,8 @@ def text_model(like: Like, family: Family) -> Like:
             "leave --multimodal out, or take the towers of the release: --multimodal true --like RELEASE"
         )
     outer = {field: config[field] for field in OUTER if config.get(field) is not None}
+    if (tied := said_of_tie(config, text)) is not None:
+        outer[TIE] = tied
     drops = family.drops(config, Layout())
     tensors = {
         rename(name, ALONE): about
