@@ -80,12 +80,13 @@ def recognize(paths: Iterable[Path]) -> Tree:
     tops = {path[0] for path in paths if path}
     kind, prefix = _kind(paths, tops)
     of_fp8 = _of_fp8_training(paths)
+    numbers_lists = _is_of_maxtext(paths, prefix)
     weights: dict[str, str] = {}
     state: list[str] = []
     for path in paths:
         key = ".".join(path)
         if collection := _collection(path):
-            named = ".".join([PREFIX, collection, *_folded(path[len(MODULES) :])])
+            named = ".".join([PREFIX, collection, *_folded(path[len(MODULES) :], numbers_lists)])
             state += [weights[named]] if named in weights else []
             weights[named] = key
             continue
@@ -93,7 +94,7 @@ def recognize(paths: Iterable[Path]) -> Tree:
         if not inner or (not prefix and path[0] in STATE) or path in of_fp8 or GENERATORS.search(key):
             state.append(key)
             continue
-        named = _named(inner, below_params=prefix == (PREFIX,))
+        named = _named(inner, prefix == (PREFIX,), numbers_lists)
         if path[:1] != MODULES[:1] and weights.get(named, "").startswith(f"{MODULES[0]}."):
             state.append(key)  # what training began with, not the newest
             continue
@@ -178,12 +179,22 @@ def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     return ("an nnx model" if values else "a bare tree of parameters"), ()
 
 
-def _named(path: Path, below_params: bool) -> str:
+def _is_of_maxtext(paths: Iterable[Path], prefix: Path) -> bool:
+    """Whether the weights are of a model of MaxText's; those of `--family identity` keep their names, of which some begin
+    as MaxText's do (T5's `decoder.block.0`, beside `shared` and `encoder`).
+    """
+    inner = (path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix and path[0] not in STATE)
+    heads = {path[:2] for path in inner}
+    return any("token_embedder" in head for head in heads) or not any(PARTS.isdisjoint(head) for head in heads)
+
+
+def _named(path: Path, below_params: bool, numbers_lists: bool) -> str:
     """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` ->
     `params.params.decoder.layers_0.mlp.wi_0.kernel`.
     """
     is_collection = below_params and PARTS.isdisjoint(path[:1])
-    return ".".join([PREFIX, *_folded(path)]) if is_collection else PARAMETERS + ".".join(_folded(path))
+    folded = _folded(path, numbers_lists)
+    return ".".join([PREFIX, *folded]) if is_collection else PARAMETERS + ".".join(folded)
 
 
 def _collection(path: Path) -> str | None:
@@ -194,13 +205,13 @@ def _collection(path: Path) -> str | None:
     return next((name for end, name in VARIABLES.items() if path[-len(end) :] == end), None)
 
 
-def _folded(path: Path) -> list[str]:
+def _folded(path: Path, numbers_lists: bool) -> list[str]:
     """The components of a weight's key: those of a path without nnx's own, elements of an nnx.List numbered."""
     path = _bare(path)
-    is_model = not PARTS.isdisjoint(path[:2])  # what isn't MaxText's keeps its names: those of `--family identity`
+    numbers_lists = numbers_lists and not PARTS.isdisjoint(path[:2])
     folded: list[str] = []
     for component in path:
-        if component.isdecimal() and folded and is_model:  # an element of an nnx.List
+        if component.isdecimal() and folded and numbers_lists:
             folded[-1] += f"_{component}"
         else:
             folded.append(component)

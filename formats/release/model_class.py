@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightbeam.model_mappings.config import text_parts
+
 # the end of an architecture's name -> the Auto class for it, the first that fits (transformers 5.23, models/auto/modeling_auto.py)
 AUTO_CLASSES: Mapping[str, str] = {
     "OmniMoeForConditionalGeneration": "AutoModelForMultimodalLM",
@@ -36,6 +38,8 @@ def model_class(config: Mapping[str, Any]) -> str:
     name = said[0] if isinstance(said, list) and said else None
     if not isinstance(name, str) or not name.isidentifier():  # it becomes code that a person runs
         name = "ForCausalLM"
+    if name.endswith("ForConditionalGeneration") and len(text_parts(config)) == 1:  # of an encoder and a decoder, as T5
+        return name
     return next((auto for end, auto in AUTO_CLASSES.items() if name.endswith(end)), name)
 
 

@@ -90,7 +90,7 @@ class ReleaseTensors:
             )
             problems.append(Problem("quantised", mistaken[0], message))
         warnings = []
-        if quantization.fields and self.encodings and not coded:
+        if quantization.fields and self.encodings and not (coded or problems or self.problems):
             said = f"{quantization.file} has {quantization.place}"
             warnings.append(f"{said}, but none of the weights is quantised; they are taken as they are")
         field = KEPT_MODULES.get(quantization.method or "", "modules_to_not_convert")

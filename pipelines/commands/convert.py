@@ -91,7 +91,10 @@ class Converted(Made):
                 "--check_source true reads and compares"
             )
         has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
-        lines += report.maxtext_lines(self.maxtext, step, has_file)
+        if report.is_as_released(conversion.plan):
+            lines.append(f"load it:    weightbeam.load({step!r}, like=…); weightbeam help jax")
+        else:
+            lines += report.maxtext_lines(self.maxtext, step, has_file)
         lines += [SFT_ONLY] if conversion.options.adapter_only else []
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")

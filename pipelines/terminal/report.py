@@ -12,6 +12,7 @@ from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.families import identity
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import PARAMETERS, ArrayPlan, Problem
@@ -146,13 +147,15 @@ def _model_totals(conversion: Conversion) -> Iterator[tuple[str, str]]:
     """Which model it is, and how MaxText will hold it."""
     plan, options = conversion.plan, conversion.options
     yield "family", plan.family + (f": {plan.note}" if plan.note else "")
-    yield "supported", plan.support
-    yield "MaxText", f"{options.maxtext}, its tree and its names of axes"
-    yield "MaxText model", model_text(plan)
+    layout = "the release's own, for "
+    if not is_as_released(plan):
+        yield "supported", plan.support
+        yield "MaxText", f"{options.maxtext}, its tree and its names of axes"
+        yield "MaxText model", model_text(plan)
+        layout = "scanned, for " if options.scan_layers else "unscanned, for "
     if plan.maxtext:
         yield "MaxText flags", plan.maxtext.command_line()
-    layout = "scanned" if options.scan_layers else "unscanned"
-    yield "layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh")
+    yield "layout", layout + (" and for ".join(options.mesh) or "any mesh")
     if options.save_dtype == CODES:
         keys = {array.key for array in plan.arrays}
         kept = sum(is_scale(key, keys) for key in keys)
@@ -184,6 +187,11 @@ def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:
     worker = estimates[0].worker
     about = f"{count(worker.threads, 'unit')} at a time, {worker.gbps:g} Gbit/s each way, {worker.start:g} s until they work"
     yield from ("", f"simulated, on workers of {worker.engine}, {about}:", rows)
+
+
+def is_as_released(plan: ArrayPlan) -> bool:
+    """Whether the arrays are the release's tensors under their own names, for other programs than MaxText."""
+    return plan.family == identity.FAMILY.name
 
 
 def model_text(plan: ArrayPlan) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from weightbeam.transforms.planning import options
 
-WORDS = r"true|false|full|params|none|zstd|hard|symlink|copy|b?float(?:16|32)|[A-Z]{2,}|\d+"  # values behind a blank
+WORDS = r"true|false|full|params|identity|none|zstd|hard|symlink|copy|b?float(?:16|32)|[A-Z]{2,}|\d+"  # values behind a blank
 PATHS = r"'[^'\n]+'|(?:[/~]|gs://|hf://)[^\s:;,)]*[^\s:;,.)]"  # and others: as a shell has them
 MODELS = r"[a-z]+\d[\w.]*-\w+"
 # The commands that are functions, too, with what their words without an option stand for, in order.

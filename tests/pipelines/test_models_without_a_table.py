@@ -14,6 +14,7 @@ from support import LLAMA, assert_same_bits, call, converted, random_tensors, re
 import weightbeam as wb
 
 jax = lazily("jax")
+transformers = lazily("transformers")
 
 IDENTITY = ("--family", "identity")
 LINEAR = {key: value for key, value in DELTA_NET.items() if key.startswith("linear_")}
@@ -62,10 +63,30 @@ def test_there_and_back(release: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "warning" not in capsys.readouterr().err
     step = tmp_path / "checkpoint" / "0"
     assert call("verify", "--source", release, "--checkpoint", step) == 0
-    assert call("export", step, tmp_path / "back", "--like", release, *IDENTITY) == 0
+    assert call("export", step, tmp_path / "back", "--like", release) == 0  # its record says how it was made
     assert_same_bits(read_tensors(tmp_path / "back"), tensors)
     config = read_config(release)
     assert read_config(tmp_path / "back") == config | {"torch_dtype": config["dtype"]}
+
+
+def test_names_that_begin_as_maxtexts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """T5's `decoder.block.0` is no list of MaxText's modules; nothing is told that holds for MaxText alone."""
+    transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ).bfloat16().save_pretrained(tmp_path / "hf")
+    tensors = read_tensors(tmp_path / "hf")
+    assert call("plan", tmp_path / "hf", *IDENTITY) == 0
+    assert_same_bits(converted(tmp_path / "hf", tmp_path / "checkpoint", *IDENTITY), tensors)
+    said = capsys.readouterr().out
+    assert "MaxText" not in said
+    assert f"weightbeam.load('{tmp_path}/checkpoint/0', like=…)" in said
+    assert call("export", tmp_path / "checkpoint", tmp_path / "back") == 0
+    assert_same_bits(read_tensors(tmp_path / "back"), tensors)
+    assert "load it:  transformers.T5ForConditionalGeneration.from_pretrained" in capsys.readouterr().out
+    assert call("diff", tmp_path / "hf", tmp_path / "checkpoint") == 0
+    loaded = wb.load(tmp_path / "checkpoint", mesh=f"fsdp={jax.device_count()}")
+    arrays = {".".join(key.key for key in path): array for path, array in jax.tree.flatten_with_path(loaded)[0]}
+    assert_same_bits({key.removeprefix("params.params."): np.asarray(array) for key, array in arrays.items()}, tensors)
 
 
 def test_names_stay_as_they_are(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from weightbeam.formats.release.source import ZEROS, open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families import identity
 from weightbeam.model_mappings.family import Family, Prediction, Variable, rename
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.naming import ModelNameError, check_made_for, name_model
@@ -100,7 +101,7 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
       UnknownFamilyError: there is no table.
     """
     model = options.maxtext_model or _said_model(source)
-    family = family_of(Config(like.config), model, options.family)
+    family = family_of(Config(like.config), model, options.family or _said_family(source))
     form = text_model(like, family) if options.multimodal is False else like
     config = Config(form.config)
     naming = name_model(family, config, model)
@@ -121,6 +122,11 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
         zeros = {name for name, why in said if why == ZEROS}
         released = {name: tensor for name, tensor in released.items() if name not in zeros}
     return ExportTable(family, naming, form, config, released, open_source(parts) if parts else None)
+
+
+def _said_family(source: OrbaxCheckpoint) -> str | None:
+    """The identity, where a checkpoint of ours has a release's tensors under their own names."""
+    return identity.FAMILY.name if source.record.get("family") == identity.FAMILY.name else None
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
