@@ -28,7 +28,7 @@ from pathlib import Path
 
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
-from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, sync_folder
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, reason, sync_folder
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
@@ -230,31 +230,8 @@ class FolderStaging(Staging):
 
     def publish(self, overwrite: bool = False) -> None:
         growing, final = Path(self.checkpoint), Path(self.final)
-        sealed = Path(self.output, self._sealed_name())
-        try:
-            os.rename(growing, sealed)  # to a name that no late writer knows
-        except (FileNotFoundError, FileExistsError) as e:
-            raise self.taken_over() from e
-        except OSError as e:
-            if e.errno == errno.ENOTEMPTY:  # another attempt is publishing it
-                raise self.taken_over() from e
-            raise
-        if not (sealed / self.marker).exists() or not (sealed / PLAN).exists():
-            os.rename(sealed, growing)
-            raise self.taken_over()
-        for path in [
-            path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")
-        ]:
-            path.unlink(missing_ok=True)
-        for name in (FAILURE, JOB):
-            (sealed / name).unlink(missing_ok=True)
-        for name in (UNITS, UNPACKED):
-            shutil.rmtree(sealed / name, ignore_errors=True)
-            if os.path.lexists(sealed / name):
-                LOG.warning("%s can't be removed, and is published with the rest: delete it", final / name)
-        for place in (sealed / ITEMS, sealed):
-            if place.exists():
-                sync_folder(place)
+        sealed = self._seal(growing)
+        _strip(sealed, final)
         try:
             with _layer_named(final):
                 self._replace(sealed, final) if overwrite else rename_new(sealed, final)
@@ -264,14 +241,40 @@ class FolderStaging(Staging):
             with contextlib.suppress(OSError):
                 os.rename(sealed, growing)
             raise
-        sync_folder(Path(self.output))
-        (final / PLAN).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # somebody has moved it already
-            sync_folder(final)
+        try:  # the rename was the publication
+            sync_folder(Path(self.output))
+            (final / PLAN).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # somebody has moved it already
+                sync_folder(final)
+        except OSError as e:  # until that is durable, what it replaced stays; `tidy` removes it
+            LOG.warning(
+                "%s is published; the next command there cleans up what this one couldn't: %s", final, reason(e)
+            )
+            return
         for left in (sealed, growing):  # what was replaced; what late writers made anew
             _remove(left)
             if left.exists():
                 LOG.warning("%s was replaced, and can't be removed: delete it", left)
+
+    def _seal(self, growing: Path) -> Path:
+        """Gives what grows a name that no late writer knows, and returns that.
+
+        Raises:
+          TakenOverError: another attempt is publishing it; or it isn't whole, and has its old name again.
+        """
+        sealed = Path(self.output, self._sealed_name())
+        try:
+            os.rename(growing, sealed)
+        except (FileNotFoundError, FileExistsError) as e:
+            raise self.taken_over() from e
+        except OSError as e:
+            if e.errno == errno.ENOTEMPTY:  # another attempt is publishing it
+                raise self.taken_over() from e
+            raise
+        if not (sealed / self.marker).exists() or not (sealed / PLAN).exists():
+            os.rename(sealed, growing)
+            raise self.taken_over()
+        return sealed
 
     def remove(self) -> None:
         """Removes what is published, its marker first: what is left if this is stopped isn't whole.
@@ -340,6 +343,23 @@ def _layer_named(place: Path) -> Iterator[None]:
         if e.errno != errno.EXDEV:
             raise
         raise StorageError(f"{place}: {LAYER}") from e
+
+
+def _strip(sealed: Path, final: Path) -> None:
+    """Removes what only writers need from what will be `final`, and makes the rest durable; warns of what stays."""
+    for path in [
+        path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")
+    ]:
+        path.unlink(missing_ok=True)
+    for name in (FAILURE, JOB):
+        (sealed / name).unlink(missing_ok=True)
+    for name in (UNITS, UNPACKED):
+        shutil.rmtree(sealed / name, ignore_errors=True)
+        if os.path.lexists(sealed / name):
+            LOG.warning("%s can't be removed, and is published with the rest: delete it", final / name)
+    for place in (sealed / ITEMS, sealed):
+        if place.exists():
+            sync_folder(place)
 
 
 def new_id() -> str:

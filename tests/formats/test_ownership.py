@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import tempfile
@@ -324,6 +325,44 @@ def test_who_has_lost_the_lease_gives_up_his_own_place_alone(
                     old.check()
     assert not (tmp_path / "0").exists()
     assert new.is_staged()
+
+
+@pytest.mark.parametrize("failing", ["the output", "the plan", "the result"])
+def test_what_fails_once_it_is_published_is_a_warning(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is told that the command failed; what was replaced may be needed, and the next command removes it."""
+    final = tmp_path / "0"
+    final.mkdir()
+    staging = staging_at(tmp_path, 0, "plan")
+    assert isinstance(staging, FolderStaging)
+    (complete(staging) / PLAN).write_bytes(gzip.compress(json.dumps({"hash": "0" * 64}).encode()))
+    sync, unlink = folder_staging.sync_folder, Path.unlink
+    places = {"the output": tmp_path, "the plan": final / PLAN, "the result": final}
+
+    def fails(path: Path) -> None:
+        if path == places[failing]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing_sync(path: Path) -> None:
+        fails(path)
+        sync(path)
+
+    def failing_unlink(path: Path, missing_ok: bool = False) -> None:
+        fails(path)
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_staging, "sync_folder", failing_sync)
+        patch.setattr(Path, "unlink", failing_unlink)
+        staging.publish(overwrite=True)
+    assert (final / MARKER).exists()
+    assert [*tmp_path.glob("0.replaced-*")]
+    assert f"{final} is published; " in caplog.text
+    with staging_at(tmp_path, 0).hold():
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert not (final / PLAN).exists()
 
 
 def test_left_overs_are_cleaned(tmp_path: Path) -> None:
