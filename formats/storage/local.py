@@ -206,7 +206,7 @@ def _write_temporary(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except BaseException:  # a stop, too
         temporary.unlink(missing_ok=True)
         raise
     return temporary

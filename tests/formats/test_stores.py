@@ -142,6 +142,18 @@ def test_a_file_that_others_write_while_it_is_put_back(
     assert [file.name for file in store.list()] == ["a"]
 
 
+def test_a_stopped_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a file is made durable."""
+
+    def stop(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", stop)
+    with pytest.raises(KeyboardInterrupt):
+        LocalFolder(str(tmp_path)).write("a", b"1")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
     code = "import sys; from formats.storage import open_store as o; input(); print([o(sys.argv[1]).create(str(i), b'x') for i in range(20)])"
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
