@@ -103,7 +103,7 @@ def open_repository(url: str) -> Repository:
         return Repository(f"hf://{repo}@{_cached_commit(url, repo, revision or 'main')}")
     found = _info(repo, revision or None, url)
     commit = found.sha or ""
-    _INFO[repo, commit] = found
+    _remember(_INFO, repo, commit, found)
     return Repository(f"hf://{repo}@{commit}")
 
 
@@ -136,9 +136,9 @@ class Repository(Store):
                 retried(api().auth_check)(self.repo)
 
     def _info(self) -> ModelInfo:
-        if (self.repo, self.commit) not in _INFO:
-            _INFO[self.repo, self.commit] = _info(self.repo, self.commit, self.url)
-        return _INFO[self.repo, self.commit]
+        if found := _INFO.get((self.repo, self.commit)):
+            return found
+        return _remember(_INFO, self.repo, self.commit, _info(self.repo, self.commit, self.url))
 
     def files(self) -> dict[str, File]:
         """Everything in the repository, by name; offline, what the cache holds of it."""
@@ -150,17 +150,17 @@ class Repository(Store):
 
     def _known(self) -> dict[str, File]:
         """What the hub says of the files."""
-        key = (self.repo, self.commit)
-        if key not in _FILES:
-            found = self._info().siblings or []
-            hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
-            versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
-            _FILES[key] = {
-                name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
-                for file in found
-                for name in [file.rfilename]
-            }
-        return _FILES[key]
+        if (known := _FILES.get((self.repo, self.commit))) is not None:
+            return known
+        found = self._info().siblings or []
+        hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
+        versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
+        files = {
+            name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
+            for file in found
+            for name in [file.rfilename]
+        }
+        return _remember(_FILES, self.repo, self.commit, files)
 
     def fetched(self) -> list[File]:
         """The files that the hub's cache on this machine doesn't hold, so that reading them fetches them."""
@@ -558,6 +558,15 @@ def answered(answer: httpx2.Response) -> str:
 
 _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
 _FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
+MAX_KNOWN = 64  # commits of which that is kept: it may be megabytes, and a watcher sees new ones for months
+
+
+def _remember(known: dict[tuple[str, str], T], repo: str, commit: str, value: T) -> T:
+    """Keeps, and returns, what the hub said of a commit; the oldest are forgotten, and asked for anew if need be."""
+    known[repo, commit] = value
+    for old in list(known)[:-MAX_KNOWN]:
+        known.pop(old, None)  # another thread may have done so
+    return value
 
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:

@@ -794,6 +794,19 @@ def test_a_file_that_a_commit_leaves_alone_keeps_its_version(
     assert len({file.version for store in (model, again) for name in FILES if (file := store.stat(name))}) == 4
 
 
+def test_few_commits_are_kept_in_mind(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher sees new ones for months; what was forgotten is asked for anew."""
+    monkeypatch.setattr(hubs, "MAX_KNOWN", 2)
+    seen = []
+    for _ in range(4):
+        commit_another(hub, tmp_path)
+        seen.append(hubs.open_repository(f"hf://{REPO}"))
+        assert SHARD in seen[-1].files()
+    newest = {(each.repo, each.commit) for each in seen[-2:]}
+    assert newest == {*hubs._INFO} == {*hubs._FILES}
+    assert SHARD in seen[0].files()
+
+
 def test_a_repository_holds_no_orbax_checkpoint(model: hubs.Repository) -> None:
     with pytest.raises(StorageError, match=f"{model.url} can't hold an Orbax checkpoint"):
         find_items(f"hf://{REPO}")
