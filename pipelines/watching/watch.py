@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from weightbeam.formats.text.installing import install
 from weightbeam.pipelines.running.token_secret import use_secret
@@ -54,35 +54,45 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.serve is not None and not os.environ.get(SECRET):
         raise Refused(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     use_secret(config.hf_token_secret)
-    once, prepare = args.once or args.dry_run, partial(prepare_to_make, is_local(config.runner_arguments()))
     try:
-        with Workers(prepare, prepare_to_compare, stays=not once) as workers:
-            runs = [RunFeed(config, run, workers, flat=bool(args.run)) for run in config.runs]
-            feeds = [*([ReleaseFeed(config)] if config.models else []), *runs]
-            watcher = Watcher(config, feeds, Notices(config.notify), args.dry_run)
-            if args.retry:
-                _check_watched(args.retry, config, feeds)
-                again = watcher.retry(args.retry)
-                return _report(args, Findings(again, f"Nothing of {args.retry} is refused, held or failed."))
-            check_runs(runs, args.dry_run)
-            if runs and importlib.util.find_spec("matplotlib") is None:
-                inform(
-                    f"without changes.png, the picture of what a step changed: matplotlib isn't installed; {install('follow')}"
-                )
-            if once:
-                return _report(args, Findings(watcher.once()))
-            for feed in runs:
-                waits = feed.waits_for(feed.run.name) or feed.run.checkpoints
-                seconds = args.interval
-                every = f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds:g} s"
-                inform(f"following {feed.run.name}, looking every {every} until Ctrl-C: {waits}")
-            with _webhooks(args.serve) as changed:
-                _loop(watcher, args.interval, changed)
+        found = _watch(args, config)
     except LostError as e:
         raise Failed(f"  {e} at this moment; run it again for what is still refused or failed") from e
     except OSError as e:
         raise Failed(f"  {e}") from e
-    return 0
+    say(args, found)  # that nobody reads it is no failure of what was looked at
+    return int(any(finding.state == State.FAILED for finding in found.findings))
+
+
+def _watch(args: argparse.Namespace, config: WatchConfig) -> Findings:
+    """Returns how things stand after one look, or after a retry; otherwise it goes on until it is stopped.
+
+    Raises:
+      Refused: a run that can't be followed, or nothing of the name that is retried.
+      OSError: such as the output.
+    """
+    once, prepare = args.once or args.dry_run, partial(prepare_to_make, is_local(config.runner_arguments()))
+    with Workers(prepare, prepare_to_compare, stays=not once) as workers:
+        runs = [RunFeed(config, run, workers, flat=bool(args.run)) for run in config.runs]
+        feeds = [*([ReleaseFeed(config)] if config.models else []), *runs]
+        watcher = Watcher(config, feeds, Notices(config.notify), args.dry_run)
+        if args.retry:
+            _check_watched(args.retry, config, feeds)
+            return Findings(watcher.retry(args.retry), f"Nothing of {args.retry} is refused, held or failed.")
+        check_runs(runs, args.dry_run)
+        if runs and importlib.util.find_spec("matplotlib") is None:
+            inform(
+                f"without changes.png, the picture of what a step changed: matplotlib isn't installed; {install('follow')}"
+            )
+        if once:
+            return Findings(watcher.once())
+        for feed in runs:
+            waits = feed.waits_for(feed.run.name) or feed.run.checkpoints
+            seconds = args.interval
+            every = f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds:g} s"
+            inform(f"following {feed.run.name}, looking every {every} until Ctrl-C: {waits}")
+        with _webhooks(args.serve) as changed:
+            _loop(watcher, args.interval, changed)
 
 
 def _config(args: argparse.Namespace) -> WatchConfig:
@@ -125,7 +135,7 @@ def _webhooks(port: int | None) -> Iterator[queue.SimpleQueue[str]]:
         raise Refused(f"--serve={port}: {e.strerror or e}") from e
 
 
-def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) -> None:
+def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) -> NoReturn:
     """Looks at everything each `interval` seconds, and in between at the models that webhooks name, or that are due."""
     next_round, due = time.monotonic(), dict[str, float]()  # model -> when to look at it
     while True:
@@ -192,9 +202,3 @@ def _told(finding: Finding) -> str:
         return told
     when = f"is tried again at {finding.again:%Y-%m-%d %H:%M} UTC" if finding.again else "isn't tried again"
     return f"{when}; --retry {finding.repo} has it begin anew: {told}"  # what went wrong may be long
-
-
-def _report(args: argparse.Namespace, found: Findings) -> int:
-    """Says how things stand; returns the exit status."""
-    say(args, found)
-    return int(any(finding.state == State.FAILED for finding in found.findings))

@@ -734,6 +734,18 @@ def test_a_reader_that_has_seen_enough(source: Path, tmp_path: Path, output: str
     assert ran.stderr.endswith(said) if output else ran.stderr == ""
 
 
+def test_a_watcher_whose_reader_has_seen_enough(source: Path, tmp_path: Path) -> None:
+    """As `weightbeam watch … --once | head`: the look hasn't failed."""
+    convert(source, tmp_path / "run", "--save_dtype", "float32")
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    watch = ("watch", "--run", tmp_path / "run", "--like", source, "--output", tmp_path / "steps", "--dry_run")
+    command = [sys.executable, "-u", "-m", "weightbeam.pipelines.cli", *map(str, watch)]  # without a buffer
+    with os.fdopen(ours, "wb") as stdout:
+        ran = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
 def test_a_step_that_is_followed_has_one_line(source: Path, tmp_path: Path) -> None:
     """Its states take the same one; in a pipe each has its own."""
     convert(source, tmp_path / "run", "--save_dtype", "float32")
