@@ -102,9 +102,8 @@ def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
         value = math.nan if each["not_finite"] else each["relative"]
         held = cells.get((kind, layer), 0.0)
         cells[kind, layer] = math.nan if math.isnan(value) or math.isnan(held) else max(value, held)
-    kinds = sorted(
-        {kind for kind, _ in cells}, key=lambda kind: (min(layer for other, layer in cells if other == kind) < 0, kind)
-    )
+    outside = {kind for kind, layer in cells if layer < 0}
+    kinds = sorted({kind for kind, _ in cells}, key=lambda kind: (kind in outside, kind))
     return kinds, sorted({layer for _, layer in cells}), cells
 
 
