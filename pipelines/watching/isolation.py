@@ -1,5 +1,5 @@
-"""Work in a process of its own: what becomes of its memory, or of it, doesn't touch the watcher. It ends when the
-watcher does.
+"""Tasks in processes of their own: what becomes of such a process, or of its memory, doesn't touch the watcher. It ends
+when the watcher does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TAIL = 2000  # characters of what a process that died had printed
 
 
 class Status(enum.StrEnum):
-    """How work ended. `BUSY`: another process is at it."""
+    """How a task ended. `BUSY`: another process is at it."""
 
     DONE = "done"
     REFUSED = "refused"
@@ -44,7 +44,7 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How work ended.
+    """How a task ended.
 
     Attributes:
       status: whether it is done.
@@ -62,7 +62,7 @@ Prepare = Callable[[], None]
 
 
 class WorkerProcess:
-    """A process that does one work after the other. What isn't done well ends it, and another one begins.
+    """A process that does one task after the other. What isn't done well ends it, and another one begins.
 
     Args:
       prepare: what it does first, such as imports.
@@ -97,14 +97,14 @@ class WorkerProcess:
             theirs.close()
 
     def ask(self, action: Action, keywords: Mapping[str, Any]) -> None:
-        """Has it do work; the outcome is the `answer`."""
+        """Has it do a task; the outcome is the `answer`."""
         self.begin()
         self.was_used = True
         with contextlib.suppress(ConnectionError):  # it has died: the answer says how
             self.connection.send((action, dict(keywords)))
 
     def answer(self, seconds: float | None = None) -> Outcome:
-        """Waits for the outcome; work that takes longer than so many `seconds` is ended."""
+        """Waits for the outcome; a task that takes longer than so many `seconds` is ended."""
         assert self._process is not None
         try:
             if self.connection.poll(seconds):
@@ -122,7 +122,7 @@ class WorkerProcess:
         return outcome
 
     def stop(self) -> None:
-        """Has the process give up its work, as a command does that is stopped; `end` waits for that, but not for long."""
+        """Has the process give up its task, as a command does that is stopped; `end` waits for that, but not for long."""
         if self._process is not None:
             self._process.terminate()
             self._latest = time.monotonic() + STOP_SECONDS
@@ -164,17 +164,17 @@ class Workers:
             process.__exit__()
 
     def run(self, action: Action, keywords: Mapping[str, Any], seconds: float | None = None) -> Outcome:
-        """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
+        """Does a task, and waits for it; one that takes longer than so many `seconds` is ended."""
         self._processes[0].ask(action, keywords)
         return self._processes[0].answer(seconds)
 
-    def run_together(self, works: Sequence[tuple[Action, Mapping[str, Any]]]) -> list[Outcome]:
-        """Does works at the same time. Where one isn't done, the others are ended, and its outcome alone is returned."""
-        while len(self._processes) < len(works):
+    def run_together(self, tasks: Sequence[tuple[Action, Mapping[str, Any]]]) -> list[Outcome]:
+        """Does tasks at the same time. Where one isn't done, the others are ended, and its outcome alone is returned."""
+        while len(self._processes) < len(tasks):
             self._processes.append(WorkerProcess())
         at_work = {}
-        for process, work in zip(self._processes, works, strict=False):
-            process.ask(*work)
+        for process, task in zip(self._processes, tasks, strict=False):
+            process.ask(*task)
             at_work[process.connection] = process
         outcomes: dict[WorkerProcess, Outcome] = {}
         try:
@@ -191,7 +191,7 @@ class Workers:
         finally:
             for process in at_work.values():
                 process.end()
-        return [outcomes[process] for process in self._processes[: len(works)]]
+        return [outcomes[process] for process in self._processes[: len(tasks)]]
 
     def rest(self) -> None:
         """Ends the processes that have worked: their memory is free again."""
@@ -224,7 +224,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
-    """What the process does: work, until nobody asks for it."""
+    """What the process does: tasks, until nobody asks for any."""
     threading.Thread(target=_follow, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then stops this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

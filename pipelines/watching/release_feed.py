@@ -14,7 +14,7 @@ from weightbeam.formats.storage.hub import NO_REVISION
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import releases, works
+from weightbeam.pipelines.watching import actions, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point, read_if_there
 from weightbeam.pipelines.watching.notices import inform, warn
@@ -118,7 +118,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return not releases.is_there(history.name, history.facts["commit"])
 
     def plan(self, source: str, target: TargetConfig) -> FeedTask:
-        return FeedTask(works.plan, {"source": source, "asked": target.options})
+        return FeedTask(actions.plan, {"source": source, "asked": target.options})
 
     def foresee(self, target: TargetConfig, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
@@ -157,7 +157,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             "beam": config.runner_arguments(),
             "made_of": history.facts.get("made_of", ""),  # none of an earlier version
         }
-        yield (FeedTask(works.convert, convert),)
+        yield (FeedTask(actions.convert, convert),)
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
@@ -165,7 +165,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             )  # fmt: skip
             # it leaves its findings in a local file
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}
-            yield (FeedTask(works.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
+            yield (FeedTask(actions.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
     def publish(self, history: History, target: TargetConfig) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""

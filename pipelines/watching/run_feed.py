@@ -40,7 +40,7 @@ from weightbeam.pipelines.watching.runs import (
     see_step,
 )
 from weightbeam.pipelines.watching.step_places import StepPlaces
-from weightbeam.pipelines.watching.step_works import StepWorks
+from weightbeam.pipelines.watching.step_tasks import StepTasks
 from weightbeam.pipelines.watching.tables import tables
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
@@ -63,7 +63,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         self.store: Store = open_store(run.checkpoints)
         self.places = StepPlaces(config, run, flat)
         self._marks = self.places.marks
-        self._works = StepWorks(config, run, self.places)
+        self._step_tasks = StepTasks(config, run, self.places)
         self._verifies = bool(config.verify)
         self._there: list[SeenStep] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
@@ -228,7 +228,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         return (self.store / _folder_of(history)).url
 
     def plan(self, source: str, target: RunTarget) -> FeedTask:
-        return self._works.plan(source, target)
+        return self._step_tasks.plan(source, target)
 
     def foresee(self, target: RunTarget, facts: Mapping[str, Any]) -> str:
         return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
@@ -261,7 +261,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         return self.places.of(history).workplace(history.key)
 
     def tasks(self, history: History, target: RunTarget) -> Iterator[tuple[FeedTask, ...]]:
-        return self._works.tasks(history, target, self.source(history), self._work(history))
+        return self._step_tasks.tasks(history, target, self.source(history), self._work(history))
 
     def is_given_up(self, history: History) -> bool:
         """Where the target of its name has other options now, or its table is another one."""

@@ -25,6 +25,7 @@ from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table
+from weightbeam.pipelines.watching.actions import prepare_to_compare, prepare_to_make
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers
@@ -35,7 +36,6 @@ from weightbeam.pipelines.watching.records import LostError, State
 from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
-from weightbeam.pipelines.watching.works import prepare_to_compare, prepare_to_make
 from weightbeam.transforms.planning.options import options_of
 
 HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits

@@ -90,7 +90,7 @@ def test_ctrl_c_while_it_begins(seconds: float, capfd: pytest.CaptureFixture[str
 
 
 def test_what_died_while_it_waited() -> None:
-    """The next work isn't its victim, and doesn't get its last words for its own."""
+    """The next task isn't its victim, and doesn't get its last words for its own."""
     before = children()
     with Workers(prepare, stays=True) as workers:
         workers.rest()
@@ -104,7 +104,7 @@ def test_what_died_while_it_waited() -> None:
 
 
 def test_what_is_done_together() -> None:
-    """Outcomes come in the order of the works; where one fails, the others are ended, and its word counts."""
+    """Outcomes come in the order of the tasks; where one fails, the others are ended, and its word counts."""
     before = children()
     with Workers(prepare) as workers:
         outcomes = workers.run_together([(sleep, {"arguments": ["0.3"]}), (tell, {"arguments": ["b"]})])
@@ -131,7 +131,7 @@ def refuse_to_stop(ready: Path) -> dict[str, Any]:
 
 
 def test_a_stop_is_waited_for_and_a_second_one_waits_for_nothing(tmp_path: Path) -> None:
-    """A process that doesn't give up its work is ended; none outlives what it worked for."""
+    """A process that doesn't give up its task is ended; none outlives what it worked for."""
     before, ready, stops = children(), tmp_path / "ready", list[float]()
 
     def stop_twice() -> None:

@@ -55,7 +55,7 @@ from support import (
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import notices, works
+from weightbeam.pipelines.watching import actions, notices
 from weightbeam.pipelines.watching import releases as watch_releases
 from weightbeam.pipelines.watching.config import TargetConfig, read_config
 from weightbeam.pipelines.watching.notices import Notices
@@ -288,7 +288,7 @@ def test_an_adapter_that_is_written_anew_while_the_watcher_is_away(watch: Watch,
     release, target = find_release(REPO, "main"), read_config(str(watch.file)).targets[0]
     begun = History(open_store(str(watch.output)), REPO, key_of(REPO, release.weights, target))
     begun.begin(release, target)
-    planned = works.plan(release.url, target.options)
+    planned = actions.plan(release.url, target.options)
     feed = ReleaseFeed(read_config(str(watch.file)))
     begun.add("planned", checkpoint=feed.place(begun, planned["plan"]), **planned)
     begun.add("converting", attempt=1)
@@ -921,7 +921,7 @@ def test_a_conversion_that_others_are_at_is_waited_for(
     watch.set(attempts=1)
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
     commit = hub.repositories[REPO].head.sha
-    made = works.plan(f"hf://{REPO}@{commit}", ConvertOptions(mesh=("fsdp=2",)))["plan"]
+    made = actions.plan(f"hf://{REPO}@{commit}", ConvertOptions(mesh=("fsdp=2",)))["plan"]
     staging = staging_at(str(watch.output / REPO / commit[:12] / f"fsdp2-{made[:8]}"), 0)
     staging.output.make()
     with staging.hold():

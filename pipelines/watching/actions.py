@@ -1,5 +1,5 @@
-"""What the watcher has done in processes of their own: plans, results, and what is said of them. Each takes and returns
-what can be sent, and imports what it needs there.
+"""The actions of the watcher's tasks, each in a process of its own: plans, results, and what is said of them. An action
+takes and returns what can be sent, and imports what it needs there.
 """
 
 from __future__ import annotations

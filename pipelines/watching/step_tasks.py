@@ -11,7 +11,7 @@ from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines.terminal.errors import Failed
-from weightbeam.pipelines.watching import describing, works
+from weightbeam.pipelines.watching import actions, describing
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
     MERGED,
@@ -40,19 +40,19 @@ from weightbeam.transforms.planning.options import (
 )
 
 
-class StepWorks:
-    """The works that a step goes through, each in a process of its own."""
+class StepTasks:
+    """The tasks that a step goes through, each in a process of its own."""
 
     def __init__(self, config: WatchConfig, run: Run, places: StepPlaces):
         self._config, self._run, self._places = config, run, places
 
     def plan(self, source: str, target: RunTarget) -> FeedTask:
         """Plans what is made of a step that is read from `source`."""
-        plans: dict[str, Action] = {RESHARD: works.plan_reshard, QUANTIZE: works.plan_quantize}
+        plans: dict[str, Action] = {RESHARD: actions.plan_reshard, QUANTIZE: actions.plan_quantize}
         asked = {"source": source, "asked": self._asked(target)}
         if target.kind in plans:
             return FeedTask(plans[target.kind], asked)
-        return FeedTask(works.plan_export, {**asked, "lora": target.lora})
+        return FeedTask(actions.plan_export, {**asked, "lora": target.lora})
 
     def _asked(
         self, target: RunTarget, history: History | None = None
@@ -85,7 +85,7 @@ class StepWorks:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
             yield (_write("reshard", made, how=how, beam=self._config.runner_arguments()),)
             if self._config.verify:
-                judges = [FeedTask(works.verify_reshard, {"a": source, "b": release.url}, "verified")]
+                judges = [FeedTask(actions.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._places.of(history).workplace(history.key, here=True)
@@ -106,7 +106,7 @@ class StepWorks:
                 )  # fmt: skip
                 verify = {"source": release.url, "checkpoint": source, "asked": asked}
                 verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [FeedTask(works.verify, verify, "verified")]
+                judges = [FeedTask(actions.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
         about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
         yield (*judges, FeedTask(describing.compare, about))
@@ -188,4 +188,4 @@ class StepWorks:
 
 def _write(command: str, made: Mapping[str, Any], **more: Any) -> FeedTask:
     """What a command makes of a step."""
-    return FeedTask(works.write, {"command": command, **made, **more})
+    return FeedTask(actions.write, {"command": command, **made, **more})
