@@ -86,7 +86,17 @@ def read_if_there(output: Store, name: str) -> bytes | None:
 
 
 class Feed(abc.ABC, Generic[VersionT, TargetT]):
-    """Versions, and what is made of each.
+    """Versions, and what is made of each. The watcher calls its methods in this order:
+
+        a look          names ▸ histories ▸ mend ▸ versions ▸ each version ▸ tidy ▸ rest
+        a version       history ▸ judge ▸ what was begun ▸ mend ▸ begun, or reopened, or is_replaced ▸ its work
+        what was begun  at another version: target ▸ goes_on ▸ its work; or is_given_up ▸ clear ▸ settled
+        its work        apart ▸ is_gone ▸ source ▸ plan ▸ place ▸ published_before ▸ is_made ▸ tasks ▸ judgement
+                        ▸ withheld ▸ publish ▸ notice ▸ announce ▸ settled
+        a dry run       history ▸ judge ▸ plan ▸ foresee, for each version of a look
+        --retry         histories ▸ clear ▸ reopened
+
+    `is_…`, `judge`, `goes_on` and `withheld` only answer; `begun`, `reopened`, `settled` and `rest` take note.
 
     Attributes:
       output: where the records lie.

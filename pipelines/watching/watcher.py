@@ -31,7 +31,7 @@ from weightbeam.pipelines.watching.records import (
     now,
 )
 
-# states from which the version is read, once asked for
+# states in which a version may still be read by its commit: another one with the same weights may take its place
 UNREAD = (State.DISCOVERED, State.PLANNED, State.CONVERTING, State.FAILED, State.REFUSED)
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
