@@ -316,8 +316,8 @@ class FolderStaging(Staging):
                 return
 
     def _swap_in_two(self, sealed: Path, final: Path) -> None:
-        """The same where the file system has no rename that swaps. Between its two renames there is nothing at `final`;
-        see `tidy`.
+        """Puts a folder in the place of what is there, by two renames: for file systems that have no rename that swaps.
+        Between the two there is nothing at `final`; see `tidy`.
         """
         old = sealed.with_name(f"{self.name}.replaced-{new_id()}")
         if not sealed.exists():

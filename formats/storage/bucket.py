@@ -303,7 +303,9 @@ class Bucket(Store):
         _MET.add(seen)
 
     def check_writable(self) -> None:
-        """Also that each of the two clients reads what the other one writes, once in a process."""
+        """Makes sure that the folder can be written; and, once in a process, that each of the two clients reads what the
+        other one writes.
+        """
         self._open_tensorstore()
         name, ours, theirs = f"{PROBE}.{uuid.uuid4().hex}", b"Google's client", b"TensorStore"
         try:
