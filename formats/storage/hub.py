@@ -132,7 +132,7 @@ class Repository(Store):
                 )
             return
         if self._info().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
-            with told(self.url, self.repo):
+            with hub_errors(self.url, self.repo):
                 retried(api().auth_check)(self.repo)
 
     def _info(self) -> ModelInfo:
@@ -242,7 +242,7 @@ class Repository(Store):
         done, latest = request.start, time.monotonic() + MAX_REQUEST_SECONDS
         again = _retrying(ended)
         while not ended.is_set():
-            with told(f"{self.path(name)}: at byte {done:,}", self.repo):
+            with hub_errors(f"{self.path(name)}: at byte {done:,}", self.repo):
                 try:
                     done = again(self._go_on, name, request, done, ended, latest)
                 except EntryNotFoundError:
@@ -570,7 +570,7 @@ def _remember(known: dict[tuple[str, str], T], repo: str, commit: str, value: T)
 
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
-    with told(url, repo):
+    with hub_errors(url, repo):
         return describe(api(), repo, revision, FIRST_ATTEMPTS)
 
 
@@ -601,7 +601,7 @@ def name_now(repo: str) -> str:
     Raises:
       StorageError: the hub can't be asked, or refuses.
     """
-    with told(f"hf://{repo}", repo), contextlib.suppress(RepositoryNotFoundError):
+    with hub_errors(f"hf://{repo}", repo), contextlib.suppress(RepositoryNotFoundError):
         return retried(api().model_info)(repo, timeout=STALL_SECONDS).id
     return repo
 
@@ -624,7 +624,7 @@ def check_form(info: ModelInfo) -> None:
 
 
 @contextlib.contextmanager
-def told(where: object, repo: str, writing: bool = False) -> Iterator[None]:
+def hub_errors(where: object, repo: str, writing: bool = False) -> Iterator[None]:
     """Context manager: the hub's errors become ours, with what to do; `where` begins the message. They aren't chained:
     they may show signed addresses.
 

@@ -25,7 +25,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.hub import api, describe, retried, told, told_endpoint
+from weightbeam.formats.storage.hub import api, describe, hub_errors, retried, told_endpoint
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -99,14 +99,14 @@ class _Head:
     Attributes:
       commit: its last.
       files: the hash of each file, by name.
-      made: the commit that published this very result, where one did.
+      published: the commit that published this very result, where one did.
       before: the hashes of the files in that one, or in the last that published an earlier one.
       is_first: its last commit is the repository's first.
     """
 
     commit: str
     files: Mapping[str, str]
-    made: str | None
+    published: str | None
     before: Mapping[str, str]
     is_first: bool
 
@@ -131,7 +131,7 @@ def check_target(url: str) -> HubAddress:
       StorageError: there is none, it may only read, or the name isn't one of a repository.
     """
     target = check_address(url)
-    with told(target, target.repo, writing=True):
+    with hub_errors(target, target.repo, writing=True):
         about = retried(api().whoami)()
         role = ((about.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
@@ -139,18 +139,20 @@ def check_target(url: str) -> HubAddress:
     return target
 
 
-def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_pr: bool = False) -> Published | None:
+def find_published(
+    url: str, title: str, files: Files, *, overwrite: bool = False, create_pr: bool = False
+) -> Published | None:
     """Looks, before any work, whether a result is published already; see `publish`.
 
     Raises:
       StorageError: there is something that would be replaced, or the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target, target.repo, writing=True):
-        if (found := _find(hub, target)) is None:
+    with hub_errors(target, target.repo, writing=True):
+        if (found := _find_branch(hub, target)) is None:
             return None
-        head = _look(hub, target, title, found)
-        made = _made(hub, target, title, head, files, create_pr)
+        head = _read_head(hub, target, title, found)
+        made = _published_before(hub, target, title, head, files, create_pr)
         if made is None and not (overwrite or create_pr):
             ways = "or have that replaced (--overwrite), or a pull request opened (--create_pr)"
             _refuse_others(target, head, _changed(head, files), f"; choose another repository or branch, {ways}")
@@ -164,9 +166,9 @@ def check_free(url: str) -> None:
       StorageError: it does, or the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target, target.repo, writing=True):
-        if (found := _find(hub, target)) is not None:
-            head = _look(hub, target, None, found)
+    with hub_errors(target, target.repo, writing=True):
+        if (found := _find_branch(hub, target)) is not None:
+            head = _read_head(hub, target, None, found)
             _refuse_others(target, head, _changed(head, {}), "; choose another repository or branch")
 
 
@@ -179,8 +181,8 @@ def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
       StorageError: the hub can't be asked.
     """
     target, hub = HubAddress.parse(url), api()
-    with told(target, target.repo, writing=True):
-        if (found := _find(hub, target)) is None:
+    with hub_errors(target, target.repo, writing=True):
+        if (found := _find_branch(hub, target)) is None:
             return []
         there, in_main = _hashes(found), {each.commit_id for each in retried(hub.list_repo_commits)(target.repo)}
         history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
@@ -233,11 +235,11 @@ def publish(
     target, hub = HubAddress.parse(url), api()
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
-    with told(target, target.repo, writing=True), _without_bars():
-        found = _find(hub, target)
-        head = _look(hub, target, title, found or _create(hub, target), earlier)
+    with hub_errors(target, target.repo, writing=True), _without_bars():
+        found = _find_branch(hub, target)
+        head = _read_head(hub, target, title, found or _create(hub, target), earlier)
         is_new = found is None and head.is_first
-        if made := _made(hub, target, title, head, files, create_pr):
+        if made := _published_before(hub, target, title, head, files, create_pr):
             return made
         # the large files are hashed here
         adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
@@ -257,7 +259,7 @@ def publish(
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
         if any(_is_left_out(add, head) for add in additions):
-            url, page = _find_made(hub, target, title, head.commit)
+            url, page = _commit_since(hub, target, title, head.commit)
         else:
             url, page = (_propose if create_pr else _commit)(hub, target, operations, title, head.commit)
     return Published(url, page, removed, replaced, kept)
@@ -266,7 +268,7 @@ def publish(
 # --- what is there ----------------------------------------------------------------------------------------------------
 
 
-def _find(hub: HfApi, target: HubAddress) -> ModelInfo | None:
+def _find_branch(hub: HfApi, target: HubAddress) -> ModelInfo | None:
     """The branch, if there is one."""
     with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
         return describe(hub, target.repo, target.branch)
@@ -284,10 +286,10 @@ def _create(hub: HfApi, target: HubAddress) -> ModelInfo:
     return describe(hub, target.repo, target.branch)
 
 
-def _look(
+def _read_head(
     hub: HfApi, target: HubAddress, title: str | None, found: ModelInfo, earlier: re.Pattern[str] | None = None
 ) -> _Head:
-    """The branch's last commit, and what came before it; no commit is ours without a title."""
+    """A branch's last commit, and what came before it; no commit is ours without a title."""
     history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
     made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
     ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
@@ -310,11 +312,13 @@ def _hashes(found: ModelInfo) -> dict[str, str]:
     return {file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in found.siblings or []}
 
 
-def _made(hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files, create_pr: bool) -> Published | None:
+def _published_before(
+    hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files, create_pr: bool
+) -> Published | None:
     """What published this very result, if something did and it is all there; else an open pull request of it: the first,
     while those are closed that a hub opened long after it gave no answer.
     """
-    if head.made == head.commit and files.keys() <= head.files.keys():
+    if head.published == head.commit and files.keys() <= head.files.keys():
         return Published(f"hf://{target.repo}@{head.commit}", _page(target, head.commit))
     first = retried(_only_pull)(hub, target, title) if create_pr else None
     return Published(*_address(target, first)) if first else None
@@ -370,7 +374,7 @@ def _changes(
 
 
 def _changed(head: _Head, files: Files) -> tuple[str, ...]:
-    """The same of files whose hashes aren't known yet: what is taken away or replaced."""
+    """The files that a commit of these would take away or replace, as far as the names tell: hashes aren't known yet."""
     removed, replaced, _ = _changes(head, files, {}, False)
     return removed + replaced
 
@@ -423,10 +427,10 @@ def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, 
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
-    return _find_made(hub, target, title, parent)
+    return _commit_since(hub, target, title, parent)
 
 
-def _find_made(hub: HfApi, target: HubAddress, title: str, parent: str) -> tuple[str, str]:
+def _commit_since(hub: HfApi, target: HubAddress, title: str, parent: str) -> tuple[str, str]:
     """The address and page of the commit of this very result that was made since `parent`.
 
     Raises:

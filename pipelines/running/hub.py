@@ -18,7 +18,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.uninterrupted import PUBLISHED
-from weightbeam.formats.targets.hub import OthersError, Published, check_target, look, publish
+from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.formats.targets.release_place import ReleaseFolder
@@ -48,7 +48,7 @@ def carry_to_hub(
     place = _place_in_cache(planned)
     try:
         check_target(output)
-        made = look(output, title, listed, overwrite=how.overwrite, create_pr=how.create_pr)
+        made = find_published(output, title, listed, overwrite=how.overwrite, create_pr=how.create_pr)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
     if made:

@@ -22,7 +22,7 @@ from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
-from weightbeam.pipelines.watching.places import BESIDE, REPORT
+from weightbeam.pipelines.watching.places import BESIDE, STEP_REPORT
 from weightbeam.transforms.comparing import baselines, differences
 
 SECTION = "## The training run"
@@ -112,8 +112,8 @@ def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
     report = _naming(about).told({**said, "warnings": warnings, "changes": sentences})
     _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn is not None)
     release.delete(baselines.FILE)
-    report["files"] = contents_of(release, {*BESIDE} - {REPORT})
-    release.write(REPORT, json.dumps(report, indent=1).encode())
+    report["files"] = contents_of(release, {*BESIDE} - {STEP_REPORT})
+    release.write(STEP_REPORT, json.dumps(report, indent=1).encode())
     return {"warnings": warnings, "said": sentences, "not_finite": len(found["not_finite"])}
 
 
@@ -154,7 +154,7 @@ def _changed_since(others: Mapping[str, str], release: Store, like: str) -> tupl
 
 
 def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[dict[str, Changes], list[str]]:
-    """The same for adapters."""
+    """What changed in an adapter since each of others was one; and why it can't be compared with some."""
     compared: dict[str, Changes] = {}
     notes: list[str] = []
     for what, other in others.items():

@@ -36,7 +36,7 @@ from weightbeam.formats.storage import (
     sync_folder,
 )
 from weightbeam.formats.storage.bucket import Bucket
-from weightbeam.formats.storage.hub import NoRepositoryError, api, retried, told
+from weightbeam.formats.storage.hub import NoRepositoryError, api, hub_errors, retried
 from weightbeam.formats.storage.renaming import rename_new
 from weightbeam.formats.storage.strict_json import JsonError, read_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
@@ -56,15 +56,16 @@ from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
 
-WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
-REPORT = "run.json"  # in what is published: where it comes from
+WORK = ".weightbeam/work"
+PLACE_OWNER = ".weightbeam/run.json"  # in the output: whose run is published there
+STEP_REPORT = "run.json"  # in what is published: where it comes from
 GONE = "gone-"  # how the name of a folder of work begins that is being deleted
 RELEASE = "release"  # the folder that grows, below the work of one step
 # of a commit that publishes a step: the run's name and the step's key, and the hub's number of a pull request
 TITLE = re.compile(r"Step \d+ of .+ \(\S+-[0-9a-f]{12}\)( \(#\d+\))?")
 # what readers look for first is copied last, in this order, and deleted first
-LAST = (MARKER, "config.json", "adapter_config.json", REPORT)
-BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
+LAST = (MARKER, "config.json", "adapter_config.json", STEP_REPORT)
+BESIDE = (CARD, STEP_REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
 
 
 class Place(abc.ABC):
@@ -227,7 +228,7 @@ def check_writable(output: Store, dry_run: bool = False) -> None:
             if not os.access(there, os.W_OK | os.X_OK):
                 raise StorageError(f"{there} can't be written to")
         else:
-            output.list(OWNER)  # whether there is such a bucket
+            output.list(PLACE_OWNER)  # whether there is such a bucket
     except OSError as e:
         raise StorageError(f"{output.url}: {reason(e)}") from e
 
@@ -286,14 +287,14 @@ class StorePlace(Place):
         check_writable(self.store, dry_run)
 
     def owner(self) -> str | None:
-        return owner_of(self.store, OWNER)
+        return owner_of(self.store, PLACE_OWNER)
 
     def own(self, run: str, output: str | None) -> None:
         (self.store / ".weightbeam").make()
-        self.store.create(OWNER, json.dumps({"run": run, "output": output}).encode())
+        self.store.create(PLACE_OWNER, json.dumps({"run": run, "output": output}).encode())
 
     def known_as(self) -> str | None:
-        output = _json(self.store, OWNER).get("output")
+        output = _json(self.store, PLACE_OWNER).get("output")
         return output if isinstance(output, str) else None
 
     def at(self, url: str) -> str:
@@ -375,7 +376,7 @@ class BucketPlace(StorePlace):
             for file in late:
                 place.copy_new(release, file)
 
-        unknown = f"{url} was being published; it is if {REPORT} is there"
+        unknown = f"{url} was being published; it is if {STEP_REPORT} is there"
         uninterrupted(copy_late, lambda _: f"but {url} is published", unknown)  # others' readers look for each of them
         return {}
 
@@ -394,13 +395,15 @@ class BucketPlace(StorePlace):
         return True
 
     def _go_on_removing(self, step: Store) -> None:
-        """Nothing of a step that has a report: it was published since."""
+        """Goes on with a removal that was stopped: deletes the objects that were noted then, unless the step has a report,
+        since it was published anew.
+        """
         noted = self._aside(step.url)
         try:
             versions = dict(read_json(self.store, noted))
         except (FileNotFoundError, JsonError, TypeError, ValueError):
             return
-        if not step.exists(REPORT):
+        if not step.exists(STEP_REPORT):
             _delete(step, [file for file in step.list() if versions.get(file.name) == file.version])
         self.store.delete(noted)
 
@@ -425,8 +428,8 @@ class HubPlace(Place):
 
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         files = whole_files(LocalFolder(release.url), BESIDE)
-        if REPORT not in files:
-            raise StorageError(f"{release}: has no {REPORT}, and isn't published")
+        if STEP_REPORT not in files:
+            raise StorageError(f"{release}: has no {STEP_REPORT}, and isn't published")
         run = _report(release).get("run")
         if self._create_pr:
             made = self._commit(files, self.url, title, run, lambda: True)
@@ -441,7 +444,7 @@ class HubPlace(Place):
         return {"pages": [made.page for made in pages if made], **said}
 
     def is_whole(self, url: str, key: str, is_newest: Callable[[], bool]) -> bool:
-        """Also on `main`, where that is the newest step."""
+        """Whether the step's branch is there; of the newest step `main`, too."""
         is_there = super().is_whole(url, key, is_newest)
         return is_there and (self._create_pr or not is_newest() or super().is_whole(self.url, key, is_newest))
 
@@ -489,7 +492,7 @@ class HubPlace(Place):
         if not self._holds(url, key, title):
             return False
         with (
-            told(target, target.repo, writing=True),
+            hub_errors(target, target.repo, writing=True),
             contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError),
         ):
             try:
@@ -572,5 +575,5 @@ def _json(store: Store, name: str) -> dict[str, Any]:
 def _report(step: Store) -> dict[str, Any]:
     """What a step says of itself; empty where that isn't all there."""
     with contextlib.suppress(DamagedRecordError):
-        return _json(step, REPORT)
+        return _json(step, STEP_REPORT)
     return {}

@@ -24,7 +24,7 @@ from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
 MISSING = 3  # files that aren't there yet, by name
 STEP = "0"  # of each checkpoint
-REPORT = "release.json"  # beside the checkpoint: where it comes from
+RELEASE_REPORT = "release.json"  # beside the checkpoint: where it comes from
 
 
 class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
@@ -128,7 +128,9 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return (self.output / history.name / first["commit"][:12] / f"{first['target']}-{plan[:8]}").url
 
     def is_made(self, history: History) -> bool:
-        """Also where this very plan was published before, as with tables that have changed for other models only."""
+        """Whether the checkpoint is there and was verified; also where this very plan was published before, as with tables
+        that have changed for other models only.
+        """
         made = plan_hash_of(open_store(self._checkpoint(history)) / STEP) if history.state == State.VERIFIED else None
         if made == history.facts.get("plan", ""):
             return True
@@ -183,7 +185,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         }
         told = json.dumps(history.naming().told(report), indent=1).encode()
         name = self._report_of(checkpoint)
-        unknown = f"{checkpoint} was being published; it is if {REPORT} is there"
+        unknown = f"{checkpoint} was being published; it is if {RELEASE_REPORT} is there"
         try:
             is_there = uninterrupted(
                 lambda: self.output.create(name, told) or self._report(checkpoint) is not None,
@@ -191,9 +193,9 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
                 unknown,
             )
         except OSError as e:
-            raise Failed(f"{checkpoint}/{REPORT}: {reason(e)}") from e
+            raise Failed(f"{checkpoint}/{RELEASE_REPORT}: {reason(e)}") from e
         if not is_there:
-            raise Failed(f"{checkpoint}/{REPORT} exists, and isn't of this release; move it away")
+            raise Failed(f"{checkpoint}/{RELEASE_REPORT} exists, and isn't of this release; move it away")
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: TargetConfig) -> Sequence[Record]:
@@ -231,7 +233,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
 
     def _report_of(self, checkpoint: str) -> str:
         """The name of its report in the output."""
-        return f"{checkpoint.removeprefix(f'{self.output.url}/')}/{REPORT}"
+        return f"{checkpoint.removeprefix(f'{self.output.url}/')}/{RELEASE_REPORT}"
 
     def _report(self, checkpoint: str) -> bytes | None:
         """The report of a checkpoint; None where there is none, as where its owner has deleted the checkpoint, or where
@@ -245,7 +247,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return report if isinstance(plan, str) and checkpoint.endswith(f"-{plan[:8]}") else None
 
     def _report_now(self, checkpoint: str) -> bytes | None:
-        """The same with the checkpoint's place of now: it was written where the output was then."""
+        """The report of a checkpoint, with the place that the checkpoint has now: it was written where the output was then."""
         if (report := self._report(checkpoint)) is None or (said := json.loads(report)).get("checkpoint") == checkpoint:
             return report
         return json.dumps(said | {"checkpoint": checkpoint, "items": f"{checkpoint}/{STEP}/items"}, indent=1).encode()

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import api, check_form, describe, retried, told, told_endpoint
+from weightbeam.formats.storage.hub import api, check_form, describe, hub_errors, retried, told_endpoint
 from weightbeam.formats.storage.meant import PICKLES
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.pipelines.terminal.report import human
@@ -123,7 +123,7 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
                 listed.append(info.id)
         return listed
 
-    with told(f"the models of {author}", author):
+    with hub_errors(f"the models of {author}", author):
         return names()
 
 
@@ -133,7 +133,7 @@ def find_release(repo: str, revision: str) -> ReleaseCommit:
     Raises:
       StorageError: there is none, or the hub can't be asked.
     """
-    with told(repo, repo):
+    with hub_errors(repo, repo):
         validate_repo_id(repo)
         return _as_said(repo, describe(api(), repo, revision))
 
@@ -144,7 +144,7 @@ def is_there(repo: str, commit: str) -> bool:
     Raises:
       StorageError: the hub can't be asked.
     """
-    with told(repo, repo):
+    with hub_errors(repo, repo):
         try:
             check_form(retried(api().model_info)(repo, revision=commit, timeout=30.0))
         except RevisionNotFoundError:
@@ -206,7 +206,7 @@ def access_denied(release: ReleaseCommit) -> str | None:
     """
     if not release.is_gated:
         return None
-    with told(release.repo, release.repo):
+    with hub_errors(release.repo, release.repo):
         try:
             retried(api().auth_check)(release.repo)
         except GatedRepoError:

@@ -19,7 +19,7 @@ from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import RELEASE, REPORT, drop
+from weightbeam.pipelines.watching.places import RELEASE, STEP_REPORT, drop
 from weightbeam.pipelines.watching.records import (
     RUNS,
     History,
@@ -218,7 +218,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
     # --- what is done
 
     def apart(self) -> contextlib.AbstractContextManager[Workers]:
-        """The same for all steps of a look: imports take longer than a small export."""
+        """The run's own processes, for all steps of a look: imports take longer than a small export."""
         return contextlib.nullcontext(self._workers)
 
     def rest(self) -> None:
@@ -291,7 +291,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
     def is_made(self, history: History) -> bool:
         if history.state != State.VERIFIED:
             return False
-        if (self._work(history) / RELEASE).exists(REPORT):
+        if (self._work(history) / RELEASE).exists(STEP_REPORT):
             return True
         place, url = self.places.of(history), self.places.checkpoint(history)
         # what is needed to go on with may lie on another machine; without its checkpoint nothing is made anew
@@ -330,7 +330,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         said: dict[str, Any] = {}
         try:
             self.places.check_owner(place)
-            if (work / RELEASE).exists(REPORT):
+            if (work / RELEASE).exists(STEP_REPORT):
                 said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
             elif not place.is_whole(url, history.key, lambda: self._is_newest_by_now(history)):
                 raise Failed(f"{work.url}: what was made there is gone; someone has removed it")
@@ -363,7 +363,9 @@ class RunFeed(Feed[RunStep, RunTarget]):
         return (is_anew and by_time) or all(mark.step <= first["step"] for mark in others if mark.listed in there)
 
     def _is_newest_by_now(self, history: History) -> bool:
-        """The same, whatever the run and other watchers did while this step was made."""
+        """`_is_newest`, by marks and steps that are read anew: the run and other watchers may have gone on while this
+        step was made.
+        """
         self._marks.read()
         with contextlib.suppress(OSError):
             self._there = list_steps(self.store)

@@ -16,7 +16,7 @@ from weightbeam.pipelines.watching.marks import Marks
 from weightbeam.pipelines.watching.places import Place, open_place, owner_of, told_other_run
 from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, History, find_history
 
-OWNER = "run.json"  # beside the records: whose they are
+RECORDS_OWNER = "run.json"  # beside the records: whose they are
 
 
 class StepPlaces(Mapping[str, Place]):
@@ -162,7 +162,7 @@ class StepPlaces(Mapping[str, Place]):
             return
         owner = None
         try:
-            owner = owner_of(self._records, OWNER)
+            owner = owner_of(self._records, RECORDS_OWNER)
         except DamagedRecordError:
             raise
         except StorageError:  # what stands in the way of the records is told where they are read
@@ -179,7 +179,7 @@ class StepPlaces(Mapping[str, Place]):
         self.check_records()
         self._records.make()
         name = self._naming(self.output.url).name(self._run.checkpoints)
-        if not self._records.create(OWNER, json.dumps({"run": name}).encode()):
+        if not self._records.create(RECORDS_OWNER, json.dumps({"run": name}).encode()):
             self.check_records()
 
     def _owner_by_records(self) -> str | None:

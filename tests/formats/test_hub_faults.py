@@ -22,7 +22,7 @@ from support import call, files_of, make_release
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage import hub as store
 from weightbeam.formats.targets import hub as publishing
-from weightbeam.formats.targets.hub import Published, check_target, look, publish
+from weightbeam.formats.targets.hub import Published, check_target, find_published, publish
 from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.releases import find_models, find_release
 
@@ -76,7 +76,7 @@ def titles(server: FakeHub) -> list[str]:
 def attempt(files: dict[str, bytes | Path], **how: bool) -> Published | None:
     """What a command does of it."""
     check_target(URL)
-    return look(URL, TITLE, files, **how) or publish(URL, TITLE, files, **how)
+    return find_published(URL, TITLE, files, **how) or publish(URL, TITLE, files, **how)
 
 
 @pytest.mark.parametrize("create_pr", [False, True], ids=["commit", "pull request"])
@@ -414,7 +414,7 @@ def test_a_branch_at_a_commit_of_main_is_its_owners(
     if at == "an earlier commit":
         (tmp_path / "notes.txt").write_text("x")
         hub.commit(REPO, tmp_path, ["notes.txt"])
-    for attempted in (look, publish):
+    for attempted in (find_published, publish):
         with pytest.raises(StorageError, match=r"isn't of this release: model\.safetensors, tokenizer\.json"):
             attempted(f"{URL}@stable", TITLE, files)
     assert hub.held(REPO, "stable").keys() == other.keys()
@@ -426,7 +426,7 @@ def test_a_strangers_pull_request_isnt_ours(hub: FakeHub, files: dict[str, bytes
     publish(URL, TITLE, {**files, "config.json": b"[]"}, create_pr=True)
     repository = hub.repositories[REPO]
     repository.authors[1] = "stranger"
-    assert look(URL, TITLE, files, create_pr=True) is None
+    assert find_published(URL, TITLE, files, create_pr=True) is None
     for _ in range(2):
         made = publish(URL, TITLE, files, create_pr=True)
         assert made
@@ -448,7 +448,7 @@ def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, files: dict
 
 
 def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
-    """Once main has another, a new one is opened; `look` doesn't call it published either."""
+    """Once main has another, a new one is opened; `find_published` doesn't call it published either."""
     how = {"create_pr": True}
     publish(URL, TITLE, files, create_pr=True)
     repository = hub.repositories[REPO]
@@ -458,7 +458,7 @@ def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, fil
     assert merged
     assert merged.url == f"{URL}@{repository.head.sha}"
     publish(URL, "another", {**files, "config.json": b"{}"}, overwrite=True)
-    assert look(URL, TITLE, files, **how) is None
+    assert find_published(URL, TITLE, files, **how) is None
     assert attempt(files, **how).page.endswith("/discussions/2")  # type: ignore[union-attr]
 
 
@@ -488,7 +488,7 @@ def test_a_pull_request_that_the_hub_opens_late_is_closed(hub: FakeHub, files: d
     repository = hub.repositories[REPO]
     for title in (TITLE, "another", TITLE):
         repository.pulls.append(repository.prepare(dict(repository.pulls[0].files), "main", title, hub._now()))
-    for ask in (look, publish):
+    for ask in (find_published, publish):
         assert ask(URL, TITLE, files, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
         assert repository.statuses == {2: "closed", 4: "closed"}
 

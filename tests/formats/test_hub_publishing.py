@@ -18,7 +18,7 @@ from support import make_release
 
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.hub import open_repository
-from weightbeam.formats.targets.hub import HubAddress, check_target, look, publish
+from weightbeam.formats.targets.hub import HubAddress, check_target, find_published, publish
 from weightbeam.pipelines.watching.releases import find_release
 
 REPO, URL = "org/tuned", "hf://org/tuned"
@@ -101,7 +101,7 @@ def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_pa
         "tokenizer.json",
     )
     for attempt in (
-        lambda: look(URL, "export 1234", dict.fromkeys(bytes_in(folder))),
+        lambda: find_published(URL, "export 1234", dict.fromkeys(bytes_in(folder))),
         lambda: publish_folder(folder, URL, "export 1234"),
     ):
         with pytest.raises(StorageError, match="holds what isn't of this release") as refused:

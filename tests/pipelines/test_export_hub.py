@@ -15,7 +15,7 @@ from servers.clients import TOKEN
 from servers.hub import FakeHub
 from support import call, convert, make_release, peft_adapter
 
-from weightbeam.formats.targets.hub import Files, look, publish
+from weightbeam.formats.targets.hub import Files, find_published, publish
 
 REPO, URL = "org/tuned", "hf://org/tuned"
 
@@ -242,11 +242,11 @@ def test_others_who_came_meanwhile_are_told_with_what_helps(
     hub.add(REPO).writers.add(TOKEN)
 
     def look_and_be_overtaken(*about: object, **options: object) -> object:
-        found = look(*about, **options)
+        found = find_published(*about, **options)
         hub.add(REPO, theirs).writers.add(TOKEN)
         return found
 
-    monkeypatch.setattr("weightbeam.pipelines.running.hub.look", look_and_be_overtaken)
+    monkeypatch.setattr("weightbeam.pipelines.running.hub.find_published", look_and_be_overtaken)
     assert call("export", checkpoints[0], URL) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "holds what isn't of this release: model.safetensors" in said

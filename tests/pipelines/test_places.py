@@ -23,14 +23,14 @@ from support import make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError
 from weightbeam.formats.storage.hub_cache import has_hash
-from weightbeam.formats.targets.hub import look, publish
+from weightbeam.formats.targets.hub import find_published, publish
 from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.marks import MARKS, OPEN, Mark, Marks
 from weightbeam.pipelines.watching.notices import Notices
-from weightbeam.pipelines.watching.places import OWNER, FolderPlace, HubPlace
+from weightbeam.pipelines.watching.places import PLACE_OWNER, FolderPlace, HubPlace
 from weightbeam.pipelines.watching.records import ROOT, RUNS, History, State, key_of
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import WAITING, Watcher
@@ -135,10 +135,10 @@ def test_an_owner_stays(tmp_path: Path) -> None:
             FolderPlace(LocalFolder(str(tmp_path)), tmp_path).own("/first", "/out")
 
     FolderPlace(Late(str(tmp_path)), tmp_path).own("/second", "/out")
-    assert json.loads((tmp_path / OWNER).read_bytes()) == {"run": "/first", "output": "/out"}
+    assert json.loads((tmp_path / PLACE_OWNER).read_bytes()) == {"run": "/first", "output": "/out"}
     place = FolderPlace(LocalFolder(str(tmp_path)), tmp_path)
     assert (place.owner(), place.known_as()) == ("/first", "/out")
-    (tmp_path / OWNER).write_text('{"run": "/first"}')
+    (tmp_path / PLACE_OWNER).write_text('{"run": "/first"}')
     place.own("/first", "/out")
     assert (place.owner(), place.known_as()) == ("/first", None)
 
@@ -165,7 +165,7 @@ def test_a_damaged_owner_harms_its_run_only(how: str, tmp_path: Path, caplog: py
     (records / MARKS).make()
     records.write("hf-1/0001.json", json.dumps(FIRST).encode())
     records.write(f"{MARKS}/{OPEN}~hf-1", b"")
-    owner = tmp_path / "bad-out" / OWNER
+    owner = tmp_path / "bad-out" / PLACE_OWNER
     damage(owner, how)
     found = Watcher(config, feeds, Notices([])).once()
     assert [finding.state for finding in found] == [State.FAILED, WAITING]
@@ -277,7 +277,7 @@ def test_an_endpoint_without_hashes(hub: FakeHub, tmp_path: Path, monkeypatch: p
     files = {"config.json": b"{}", "model.safetensors": weights}
     monkeypatch.setattr(repository, "_sibling", lambda path, blob, blobs: {"rfilename": path})
     for title in ("ours", "theirs"):
-        for attempt in (look, publish):
+        for attempt in (find_published, publish):
             with pytest.raises(StorageError, match=r"isn't of this release: config\.json"):
                 attempt(URL, title, files)
     assert not has_hash(b"", "")

@@ -22,7 +22,7 @@ from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.pipelines.watching.config import RunTarget, config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
-from weightbeam.pipelines.watching.places import OWNER
+from weightbeam.pipelines.watching.places import PLACE_OWNER
 from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, History, Record, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps, read_step
@@ -317,19 +317,19 @@ def test_a_place_that_says_nonsense_of_itself(
     place = tmp_path / "elsewhere" if own else output / "a" / "hf"
     if own:
         runs[0]["targets"][0]["output"] = str(place)
-    (place / OWNER).parent.mkdir(parents=True)
-    (place / OWNER).write_bytes(said)
+    (place / PLACE_OWNER).parent.mkdir(parents=True)
+    (place / PLACE_OWNER).write_bytes(said)
     config = tmp_path / "watch.yaml"
     config.write_text(json.dumps({"output": str(output), "runs": runs}))
     for more in (["--dry_run"], [], []):
         assert call("watch", "--config", config, "--once", *more) == 1
         told = capfd.readouterr()
-        assert f"{place / OWNER}: " in told.err
+        assert f"{place / PLACE_OWNER}: " in told.err
         assert "Traceback" not in told.err
         assert (output / "b" / "hf" / "step-1").exists() != bool(more)
-        assert (place / OWNER).read_bytes() == said
+        assert (place / PLACE_OWNER).read_bytes() == said
         assert not (place / "step-1").exists()
-    (place / OWNER).unlink()
+    (place / PLACE_OWNER).unlink()
     assert call("watch", "--config", config, "--once") == 0
     assert (place / "step-1" / "run.json").exists()
 
@@ -339,7 +339,7 @@ def test_a_place_that_says_nonsense_of_itself(
 
 def forget_output(output: Path) -> None:
     """Makes the place one of a version that didn't say there by which output it is known."""
-    (output / OWNER).write_text(json.dumps({"run": json.loads((output / OWNER).read_bytes())["run"]}))
+    (output / PLACE_OWNER).write_text(json.dumps({"run": json.loads((output / PLACE_OWNER).read_bytes())["run"]}))
 
 
 def feed_of(run: Path, like: Path, output: str | Path, **settings: Any) -> RunFeed:
@@ -400,4 +400,4 @@ def test_an_output_that_is_moved(model: tuple[Path, dict[str, Any]], followed: P
     assert [name for name in entries(there) if name.startswith("step-")] == ["step-2", "step-3"]
     report = json.loads((there / "step-3" / "run.json").read_bytes())
     assert report["before"] == {"step": 2, "url": str(there / "step-2")}
-    assert json.loads((there / OWNER).read_bytes())["output"] == str(output)
+    assert json.loads((there / PLACE_OWNER).read_bytes())["output"] == str(output)
