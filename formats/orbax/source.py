@@ -188,8 +188,10 @@ def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Cont
     )
 
 
-def forget(items: str) -> None:
-    """Closes what is open: the checkpoint may be another one soon."""
+def close_all() -> None:
+    """Closes the arrays and databases that are open in this process: another checkpoint may lie at one of their places
+    by now.
+    """
     with _OPENING:
         _context.cache_clear()
         _kvstore.cache_clear()
@@ -374,7 +376,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
       StorageError: there is none, it is damaged, or (but for `any_tree`) its tree isn't one whose weights can be taken.
     """
     items = find_items(where)
-    forget(str(items))
+    close_all()
     try:
         folders = folders_of(items)
         check_files(items)  # before their blocks are read

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
@@ -491,6 +492,14 @@ def test_a_broken_archive(files: Path, tmp_path: Path) -> None:
     archive.write_bytes(whole[:at] + b"####" + whole[at + 4 :])
     with pytest.raises(wb.Refused, match=r"release\.zip"):
         plan(str(step))
+
+
+def test_an_array_that_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Orbax saves one; it has no name to be taken by."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "one", np.zeros(4, np.float32))
+    for command in (["inspect", tmp_path / "one"], ["diff", tmp_path / "one", tmp_path / "one"]):
+        assert call(*command) == 2
+        assert "is one array without a name, and no tree of arrays" in capsys.readouterr().err
 
 
 # --- any numbers ------------------------------------------------------------------------------------------------------
