@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,43 @@ class Fetch:
     encoding: StoredArray
     box: Box
     dtype: np.dtype
+
+
+class Recipe(Protocol):
+    """A box of an array to make of the pieces of what was read, as one, or as shards of one shape side by side."""
+
+    @property
+    def box(self) -> Box: ...
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many shards there are on each axis."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def fill(self) -> float | None:
+        """The value of elements that no piece supplies; None where the pieces tile the box."""
+        ...
+
+
+class UnitRecipe(Recipe, Protocol):
+    """A recipe of a unit, whose result is written."""
+
+    @property
+    def pieces(self) -> tuple[tuple[int, Piece], ...]:
+        """What it is made of, each with the number of the fetch that holds its source."""
+        ...
+
+    def finish(self, values: np.ndarray) -> np.ndarray:
+        """What is written, of what was made of the pieces."""
+        ...
+
+    def parts(self, values: np.ndarray) -> Iterator[tuple[Any, Box, np.ndarray]]:
+        """What the target writes: of what, the box of it, and the values."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,14 +116,14 @@ class ShardsRecipe:
             for index in itertools.product(*(range(start, stop) for start, stop in self.shards))
         )
 
-    def finish(self, made: np.ndarray) -> np.ndarray:
+    def finish(self, values: np.ndarray) -> np.ndarray:
         """Nothing is left to do with what was made of the pieces."""
-        return made
+        return values
 
-    def parts(self, made: np.ndarray) -> Iterator[tuple[ArraySpec, Box, np.ndarray]]:
+    def parts(self, values: np.ndarray) -> Iterator[tuple[ArraySpec, Box, np.ndarray]]:
         """What is written: each shard."""
         for index, box in zip(np.ndindex(self.counts), self.boxes(), strict=True):
-            yield self.spec, box, made[index]
+            yield self.spec, box, values[index]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +142,7 @@ class Unit:
 
     id: int
     fetches: tuple[Fetch, ...]
-    recipes: tuple[Any, ...]
+    recipes: tuple[UnitRecipe, ...]
     copies: tuple[tuple[str, ArraySpec, tuple[int, ...]], ...] = ()
     copied_bytes: int = 0
     is_done: bool = False

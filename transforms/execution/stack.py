@@ -5,43 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.safetensors import Allocate
-from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.plan import bits_of
 from weightbeam.model_mappings.relation import View, selection
+from weightbeam.transforms.cutting.units import Recipe
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
 BLOCK = (512, 2048)  # rows, and bytes of each, that are transposed at a time
 PITCH = 64  # bytes between the rows of a block: rows a power of two apart would share a few lines of the cache
 WORDS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}  # by bytes of an element, what two neighbours are turned as
 RUN = 512  # bytes; shorter runs are copied as one element each
-
-
-class Recipe(Protocol):
-    """A box of an array to make: as one, or as shards of one shape side by side."""
-
-    @property
-    def box(self) -> Box: ...
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many shards there are on each axis."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    @property
-    def fill(self) -> float | None:
-        """The value of elements that no piece supplies; None where the pieces tile the box."""
-        ...
 
 
 def stack(recipe: Recipe, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate = np.empty) -> np.ndarray:

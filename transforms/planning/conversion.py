@@ -102,6 +102,10 @@ class Conversion(Transfer):
     kind, doing, title = "convert", "converting", "Conversion"
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        return self.source.config
+
+    @property
     def save_dtype(self) -> np.dtype:
         return dtype_named(self.options.save_dtype)
 

@@ -143,6 +143,10 @@ class Export(FromCheckpoint, ToRelease):
 
     kind, doing, title = "export", "exporting", "Export"
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.like.config
+
     @functools.cached_property
     def encodings(self) -> Mapping[str, OrbaxArray | ScaledArray]:
         """The weights, by MaxText's keys: as they are stored, or by their values."""
@@ -222,9 +226,6 @@ class Export(FromCheckpoint, ToRelease):
             return encoding
         files = UnpackedArray(self.source.weights[key], place.url)
         return ScaledArray(files, encoding.scale) if isinstance(encoding, ScaledArray) else files
-
-    def settled(self) -> list[Any]:
-        return [self.like.config, [adapter.identity for adapter in self.adapters]]
 
     @property
     def inputs(self) -> Sequence[str]:

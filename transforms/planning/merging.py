@@ -63,6 +63,10 @@ class Merge(ToRelease):
     kind, doing = "merge", "writing"
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        return self.source.config
+
+    @property
     def title(self) -> str:
         if self.options.quantize or self.options.dequantize:
             return "Quantisation" if self.options.quantize else "Dequantisation"

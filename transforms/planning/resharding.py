@@ -104,6 +104,10 @@ class Reshard(FromCheckpoint):
     kind, doing, title = "reshard", "resharding", "Reshard"
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        return self.model.config
+
+    @property
     def new_model(self) -> Model:
         """What is known of the new checkpoint's model."""
         return self.taken.model if self.taken else self.model

@@ -70,6 +70,29 @@ class Source(Watched, Protocol):
         ...
 
 
+class PlanOptions(Protocol):
+    """What the options of every plan say; each is a dataclass of `options.py`."""
+
+    @property
+    def unit_bytes(self) -> int: ...
+
+    @property
+    def full_paths(self) -> bool | None: ...
+
+
+class MergedAdapter(Protocol):
+    """An adapter that is merged on the way: one of PEFT's, or of MaxText's."""
+
+    @property
+    def files(self) -> Source: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def identity(self) -> list[Any]: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer(abc.ABC):
     """The plan of a command that moves weights.
@@ -91,9 +114,9 @@ class Transfer(abc.ABC):
     kind: ClassVar[str]
     doing: ClassVar[str]
     title: ClassVar[str]
-    options: Any
-    source: Any
-    adapters: tuple[Any, ...]
+    options: PlanOptions
+    source: Source
+    adapters: tuple[MergedAdapter, ...]
     plan: ArrayPlan
     units: tuple[tuple[Block, ...], ...] = ()
     warnings: tuple[str, ...] = ()
@@ -142,9 +165,14 @@ class Transfer(abc.ABC):
         """Bytes of the arrays, or tensors, of the result."""
         return sum(array.nbytes for array in self.plan.arrays)
 
+    @property
+    @abc.abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The `config.json` that the plan goes by."""
+
     def settled(self) -> list[Any]:
         """What settles the result beside options, sources, arrays and units, as JSON that is the same everywhere."""
-        return [self.source.config, [adapter.identity for adapter in self.adapters]]
+        return [self.config, [adapter.identity for adapter in self.adapters]]
 
     def hash_small(self) -> Mapping[str, str]:
         """What tells the content of each small file of the result that isn't part of another input, by name."""

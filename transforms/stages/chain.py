@@ -26,6 +26,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms.comparing import baselines
+from weightbeam.transforms.cutting.rows import RowsRecipe
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution import boxes as execution
 from weightbeam.transforms.execution.arena import give_back, hand_over, let_go, release_free, take, take_now
@@ -155,7 +156,9 @@ class _CompareRowsFn(StageFn):
         if work.unit.is_done:
             return 0
         rows = [
-            (recipe.tensor, recipe.box, values) for recipe, values in zip(work.unit.recipes, work.shards, strict=True)
+            (recipe.tensor, recipe.box, values)
+            for recipe, values in zip(work.unit.recipes, work.shards, strict=True)
+            if isinstance(recipe, RowsRecipe)  # as all are of a release
         ]
         found = baselines.compare_rows(self.opened, rows)
         work.notes = {**work.notes, **baselines.note(found)}
