@@ -5,7 +5,7 @@
       │  family_of        whose table it is; `_check_options`: what was asked for and MaxText doesn't have
       │  name_model       MaxText's model
       │  _lay_out         the layout of the arrays
-      │  _fold | merge    adapters: as arrays of their own (`--adapter_only`), or added to the tensors that they change
+      │  fold | merge     adapters: as arrays of their own (`--adapter_only`), or added to the tensors that they change
       │  _expand          the table's rules, at this model's sizes
       │  _keep            weights that stay codes: a second array, of scales, beside each (`--save_dtype float8_e4m3fn`)
       │  make_arrays      the arrays, with the dtypes that the tensors give them
@@ -124,17 +124,17 @@ def plan_conversion(
     meshes = meshes_of(options)
     config = Config(checkpoint.config)
     source = open_source(checkpoint)
-    asked, contradictions = source.check_config(checkpoint.config)
+    misfits, contradictions = source.check_config(checkpoint.config)
     folding: Folding | None = None
     try:
         family = family_of(config, options.maxtext_model, options.family)
-        asked += _check_options(options, family)
+        misfits += _check_options(options, family)
         source = source.renamed(family.aliases)
         naming = name_model(family, config, options.maxtext_model)
         layout = _lay_out(options, naming.model, source)
         if not checkpoint.problems:  # else tensors of them may be in what can't be read
             layout, lacking = without_parts(family, config, layout, source)
-            asked += lacking
+            misfits += lacking
         model_type = config.get("model_type", "")
         ties = find_ties(config, source.encodings, family, layout) if adapters else Ties()
         if options.adapter_only:
@@ -152,7 +152,7 @@ def plan_conversion(
         found = [
             *checkpoint.problems,
             *source.problems,
-            *asked,
+            *misfits,
             *(problem for adapter in adapters for problem in adapter.problems),
         ]
         if config:  # else that it is missing, or empty, is a problem already
@@ -162,13 +162,12 @@ def plan_conversion(
     if folding:
         arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
     unneeded = _unneeded(source, family, table)
-    dropped, problems = _audit(checkpoint, source, family, table, arrays, asked, unneeded)
+    dropped, problems = _audit(checkpoint, source, family, table, arrays, misfits, unneeded)
     problems += merging.in_vain(dropped)
     if not (arrays or problems):
         problems.append(Problem("missing", checkpoint.root, "holds no tensor"))
     known = {problem.subject for problem in problems} | checkpoint.lost | stored.lost
-    copies = {copy: of for copy, of in family.copies(config, layout).items() if not known & {copy, of}}
-    compared, unlike = _check_copies(stored, copies, dropped)
+    compared, unlike = _check_copies(stored, family.copies(config, layout), dropped, known)
     dropped, problems = dropped | compared, [*problems, *unlike]
     cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Grids()
     problems += cut.problems
@@ -260,15 +259,15 @@ def _audit(
     family: Family,
     table: _Table,
     arrays: Sequence[Array],
-    asked: Sequence[Problem],
+    misfits: Sequence[Problem],
     unneeded: Collection[Problem],
 ) -> tuple[dict[str, str], list[Problem]]:
     """Checks that every tensor is used and every element of an array made once: what is left out with the reason, and
-    all problems so far.
+    all problems so far. `misfits` are those of the options and of `config.json`.
 
     A tensor that its file or its scale already stands against needs no second line.
     """
-    problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
+    problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *misfits]
     dropped, found = audit(arrays, source.specs(), table.drops, family.name)
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
         zeros, spare = source.drop_zero_biases(problem.subject for problem in found if problem.kind == "unused")
@@ -280,18 +279,23 @@ def _audit(
 
 
 def _check_copies(
-    source: ReleaseTensors, copies: Mapping[str, str], dropped: Mapping[str, str]
+    source: ReleaseTensors, copies: Mapping[str, str], dropped: Mapping[str, str], known: Collection[str]
 ) -> tuple[dict[str, str], list[Problem]]:
     """Compares samples of what is left out as copies with what they should be copies of; `verify` compares all of it.
 
     Args:
       copies: what each is a copy of.
       dropped: what is left out, with the reason.
+      known: the tensors that something else stands against, which aren't compared.
 
     Returns:
       The reason for each that was compared, which says so, and a problem for each that differs.
     """
-    meant = {name: of for name, of in copies.items() if name in dropped and not isinstance(dropped[name], Prediction)}
+    meant = {
+        name: of
+        for name, of in copies.items()
+        if name in dropped and not isinstance(dropped[name], Prediction) and name not in known and of not in known
+    }
     unlike, problems = source.find_unlike(meant), []
     for name, how in unlike.items():
         again = (
