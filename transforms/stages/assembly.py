@@ -12,11 +12,11 @@ from weightbeam.transforms.planning.transfer import Transfer
 LOG = logging.getLogger("weightbeam")
 
 
-def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
+def stage(planned: Transfer, staging: Staging, how: Delivery) -> bool:
     """Stages a plan, and prepares its place.
 
     Args:
-      plan: what to do; it has no problems.
+      planned: what to do; it has no problems.
       staging: where.
       how: whether to go on with what is staged there, and how the source's files get there, with `--virtual`.
 
@@ -27,14 +27,14 @@ def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
       LinkError: the source's files can't be put there so; what was staged only now is removed. Or what is complete
         refers to others.
     """
-    if how.resume and plan.target.made_by(staging.checkpoint) == plan.hash:
-        plan.check_complete(staging, how)
+    if how.resume and planned.target.made_by(staging.checkpoint) == planned.hash:
+        planned.check_complete(staging, how)
         return False
     resumed = how.resume and staging.is_staged()
     if resumed:
-        staging.write_plan(plan.stage())
+        staging.write_plan(planned.stage())
         staging.drop_unreadable()
-        if changed := plan.target.find_changed(staging):
+        if changed := planned.target.find_changed(staging):
             LOG.warning(
                 "%s: %d of the staged units aren't as they were written, and are made anew",
                 staging.plan_folder,
@@ -42,10 +42,10 @@ def stage(plan: Transfer, staging: Staging, how: Delivery) -> bool:
             )
             staging.drop(changed)
     else:
-        staging.create(plan.stage())
+        staging.create(planned.stage())
     LOG.debug("%s in %s", "goes on" if resumed else "staged", staging.plan_folder)
     try:
-        plan.prepare(staging, how)
+        planned.prepare(staging, how)
     except StorageError:
         if not resumed:
             staging.discard()

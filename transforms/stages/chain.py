@@ -97,7 +97,7 @@ class _ReadBoxesFn(StageFn):
         else:
             work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         if not work.unit.is_done:
-            work.notes = self.at_work.plan.note_reads(work.unit, work.raw)
+            work.notes = self.at_work.planned.note_reads(work.unit, work.raw)
         return nbytes
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
@@ -109,7 +109,7 @@ class _ReadBoxesFn(StageFn):
             work = Work(begun.unit, begun.arena, begun.stored)
             yield from map(self.counted, self.reading.begin(self.measured, work))
             return
-        unit = Unit.done(number) if is_done else self.at_work.plan.expand(number, staging.plan_folder)
+        unit = Unit.done(number) if is_done else self.at_work.planned.expand(number, staging.plan_folder)
         arena = take_now(unit.working_bytes, self.budget)
         if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
             yield from map(self.counted, self.reading.end())
@@ -176,7 +176,7 @@ class _WriteChunksFn(StageFn):
     def run(self, work: Work) -> int:
         nbytes = 0
         if not work.unit.is_done:
-            nbytes = self.at_work.plan.write(self.at_work.staging, work.unit, work.shards, work.notes)
+            nbytes = self.at_work.planned.write(self.at_work.staging, work.unit, work.shards, work.notes)
             LOG.debug("unit %s is done: %s bytes written", work.unit.id, f"{nbytes:,}")
         work.shards = []
         give_back(work.arena)
@@ -267,7 +267,7 @@ class _UnpackFn(beam.DoFn):
 
     def process(self, number: int) -> Iterator[int]:
         if not self.at_work.is_published():  # else this bundle is a repeated one
-            self.bytes.inc(self.at_work.plan.unpack(number, self.at_work.staging.plan_folder))
+            self.bytes.inc(self.at_work.planned.unpack(number, self.at_work.staging.plan_folder))
         yield number
 
 
@@ -361,6 +361,6 @@ def _assemble(written: int, at_work: AtWork, overwrite: bool) -> int:
     if not at_work.is_published():
         release_free()
         LOG.debug("all units are done; what they made is put together")
-        at_work.plan.assemble(at_work.staging, overwrite)
+        at_work.planned.assemble(at_work.staging, overwrite)
         LOG.debug("published as %s", at_work.staging.final)
     return written

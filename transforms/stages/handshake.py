@@ -100,7 +100,7 @@ def check_place(worker: str, packed: bytes) -> None:
         at_work: AtWork = pickle.loads(packed)
         at_work.set_up()
         if not at_work.is_published():  # else this bundle is a repeated one
-            inputs = filter(None, at_work.plan.places)
+            inputs = filter(None, at_work.planned.places)
             for store in {store.url: store for store, _ in map(store_and_name, inputs)}.values():
                 store.check_readable()
             check_writable(worker, at_work.staging)

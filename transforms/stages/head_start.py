@@ -42,21 +42,21 @@ _BEGUN: dict[tuple[str, int], Begun] = {}  # units that nobody has claimed yet, 
 
 
 @contextlib.contextmanager
-def head_start(plan: Transfer, staging: Staging) -> Iterator[None]:
+def head_start(planned: Transfer, staging: Staging) -> Iterator[None]:
     """Context manager: the first units of a plan are read in the background, one after the other, for those who `claim`
     them. As many as fit into the memory that is there for reading ahead.
     """
     begun: dict[tuple[str, int], Begun] = {}
-    room = SPARE * plan.unit_bytes
-    for number in range(0 if plan.chunks else len(plan.units)):
+    room = SPARE * planned.unit_bytes
+    for number in range(0 if planned.chunks else len(planned.units)):
         # unpacked chunks would lie where the plan is at work, and there are none
-        unit = plan.expand(number, staging.output)
+        unit = planned.expand(number, staging.output)
         if unit.working_bytes > room:
             break
         room -= unit.working_bytes
         arena = take(unit.working_bytes)
         hand_over(arena)
-        begun[plan.hash, number] = Begun(unit, arena, Future())
+        begun[planned.hash, number] = Begun(unit, arena, Future())
     _BEGUN.update(begun)
     begin_at_once(_read, list(begun.values()))
     try:

@@ -45,9 +45,9 @@ def load(staged: bytes) -> Transfer:
         raise RuntimeError(FLUSHES)
     inputs = unpack_inputs(staged)
     if inputs.get("code") == this_code():
-        plan = dataclasses.replace(_LOADERS[inputs["kind"]](inputs), staged_small=inputs["small"])
-        if plan.hash == inputs["hash"]:
-            return plan
+        planned = dataclasses.replace(_LOADERS[inputs["kind"]](inputs), staged_small=inputs["small"])
+        if planned.hash == inputs["hash"]:
+            return planned
     raise RuntimeError(
         "the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job"
     )
@@ -57,10 +57,10 @@ _LOADING = threading.Lock()
 _LOADED: dict[str, Transfer] = {}  # the plan at work in this process, by its hash
 
 
-def remember(plan: Transfer) -> None:
+def remember(planned: Transfer) -> None:
     """Spares this process from making the plan again when its workers ask for it."""
     _LOADED.clear()
-    _LOADED[plan.hash] = plan
+    _LOADED[planned.hash] = planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class AtWork:
         name_secret(self.secret)
 
     @property
-    def plan(self) -> Transfer:
+    def planned(self) -> Transfer:
         """The plan itself; made once in a process, by the first thread that asks.
 
         Raises:
@@ -90,10 +90,10 @@ class AtWork:
         """
         with _LOADING:
             if self.plan_hash not in _LOADED:
-                plan = load(self.staging.read_plan())
-                if plan.hash != self.plan_hash:
+                planned = load(self.staging.read_plan())
+                if planned.hash != self.plan_hash:
                     raise RuntimeError("another plan is staged there; was it started twice?")
-                remember(plan)
+                remember(planned)
             return _LOADED[self.plan_hash]
 
     def is_published(self) -> bool:
