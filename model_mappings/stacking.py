@@ -12,12 +12,13 @@ for the state of modules, which repeat the weights' paths below roots of their o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from weightbeam.model_mappings.rules import ABSENT, PARAMS, Rule, Stack, Window
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
+Place = tuple[int, ...]  # an index on the axes of a stack
+Layer = tuple[Path, Place]  # where a layer lay: the target of its stack, and its place in it
 
 
 class Held(NamedTuple):
@@ -192,24 +195,16 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
     Raises:
       RestackError: arrays aren't stacked as the layout says, or layers of them are missing; all of them.
     """
-    where = {}  # (the source's prefix of a stack, layer) -> the stack's target in the old layout, index
+    where: dict[tuple[str, int], Layer] = {}  # by the source's prefix of a stack, and the layer
     for target, stack in before.by_target.items():
         if not after.has(target, stack):
             where |= {(stack.source, layer): (target, index) for index, layer in stack.places}
-    made: list[Moved] = []
-    faults: list[StackingError] = []
-
-    def add(make: Callable[..., Moved], *of: Any) -> None:
-        try:
-            made.append(make(*of))
-        except StackingError as e:
-            faults.append(e)
-
+    restacking = _Restacking(arrays, before, after)
     moving: dict[Path, list[tuple[Path, Path]]] = {}  # a stack's target -> (root, rest) of each of its arrays
-    for path, held in arrays.items():
+    for path in arrays:
         found = before.find(path)
         if found is None or after.has(found[1], before.by_target[found[1]]):
-            add(_kept, path, held, found, before, after)
+            restacking.keep(path, found)
             continue
         start, target = found
         moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
@@ -217,68 +212,157 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
         numbers = [layer for _, layer in stack.places]
         layers = [where[one] for layer in numbers if (one := (stack.source, layer)) in where]
         if _is_empty(target, stack, before):
-            faults.append(StackingError(target, NO_LAYER))
+            restacking.faults.append(StackingError(target, NO_LAYER))
         if before.has(target, stack) or not layers or len(layers) < len(numbers):
             continue
         for root, rest in moving.get(layers[0][0], ()):
-            count = before.by_target[layers[0][0]].layers.ndim
-            if stack.layers.ndim and count:
-                add(_regroup, root, rest, target, layers, stack, before, after, arrays)
-            elif stack.layers.ndim:
-                add(_gather, root, rest, target, layers, stack, arrays, after)
-            else:
-                add(_take, root, rest, target, layers[0], before, arrays)
-    if faults:
+            restacking.move(root, rest, target, layers, stack)
+    if restacking.faults:
         # a stacked array is taken apart many times
-        raise RestackError(list({fault.path: fault for fault in faults}.values()))
-    return made
+        raise RestackError(list({fault.path: fault for fault in restacking.faults}.values()))
+    return restacking.made
 
 
-def _kept(path: Path, held: Held, found: tuple[int, Path] | None, before: Stacks, after: Stacks) -> Moved:
-    """An array that keeps its place; its stacked axes may move."""
-    key, shape = held
-    count = before.by_target[found[1]].layers.ndim if found else 0
-    if not found or not count:
-        return Moved(path, path, same(key, shape))
-    rank = len(shape) - count
-    here, there = before.at(path[: found[0]], rank), after.at(path[: found[0]], rank)
-    _check(path, shape, here, before.by_target[found[1]])
-    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
-    order = [*others[:there], *range(here, here + count), *others[there:]]
-    return Moved(path, path, same(key, shape, None if here == there else order), tuple(range(there, there + count)))
+class _Restacking:
+    """The arrays of a new tree, made one after the other.
 
+    Attributes:
+      arrays: of the old tree.
+      before, after: the stacks of both.
+      made: what is made by now.
+      faults: of the arrays that can't be.
+    """
 
-def _gather(
-    root: Path,
-    rest: Path,
-    target: Path,
-    layers: Sequence[tuple[Path, tuple[int, ...]]],
-    stack: Stack,
-    arrays: Mapping[Path, Held],
-    after: Stacks,
-) -> Moved:
-    """The layers of an array that lay each by itself, stacked."""
-    paths = [(*root, *one, *rest) for one, _ in layers]
-    shape = _shape_of(paths, arrays)
-    keys = np.full(stack.layers.shape, None, dtype=object)
-    for (place, _), path in zip(stack.places, paths, strict=True):
-        keys[place] = arrays[path].key
-    at = after.at(root, len(shape))
-    return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
+    def __init__(self, arrays: Mapping[Path, Held], before: Stacks, after: Stacks):
+        self.arrays, self.before, self.after = arrays, before, after
+        self.made: list[Moved] = []
+        self.faults: list[StackingError] = []
 
+    def keep(self, path: Path, found: tuple[int, Path] | None) -> None:
+        """Makes an array that keeps its place; `found` as of `Stacks.find`."""
+        with self._collecting():
+            self.made.append(self._kept(path, found))
 
-def _shape_of(paths: Sequence[Path], arrays: Mapping[Path, Held]) -> Shape:
-    """The one shape of arrays that become one. Raises StackingError where one is missing, or has another shape."""
-    if missing := [path for path in paths if path not in arrays]:
-        raise StackingError(
-            paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
+    def move(self, root: Path, rest: Path, target: Path, layers: Sequence[Layer], stack: Stack) -> None:
+        """Makes an array of a stack of the new tree.
+
+        Args:
+          root, target, rest: its path.
+          layers: those of the stack, in its order, where they lay.
+          stack: the new one.
+        """
+        with self._collecting():
+            if not stack.layers.ndim:
+                moved = self._taken(root, rest, target, layers[0])
+            elif self.before.by_target[layers[0][0]].layers.ndim:
+                moved = self._regrouped(root, rest, target, layers, stack)
+            else:
+                moved = self._gathered(root, rest, target, layers, stack)
+            self.made.append(moved)
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Context manager: goes on after a fault."""
+        try:
+            yield
+        except StackingError as e:
+            self.faults.append(e)
+
+    def _kept(self, path: Path, found: tuple[int, Path] | None) -> Moved:
+        """An array that keeps its place; its stacked axes may move."""
+        key, shape = self.arrays[path]
+        count = self.before.by_target[found[1]].layers.ndim if found else 0
+        if not found or not count:
+            return Moved(path, path, same(key, shape))
+        rank = len(shape) - count
+        here, there = self.before.at(path[: found[0]], rank), self.after.at(path[: found[0]], rank)
+        _check(path, shape, here, self.before.by_target[found[1]])
+        others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
+        order = [*others[:there], *range(here, here + count), *others[there:]]
+        return Moved(path, path, same(key, shape, None if here == there else order), tuple(range(there, there + count)))
+
+    def _gathered(self, root: Path, rest: Path, target: Path, layers: Sequence[Layer], stack: Stack) -> Moved:
+        """The layers of an array that lay each by itself, stacked."""
+        paths = [(*root, *one, *rest) for one, _ in layers]
+        shape = self._shape_of(paths)
+        keys = np.full(stack.layers.shape, None, dtype=object)
+        for (place, _), path in zip(stack.places, paths, strict=True):
+            keys[place] = self.arrays[path].key
+        at = self.after.at(root, len(shape))
+        return Moved(
+            (*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim))
         )
-    shape = arrays[paths[0]].shape
-    if other := [path for path in paths if arrays[path].shape != shape]:
-        raise StackingError(
-            paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}"
-        )
-    return shape
+
+    def _taken(self, root: Path, rest: Path, target: Path, layer: Layer) -> Moved:
+        """One layer of a stacked array, by itself."""
+        held, index = layer
+        path = (*root, *held, *rest)
+        stack, (key, shape) = self.before.by_target[held], self.arrays[path]
+        at = self.before.at(root, len(shape) - stack.layers.ndim)
+        _check(path, shape, at, stack)
+        return Moved((*root, *target, *rest), path, taken(key, shape, at, index))
+
+    def _regrouped(self, root: Path, rest: Path, target: Path, layers: Sequence[Layer], stack: Stack) -> Moved:
+        """Some layers of stacked arrays, stacked as they were or otherwise: those from one on that follow each other in
+        each of them. A place without a layer stays one.
+
+        layers          (embed, 4, mlp)          of  layers [:, 8:12]
+        local_layers    (embed, cycles, 3, mlp)  of  layer_0, layer_1, layer_2  (embed, cycles, mlp)
+        layer_0         (embed, cycles, mlp)     of  local_layers [:, :, 0]
+        """
+        held, path = layers[0][0], (*root, *layers[0][0], *rest)
+        shape, count = self.arrays[path].shape, self.before.by_target[layers[0][0]].layers.ndim
+        here, there = self.before.at(root, len(shape) - count), self.after.at(root, len(shape) - count)
+        _check(path, shape, here, self.before.by_target[held])
+        places = {place: layer for (place, _), layer in zip(stack.places, layers, strict=True)}
+        taken_from, starts = _follow(path, places, stack.layers.shape, self.before.by_target[held].layers.shape)
+        apart = [axis for axis, old in enumerate(taken_from) if old is None]
+        keys = self._keys_apart(root, rest, layers, stack.layers.shape, apart)
+        sizes, axes = _words(shape)
+        window: list[slice] = [slice(None)] * (here + count)
+        for old, first in enumerate(starts):
+            size = stack.layers.shape[taken_from.index(old)] if old in taken_from else 1
+            sizes[f"d{here + old}"] = size
+            window[here + old] = slice(first, first + size)
+        fixed = {here + old for old in range(count) if old not in taken_from}
+        left = tuple(() if axis in fixed else word for axis, word in enumerate(axes))
+        others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
+        free = [here + old for old in taken_from if old is not None]
+        order = [*others[:there], *free, *others[there:]]
+        at = there + (min(apart) if apart else 0)
+        part = Copy(keys, sizes, left, tuple(axes[axis] for axis in order), tuple(window), at)
+        return Moved((*root, *target, *rest), path, part, tuple(range(there, there + stack.layers.ndim)))
+
+    def _shape_of(self, paths: Sequence[Path]) -> Shape:
+        """The one shape of arrays that become one. Raises StackingError where one is missing, or has another shape."""
+        if missing := [path for path in paths if path not in self.arrays]:
+            raise StackingError(
+                paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
+            )
+        shape = self.arrays[paths[0]].shape
+        if other := [path for path in paths if self.arrays[path].shape != shape]:
+            raise StackingError(
+                paths[0],
+                f"its layers can't be stacked: {shape} here, {self.arrays[other[0]].shape} in {'.'.join(other[0])}",
+            )
+        return shape
+
+    def _keys_apart(
+        self, root: Path, rest: Path, layers: Sequence[Layer], shape: Shape, apart: Sequence[int]
+    ) -> np.ndarray:
+        """The old arrays' keys, on the axes of `shape` on which each index has one of its own. Raises StackingError
+        where one is missing, or has another shape.
+        """
+        chosen = [layers[0][0]]
+        if apart:  # then every place has a layer
+            first = tuple(slice(None) if axis in apart else 0 for axis in range(len(shape)))
+            targets = np.empty(len(layers), dtype=object)
+            targets[:] = [held for held, _ in layers]
+            chosen = np.array(targets.reshape(shape)[first], dtype=object).flat
+        paths = [(*root, *held, *rest) for held in chosen]
+        self._shape_of(paths)
+        keys = np.array([self.arrays[path].key for path in paths], dtype=object)
+        return keys.reshape([shape[axis] for axis in apart])
 
 
 def _is_empty(target: Path, stack: Stack, before: Stacks) -> bool:
@@ -287,54 +371,8 @@ def _is_empty(target: Path, stack: Stack, before: Stacks) -> bool:
     return not before.has(target, stack) and stack.source in sources and not [*stack.places]
 
 
-def _regroup(
-    root: Path,
-    rest: Path,
-    target: Path,
-    layers: Sequence[tuple[Path, tuple[int, ...]]],
-    stack: Stack,
-    before: Stacks,
-    after: Stacks,
-    arrays: Mapping[Path, Held],
-) -> Moved:
-    """Some layers of stacked arrays, stacked as they were or otherwise: those from one on that follow each other in each of
-    them. A place without a layer stays one.
-
-    layers          (embed, 4, mlp)          of  layers [:, 8:12]
-    local_layers    (embed, cycles, 3, mlp)  of  layer_0, layer_1, layer_2  (embed, cycles, mlp)
-    layer_0         (embed, cycles, mlp)     of  local_layers [:, :, 0]
-    """
-    held, path = layers[0][0], (*root, *layers[0][0], *rest)
-    shape, count = arrays[path].shape, before.by_target[layers[0][0]].layers.ndim
-    here, there = before.at(root, len(shape) - count), after.at(root, len(shape) - count)
-    _check(path, shape, here, before.by_target[held])
-    places = {place: layer for (place, _), layer in zip(stack.places, layers, strict=True)}
-    taken_from, starts = _follow(path, places, stack.layers.shape, before.by_target[held].layers.shape)
-    apart = [axis for axis, old in enumerate(taken_from) if old is None]
-    keys = _keys_apart(root, rest, layers, stack.layers.shape, apart, arrays)
-    sizes, axes = _words(shape)
-    window: list[slice] = [slice(None)] * (here + count)
-    for old, first in enumerate(starts):
-        size = stack.layers.shape[taken_from.index(old)] if old in taken_from else 1
-        sizes[f"d{here + old}"] = size
-        window[here + old] = slice(first, first + size)
-    fixed = {here + old for old in range(count) if old not in taken_from}
-    left = tuple(() if axis in fixed else word for axis, word in enumerate(axes))
-    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
-    free = [here + old for old in taken_from if old is not None]
-    order = [*others[:there], *free, *others[there:]]
-    at = there + (min(apart) if apart else 0)
-    part = Copy(keys, sizes, left, tuple(axes[axis] for axis in order), tuple(window), at)
-    return Moved((*root, *target, *rest), path, part, tuple(range(there, there + stack.layers.ndim)))
-
-
-Places = Mapping[
-    tuple[int, ...], tuple[Path, tuple[int, ...]]
-]  # the old stack's target, and the index in it, by the new one's
-
-
 def _follow(
-    path: Path, places: Places, shape: Shape, old_shape: Shape
+    path: Path, places: Mapping[Place, Layer], shape: Shape, old_shape: Shape
 ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """For each axis of `shape`, on which layers are stacked, the old arrays' of which it is a range; None where each index
     has an old array of its own. And where on each of the old axes the range begins.
@@ -352,7 +390,7 @@ def _follow(
     axis_of = {old: axis for axis, old in enumerate(came) if old is not None}
     starts = tuple(at - origin[axis_of[old]] if old in axis_of else at for old, at in enumerate(first))
 
-    def place(index: tuple[int, ...]) -> tuple[Path, tuple[int, ...]] | None:
+    def place(index: Place) -> Layer | None:
         """Where the layer at `index` must have been."""
         apart = tuple(at if old is None else begin for at, old, begin in zip(index, came, origin, strict=True))
         along = tuple(start + index[axis_of[old]] if old in axis_of else start for old, start in enumerate(starts))
@@ -371,7 +409,7 @@ def _follow(
     return came, starts
 
 
-def _came(places: Places, rank: int, old_rank: int) -> tuple[int | None, ...]:
+def _came(places: Mapping[Place, Layer], rank: int, old_rank: int) -> tuple[int | None, ...]:
     """The old axis that each new one seems to be, by two layers that differ on it alone; where there aren't two, the next
     one that is none of the others.
     """
@@ -388,46 +426,6 @@ def _came(places: Places, rank: int, old_rank: int) -> tuple[int | None, ...]:
     for axis in unsettled:
         came[axis] = next((old for old in range(old_rank) if old not in came), None)
     return tuple(came)
-
-
-def _keys_apart(
-    root: Path,
-    rest: Path,
-    layers: Sequence[tuple[Path, tuple[int, ...]]],
-    shape: Shape,
-    apart: Sequence[int],
-    arrays: Mapping[Path, Held],
-) -> np.ndarray:
-    """The old arrays' keys, on the axes of `shape` on which each index has one of its own. Raises StackingError where
-    one is missing, or has another shape.
-    """
-    chosen = [layers[0][0]]
-    if apart:  # then every place has a layer
-        first = tuple(slice(None) if axis in apart else 0 for axis in range(len(shape)))
-        targets = np.empty(len(layers), dtype=object)
-        targets[:] = [held for held, _ in layers]
-        chosen = np.array(targets.reshape(shape)[first], dtype=object).flat
-    paths = [(*root, *held, *rest) for held in chosen]
-    _shape_of(paths, arrays)
-    keys = np.array([arrays[path].key for path in paths], dtype=object)
-    return keys.reshape([shape[axis] for axis in apart])
-
-
-def _take(
-    root: Path,
-    rest: Path,
-    target: Path,
-    layer: tuple[Path, tuple[int, ...]],
-    before: Stacks,
-    arrays: Mapping[Path, Held],
-) -> Moved:
-    """One layer of a stacked array, by itself."""
-    held, index = layer
-    path = (*root, *held, *rest)
-    stack, (key, shape) = before.by_target[held], arrays[path]
-    at = before.at(root, len(shape) - stack.layers.ndim)
-    _check(path, shape, at, stack)
-    return Moved((*root, *target, *rest), path, taken(key, shape, at, index))
 
 
 def elsewhere(one: Moved, path: Path, at: int) -> Moved:
