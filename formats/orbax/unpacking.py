@@ -136,9 +136,9 @@ def share_name(array: OrbaxArray, index: Sequence[int], prefix: str = "") -> str
     return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.digest"
 
 
-def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = "", summed: bool = False) -> int:
-    """Unpacks a chunk into files below `place`; those that are there already are kept. `prefix` as of `file_name`; with
-    `summed` there is a file of the chunk's share in the array's digest, too.
+def unpack(array: OrbaxArray, index: Sequence[int], folder: Store, prefix: str = "", summed: bool = False) -> int:
+    """Unpacks a chunk into files below `folder`; those that are there already are kept. `prefix` as of `file_name`;
+    with `summed` there is a file of the chunk's share in the array's digest, too.
 
     Returns:
       Bytes that were decoded.
@@ -150,14 +150,14 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     wanted = [volume(box) * array.dtype.itemsize for box in boxes]
     names = [file_name(array, index, number, prefix) for number in range(len(boxes))]
     if all(
-        (file := place.stat(name)) is not None and file.size == nbytes
+        (file := folder.stat(name)) is not None and file.size == nbytes
         for name, nbytes in zip(names, wanted, strict=True)
-    ) and (not summed or place.exists(share_name(array, index, prefix))):
+    ) and (not summed or folder.exists(share_name(array, index, prefix))):
         return 0
     chunk = [(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)]
     hashed = begin(array.key, array.dtype, _cropped(chunk, array.shape))
     with (
-        _removed_if_changed(place, names),
+        _removed_if_changed(folder, names),
         same_folders(array.folders),
         concurrent.futures.ThreadPoolExecutor(1) as writer,  # a piece is written while the next one is decoded
     ):
@@ -170,24 +170,24 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
                 _hash(hashed, array, box, piece)
             if written:
                 written.result()
-            written = writer.submit(place.write, name, piece)
+            written = writer.submit(folder.write, name, piece)
         if stream.read(1):
             raise _another_size(array, index)
         if written:
             written.result()
     if summed:
-        place.write(share_name(array, index, prefix), hashed.hexdigest().encode())
+        folder.write(share_name(array, index, prefix), hashed.hexdigest().encode())
     return sum(wanted)
 
 
 @contextlib.contextmanager
-def _removed_if_changed(place: Store, names: Sequence[str]) -> Iterator[None]:
+def _removed_if_changed(folder: Store, names: Sequence[str]) -> Iterator[None]:
     """Context manager: files go that may be another checkpoint's; else the next attempt would take them."""
     try:
         yield
     except ChangedError:
         for name in names:
-            place.delete(name)
+            folder.delete(name)
         raise
 
 

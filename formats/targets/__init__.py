@@ -12,6 +12,6 @@ from weightbeam.formats.targets.target import Target
 TARGETS: dict[str, type[Target[Any]]] = {target.name: target for target in (OrbaxTarget, ReleaseTarget)}
 
 
-def made_by(place: Store) -> str | None:
+def made_by(folder: Store) -> str | None:
     """The hash of the plan that a whole result was made by, whatever it is; None where it isn't whole, or isn't ours."""
-    return next(filter(None, (target.made_by(place) for target in TARGETS.values())), None)
+    return next(filter(None, (target.made_by(folder) for target in TARGETS.values())), None)

@@ -132,12 +132,12 @@ class OrbaxTarget(Target[Staging]):
         return find_changed(place, self.format)
 
     @staticmethod
-    def record_of(place: Store) -> Mapping[str, Any]:
-        return record_of(place / ITEMS)
+    def record_of(folder: Store) -> Mapping[str, Any]:
+        return record_of(folder / ITEMS)
 
     @staticmethod
-    def made_by(place: Store) -> str | None:
-        return plan_hash_of(place)
+    def made_by(folder: Store) -> str | None:
+        return plan_hash_of(folder)
 
     def find_damage(self, place: Staging) -> str:
         return find_damage(place.final, self.arrays, self.format)

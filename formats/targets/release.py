@@ -100,12 +100,12 @@ class ReleaseTarget(Target[ReleasePlace]):
             place.drop_others({RECORD, *small, *self.own, *(name for name, *_ in self.files)})
 
     @staticmethod
-    def record_of(place: Store) -> dict[str, Any]:
-        return record_of(place) or {}
+    def record_of(folder: Store) -> dict[str, Any]:
+        return record_of(folder) or {}
 
     @staticmethod
-    def made_by(place: Store) -> str | None:
-        return plan_hash_of(place)
+    def made_by(folder: Store) -> str | None:
+        return plan_hash_of(folder)
 
     def find_unfit(self, place: ReleasePlace) -> tuple[str, str] | None:
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None

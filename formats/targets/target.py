@@ -166,11 +166,11 @@ class Target(abc.ABC, Generic[PlaceT]):
 
     @staticmethod
     @abc.abstractmethod
-    def record_of(place: Store) -> Mapping[str, Any]:
+    def record_of(folder: Store) -> Mapping[str, Any]:
         """What a published one says of where it comes from.
 
         Args:
-          place: the folder that may be one.
+          folder: that may be one.
 
         Returns:
           Its record; empty where there is none of ours.
@@ -178,11 +178,11 @@ class Target(abc.ABC, Generic[PlaceT]):
 
     @staticmethod
     @abc.abstractmethod
-    def made_by(place: Store) -> str | None:
+    def made_by(folder: Store) -> str | None:
         """The plan that a published one was made by.
 
         Args:
-          place: the folder that may be one.
+          folder: that may be one.
 
         Returns:
           The plan's hash, in hexadecimal; None where it isn't whole, or isn't ours.

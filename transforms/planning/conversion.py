@@ -113,7 +113,7 @@ class Conversion(Transfer):
     def format(self) -> Format:
         return format_of(self.options)
 
-    def expand(self, unit: int, place: Store | None = None) -> Unit:
+    def expand(self, unit: int, folder: Store | None = None) -> Unit:
         """A unit, spelled out."""
         return expand_unit(unit, self.units[unit], self.plan.arrays, self.grids, self.encodings, self.save_dtype)
 

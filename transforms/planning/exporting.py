@@ -195,14 +195,14 @@ class Export(FromCheckpoint, ToRelease):
     def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         return {**self.compare_reads(staging, ledger), **odd_values.not_finite_of(ledger)}
 
-    def expand(self, unit: int, place: Store) -> Unit:
-        """A unit, spelled out; `place` is where the plan is at work."""
+    def expand(self, unit: int, folder: Store) -> Unit:
+        """A unit, spelled out; `folder` is where the plan is at work."""
         fetches: list[Fetch] = []
         of_arrays = [block for block in self.units[unit] if block.array < len(self.grids)]
         for block in of_arrays:
             array = self.plan.arrays[block.array]
             box = element_box(self.grids[block.array].spec, block.shards)
-            fetches.append(Fetch(self._encoding(array.key, place), box, self.encodings[array.key].dtype))
+            fetches.append(Fetch(self._encoding(array.key, folder), box, self.encodings[array.key].dtype))
         recipes = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, of_arrays).items():
             for box, inside in boxes:
@@ -219,12 +219,12 @@ class Export(FromCheckpoint, ToRelease):
                 fetches.append(Fetch(self.carried[name], box, tensor.dtype))
         return Unit(unit, tuple(fetches), tuple(recipes))
 
-    def _encoding(self, key: str, place: Store) -> StoredArray:
+    def _encoding(self, key: str, folder: Store) -> StoredArray:
         """What boxes of a weight are read from: the checkpoint, or what its chunks were unpacked into."""
         encoding = self.encodings[key]
         if key not in self.large:
             return encoding
-        files = UnpackedArray(self.source.weights[key], place.url)
+        files = UnpackedArray(self.source.weights[key], folder.url)
         return ScaledArray(files, encoding.scale) if isinstance(encoding, ScaledArray) else files
 
     @property

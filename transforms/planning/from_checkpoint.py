@@ -47,10 +47,10 @@ class FromCheckpoint(Transfer):
         """The chunks to unpack before the first unit: each array and the chunk's index."""
         return [(array, index) for array in self.unpacked for index in chunks(array)]
 
-    def unpack(self, number: int, place: Store) -> int:
-        """Unpacks one of the chunks; returns the bytes that were decoded."""
+    def unpack(self, number: int, folder: Store) -> int:
+        """Unpacks one of the chunks, in the folder where the plan is at work; returns the bytes that were decoded."""
         array, index = self.chunks[number]
-        return unpack(array, index, place, self.unpacked[array], array in self.summed)
+        return unpack(array, index, folder, self.unpacked[array], array in self.summed)
 
     @functools.cached_property
     def arrays_read(self) -> list[OrbaxArray]:
@@ -82,11 +82,11 @@ class FromCheckpoint(Transfer):
         Raises:
           DamagedError: some aren't right; the units that read them aren't in the ledger any more.
         """
-        place = staging.plan_folder
+        folder = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
         own = [(array, index) for array, index in self.chunks if array.items == self.source.root]
         summed = [(array, index) for array, index in own if array in self.summed]
-        shares = place.read_many([share_name(array, index) for array, index in summed])
+        shares = folder.read_many([share_name(array, index) for array, index in summed])
         noted += [{array.key: (1, share.decode())} for (array, _), share in zip(summed, shares, strict=True)]
         compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
         if not keys:
@@ -97,5 +97,5 @@ class FromCheckpoint(Transfer):
         why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
         staging.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
         for array in {array for array, _ in own if array.key in keys}:
-            place.delete_folder(f"{UNPACKED}/{array.key}")
+            folder.delete_folder(f"{UNPACKED}/{array.key}")
         raise DamagedError(why, units)

@@ -118,7 +118,7 @@ class Merge(ToRelease):
     def _names(self) -> tuple[str, ...]:
         return tuple(self.encodings)
 
-    def expand(self, unit: int, place: Store | None = None) -> Unit:
+    def expand(self, unit: int, folder: Store | None = None) -> Unit:
         """A unit, spelled out."""
         fetches, recipes = [], []
         for number, block in enumerate(self.units[unit]):

@@ -183,13 +183,13 @@ class Reshard(FromCheckpoint):
         compared = self.compare_reads(place, ledger, {key: written[key] for key in self._kept & written.keys()})
         return {**compared, **odd_values.not_finite_of(ledger)}
 
-    def expand(self, unit: int, place: Store) -> Unit:
-        """A unit, spelled out; `place` is where the plan is at work."""
+    def expand(self, unit: int, folder: Store) -> Unit:
+        """A unit, spelled out; `folder` is where the plan is at work."""
         blocks = self.units[unit]
         copied = [block for block in blocks if self._is_encoded(block)]
         others = [block for block in blocks if not self._is_encoded(block)]
         keys = {key for block in others for key in self.keys_of(block.array)}
-        encodings = {key: self._encoding(key, place) for key in keys}
+        encodings = {key: self._encoding(key, folder) for key in keys}
         made = expand_unit(unit, others, self.plan.arrays, self.grids, encodings, np.dtype(np.float32))
         copies = [
             (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
@@ -206,12 +206,12 @@ class Reshard(FromCheckpoint):
             self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]]
         )
 
-    def _encoding(self, key: str, place: Store) -> StoredArray:
+    def _encoding(self, key: str, folder: Store) -> StoredArray:
         """How an array of the source is read: as it is stored or unpacked, with the adapters in it."""
 
         def find(array: StoredArray) -> StoredArray:
             if isinstance(array, OrbaxArray) and array in self.unpacked:
-                return UnpackedArray(array, place.url, self.unpacked[array])
+                return UnpackedArray(array, folder.url, self.unpacked[array])
             return array
 
         kernel = self.adapted.kernels.get(key)

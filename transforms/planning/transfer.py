@@ -141,8 +141,8 @@ class Transfer(abc.ABC):
         """Bytes of what is read."""
 
     @abc.abstractmethod
-    def expand(self, unit: int, place: Store) -> Unit:
-        """A unit, spelled out; `place` is where the plan is at work."""
+    def expand(self, unit: int, folder: Store) -> Unit:
+        """A unit, spelled out; `folder` is where the plan is at work."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -198,8 +198,8 @@ class Transfer(abc.ABC):
         """What has to be unpacked before the first unit; mostly nothing."""
         return ()
 
-    def unpack(self, number: int, place: Store) -> int:
-        """Unpacks one of the chunks; returns the bytes that were decoded."""
+    def unpack(self, number: int, folder: Store) -> int:
+        """Unpacks one of the chunks, in the folder where the plan is at work; returns the bytes that were decoded."""
         raise IndexError(number)
 
     def note_reads(self, unit: Unit, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
