@@ -99,4 +99,4 @@ def test_what_cant_be_read(planned: Conversion, staging: Staging, source: Path) 
         assert begun
         with pytest.raises(StorageError, match="No such file"):
             begun.stored.result(timeout=30)
-        arena.let_go(begun.arena)
+        arena.uncount(begun.arena)

@@ -3,6 +3,10 @@
 The arrays of a unit can lie where those of an earlier one lay. That bounds a process's memory by the units it works on
 at a time, and saves the system from handing out and clearing the same pages for every unit, which took more time than
 the copies.
+
+    take ─▸ a unit's arrays ─▸ give_back                            its memory is the next unit's
+    take ─▸ hand_over ─▸ written in the background ─▸ give_back     no thread has to go on for it
+    take ─▸ an error, at any time ─▸ uncount                        its memory goes with the last of its arrays
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ def take(capacity: int, budget: int | None = None) -> Arena:
 
 
 def take_now(capacity: int, budget: int | None) -> Arena | None:
-    """The same without waiting; None where it would be too much."""
+    """An arena with room for `capacity` bytes if there is room in the budget now; else None."""
     with _CHANGED:
         if not _has_room(capacity, budget):
             return None
@@ -112,11 +116,11 @@ def hand_over(arena: Arena) -> None:
         if arena.release and (held := arena.release.detach()):
             owner, nbytes = held[2]
             _HELD[BACKGROUND] += nbytes
-            _uncount(owner, nbytes)
+            _forget_bytes(owner, nbytes)
             arena.release = weakref.finalize(arena, _release, BACKGROUND, nbytes)
 
 
-def let_go(arena: Arena) -> None:
+def uncount(arena: Arena) -> None:
     """Counts an arena's bytes no more, after an error, so that nobody waits for them; writes that were started may
     still read from it.
     """
@@ -128,7 +132,7 @@ def give_back(arena: Arena) -> None:
     """Takes an arena back whose arrays nobody uses any more."""
     global _untrimmed
     with _CHANGED:
-        let_go(arena)  # before anybody else can take it, and count it as theirs
+        uncount(arena)  # before anybody else can take it, and count it as theirs
         _FREE.append(arena)
         if is_due := _untrimmed > TRIM_BYTES:
             _untrimmed = 0
@@ -146,10 +150,10 @@ def release_free() -> None:
 
 def _release(owner: int, nbytes: int) -> None:
     with _CHANGED:
-        _uncount(owner, nbytes)
+        _forget_bytes(owner, nbytes)
 
 
-def _uncount(owner: int, nbytes: int) -> None:
+def _forget_bytes(owner: int, nbytes: int) -> None:
     _HELD[owner] -= nbytes
     if not _HELD[owner]:
         del _HELD[owner]

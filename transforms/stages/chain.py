@@ -29,7 +29,7 @@ from weightbeam.transforms.comparing import baselines
 from weightbeam.transforms.cutting.rows import RowsRecipe
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution import boxes as execution
-from weightbeam.transforms.execution.arena import give_back, hand_over, let_go, release_free, take, take_now
+from weightbeam.transforms.execution.arena import give_back, hand_over, release_free, take, take_now, uncount
 from weightbeam.transforms.execution.overlap import AHEAD, BEHIND, READERS, Background
 from weightbeam.transforms.execution.stack import stack
 from weightbeam.transforms.stages.head_start import claim
@@ -63,7 +63,7 @@ class StageFn(beam.DoFn):
         try:
             nbytes = self.run(work)
         except BaseException:
-            let_go(work.arena)
+            uncount(work.arena)
             raise
         return work, nbytes, -(-(time.perf_counter_ns() - start) // 1_000_000)
 
@@ -89,7 +89,7 @@ class _ReadBoxesFn(StageFn):
 
     def teardown(self) -> None:
         # after an error there may be some, which other threads mustn't wait for
-        self.reading.forget(lambda done: let_go(done[0].arena))
+        self.reading.forget(lambda done: uncount(done[0].arena))
 
     def run(self, work: Work) -> int:
         if work.begun:
@@ -188,7 +188,7 @@ class _WriteChunksFn(StageFn):
         try:
             over = self.writing.begin(self.measured, work)
         except BaseException:
-            let_go(work.arena)
+            uncount(work.arena)
             raise
         for done in over:
             yield self.counted(done).unit.id

@@ -16,7 +16,7 @@ import numpy as np
 from weightbeam.formats.staging import Staging
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.execution import boxes as execution
-from weightbeam.transforms.execution.arena import Arena, hand_over, let_go, take
+from weightbeam.transforms.execution.arena import Arena, hand_over, take, uncount
 from weightbeam.transforms.execution.overlap import SPARE, begin_at_once
 from weightbeam.transforms.planning.transfer import Transfer
 
@@ -83,4 +83,4 @@ def _read(units: Sequence[Begun]) -> None:
 def _forget(one: Begun) -> None:
     """Reads no further, and counts the arena no more once nothing is read into it."""
     one.stored.cancel()
-    one.stored.add_done_callback(lambda _: let_go(one.arena))
+    one.stored.add_done_callback(lambda _: uncount(one.arena))
