@@ -68,7 +68,7 @@ def keep_codes(parts: Parts, blocks: Blocks) -> tuple[dict[str, list[Part]], lis
 
 
 def keep_arrays(parts: Parts, sizes: Mapping[str, int]) -> tuple[dict[str, list[Part]], list[Problem]]:
-    """The same of a checkpoint whose arrays are there; `sizes` are those of a block, by the keys of the codes."""
+    """`keep_codes` of a checkpoint whose arrays are there; `sizes` are those of a block, by the keys of the codes."""
     blocks = {
         name: in_square(len(part.window_shape), sizes[key_of(path)])
         for path, same in parts.items()

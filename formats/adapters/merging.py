@@ -208,7 +208,7 @@ def _apply(
 def _apply_factors(
     adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The same of the tensors whose products are added; what two modules would be added to is refused."""
+    """`_apply` of the tensors whose products are added; what two modules would be added to is refused."""
     # by tensor and expert; a tied head is a module of its own beside the embedding, and PEFT adds up what they get
     reached: dict[tuple[str, int, bool], list[tuple[Box, str]]] = defaultdict(list)
     for target in adapter.contents.targets:
@@ -241,7 +241,7 @@ def _apply_factors(
 def _apply_whole(
     adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The same of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
+    """`_apply` of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
     contents = adapter.contents
     for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
         for name, tensor in tensors.items():

@@ -145,7 +145,7 @@ def item_handlers(step: Store) -> dict[str, Any]:
 
 
 def item_handler(items: Store) -> str:
-    """The same of one item; empty where nothing says it."""
+    """What Orbax calls the handler of one item; empty where nothing says it."""
     handler = item_handlers(items.parent).get(items.name)
     return handler if isinstance(handler, str) else ""
 

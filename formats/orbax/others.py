@@ -51,7 +51,9 @@ def others_in(step: Store) -> list[str]:
 
 
 def _others_in_ours(step: Store, own: set[str]) -> list[str]:
-    """The same of a checkpoint of ours: its item by what its record says, and the items that came with a training state."""
+    """The files in a step of ours that someone put there: its record says what the item holds, and which items came
+    with a training state.
+    """
     record = record_of(step / ITEMS)
     carried = {*_texts(record.get("carried")), *item_handlers(step)} - {ITEMS}
     references = record.get("references")

@@ -250,11 +250,11 @@ class OrbaxCheckpoint:
 
     @property
     def paths(self) -> list[str]:
-        """None: it is a folder, and its files lie in it."""
+        """Its files that may be links to elsewhere: none, they lie in its folder."""
         return []
 
     def unreadable(self) -> list[Problem]:
-        """Nothing: it was opened already."""
+        """The files whose end can't be read: none, all were looked at when it was opened."""
         return []
 
     @property

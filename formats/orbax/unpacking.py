@@ -352,7 +352,7 @@ def _form(array: OrbaxArray, about: dict[str, Any]) -> _Form:
 
 
 def _form2(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ...]]:
-    """The same of zarr 2, and the shape of a chunk."""
+    """How the chunks of a zarr 2 array are stored, and the shape of one."""
     if about.get("filters"):
         raise _WholeError("they are stored with filters")
     chunk = tuple(about["chunks"])
@@ -364,7 +364,7 @@ def _form2(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ..
 
 
 def _form3(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ...]]:
-    """The same of zarr 3."""
+    """How the chunks of a zarr 3 array are stored, and the shape of one."""
     codecs, chunk = about["codecs"], tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
     is_sharded = codecs[0]["name"] == "sharding_indexed"
     if is_sharded:

@@ -178,7 +178,7 @@ class OrbaxTarget(Target[Staging]):
         return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another, OTHERS)
 
     def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
-        """None where all but the name is there."""
+        """Bytes that are still to be written; 0 where all but the name is there."""
         if resume and place.is_complete():
             return 0
         return made_bytes - (place.bytes_done() if resume else 0)

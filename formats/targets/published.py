@@ -133,7 +133,9 @@ def missing_in(release: Store) -> list[str]:
 
 
 def strays_in(release: Store) -> list[str]:
-    """The same, of those only that some loader takes for a part of the model: another one's tokenizer, more weights."""
+    """The files in a release that aren't its own, and that some loader takes for a part of the model: another one's
+    tokenizer, more weights.
+    """
     return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or FORMER.fullmatch(name) or role_of(name)]
 
 

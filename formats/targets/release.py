@@ -148,7 +148,7 @@ class ReleaseTarget(Target[ReleasePlace]):
         return f"{why}; move it away, or {self.another}"
 
     def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:
-        """None where files lie there at their full size already."""
+        """Bytes that are still to be written; 0 where the files lie there at their full size."""
         return 0 if place.exists() else sum(size for *_, size in self.files)
 
 

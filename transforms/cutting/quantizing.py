@@ -105,7 +105,7 @@ class Given:
 
     @classmethod
     def of(cls, files: HfCheckpoint) -> Given | None:
-        """None for a release that isn't quantised."""
+        """What a release gives; None for one that isn't quantised."""
         source = open_source(files)
         if source.lost:  # it can't be told which of its weights are quantised
             return cls(files, {}, tuple(_of_like(problem) for problem in source.problems))

@@ -117,7 +117,7 @@ class ShardsRecipe:
         )
 
     def finish(self, values: np.ndarray) -> np.ndarray:
-        """Nothing is left to do with what was made of the pieces."""
+        """The values as they are: shards need nothing more."""
         return values
 
     def parts(self, values: np.ndarray) -> Iterator[tuple[ArraySpec, Box, np.ndarray]]:

@@ -124,7 +124,7 @@ def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None
 
 
 def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same arrays with as few axes as possible: those of length 1 left out, neighbours joined where both sides
+    """Both arrays with as few axes as possible: those of length 1 left out, neighbours joined where both sides
     allow it.
     """
     shape: list[int] = []

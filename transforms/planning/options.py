@@ -199,7 +199,7 @@ def _tuples(value: Any) -> Any:
 
 
 def taken(kind: type[Kind], options: Any, **said: Any) -> Kind:
-    """Options as another class has them: those that both know, and what is said."""
+    """The options of one class as those of another: the fields that both have, and what is `said`."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     shared = {name: value for name, value in vars(options).items() if name in known}
     return kind(**shared | said)
@@ -253,7 +253,7 @@ class Excerpt:
 
     @property
     def cut(self) -> Cut:
-        """The same, as a source is opened with."""
+        """The excerpt as the `Cut` that a source is opened with."""
         return Cut(self.layers, self.experts, self.vocab_rows, getattr(self, "family", None))
 
 

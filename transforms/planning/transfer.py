@@ -99,8 +99,8 @@ class Transfer(abc.ABC):
 
     Attributes:
       kind: the command's name.
-      doing: what it does, for who watches.
-      title: what the result is of its source, in one word: `Export`.
+      doing: the verb of its progress bar: `converting`.
+      title: what messages and commits call the result: `Export`.
       options: the user's; a dataclass.
       source: what is read before all.
       adapters: what is merged on the way.
@@ -132,7 +132,9 @@ class Transfer(abc.ABC):
 
     @property
     def pattern(self) -> tuple[str, str]:
-        """The release whose form the result has: its URL, and what tells its content; empty where there is none."""
+        """The release whose form the result has: its URL, and the digest of its content (`naming.digest`); both empty
+        where there is none.
+        """
         return "", ""
 
     @property
@@ -175,7 +177,7 @@ class Transfer(abc.ABC):
         return [self.config, [adapter.identity for adapter in self.adapters]]
 
     def hash_small(self) -> Mapping[str, str]:
-        """What tells the content of each small file of the result that isn't part of another input, by name."""
+        """A hash of each small file of the result that isn't part of another input, by its name."""
         return {}
 
     @property
