@@ -36,8 +36,8 @@ from weightbeam.transforms.stages.chain import (
     Dequantize,
     ExpandUnits,
     ReadBoxes,
+    ReplaceWith,
     Reshape,
-    SayInstead,
     Stack,
     UnpackChunks,
     WriteChunks,
@@ -71,7 +71,7 @@ def build(
     overlapping = overlaps(*planned.places, staging.output.url)
     if greeted:
         counted = pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(at_work)
-        counted = counted | "Count" >> SayInstead(chunks or units)
+        counted = counted | "Count" >> ReplaceWith(chunks or units)
     else:
         counted = pipeline | ("Chunks" if chunks else "Units") >> beam.Create([chunks or units])
     if chunks:

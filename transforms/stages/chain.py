@@ -229,8 +229,8 @@ class _ExpandFn(beam.DoFn):
                 yield number, number in self.done
 
 
-class SayInstead(beam.PTransform):
-    """Anything -> a number that was known before: what follows waits, and begins with it."""
+class ReplaceWith(beam.PTransform):
+    """A count -> a number that is known already. What follows waits for the count, and doesn't need it."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -256,7 +256,7 @@ class UnpackChunks(beam.PTransform):
             | beam.Reshuffle()
             | "Unpack" >> beam.ParDo(_UnpackFn(self.at_work)).with_output_types(int)
             | "AllChunks" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
-            | "Units" >> SayInstead(self.units)
+            | "Units" >> ReplaceWith(self.units)
         )
 
 
