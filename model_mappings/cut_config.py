@@ -196,17 +196,7 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
         if isinstance(inner := part.get(name), Mapping)
     ]
     for section, part in (*sections, *nested):
-        said: dict[str, Any] = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
-        for field, kinds in MADE.items():
-            made = kinds.get(str(part.get("model_type")))
-            if made and part.get(field) is None and part.get(made[1]) is None:
-                said[field] = made[0]
-        for key, value in {**part, **said}.items():
-            for option, found in _edited(key, value, part, cut):
-                if isinstance(found, _Refused):
-                    edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))
-                else:
-                    edits.set(("config.json", *section, key), value, found)
+        _edit_section(edits, section, part, cut)
     for section, part in sections:
         for key in QUANTIZATIONS:
             if key in part:
@@ -217,6 +207,21 @@ def edit(config: Mapping[str, Any], cut: Renumbered, others: Sequence[str] = ())
         edits.set(("config.json", *sections[-1][0], "vocab_size"), None, cut.vocab_rows)
     edits.notes += _notes(sections, edits, cut)
     return edits
+
+
+def _edit_section(edits: Edits, section: Path, part: Mapping[str, Any], cut: Renumbered) -> None:
+    """Edits the fields of a section of `config.json`, and those that it leaves to transformers' defaults."""
+    defaults: dict[str, Any] = {field: size for field in sorted(FIRST) if (size := left_out(part, field)) is not None}
+    for field, kinds in MADE.items():
+        made = kinds.get(str(part.get("model_type")))
+        if made and part.get(field) is None and part.get(made[1]) is None:
+            defaults[field] = made[0]
+    for key, value in {**part, **defaults}.items():
+        for option, found in _edited(key, value, part, cut):
+            if isinstance(found, _Refused):
+                edits.problems.append((option, f"config.json: {'.'.join((*section, key))!r} {found}"))
+            else:
+                edits.set(("config.json", *section, key), value, found)
 
 
 def applied(config: Mapping[str, Any], made: Mapping[Path, Any]) -> dict[str, Any]:
