@@ -95,8 +95,8 @@ class MaxTextConfig(Value, Mapping[str, Any]):
         """What the file says."""
         return {"model_name": self.model, "override_model_config": True, **self.settings}
 
-    def told(self, keys: Mapping[str, Any]) -> MaxTextConfig:
-        """The same with keys that `config.json` doesn't settle."""
+    def with_keys(self, keys: Mapping[str, Any]) -> MaxTextConfig:
+        """This configuration with keys that `config.json` doesn't settle."""
         return dataclasses.replace(self, settings={**self.settings, **keys})
 
     def overrides(self) -> dict[str, Any]:

@@ -207,15 +207,15 @@ def llama3_lines() -> tuple[Line, ...]:
     `rope_type`.
     """
 
-    def told(name: str, value: Any, scaled: bool) -> Line:
+    def line(name: str, value: Any, scaled: bool) -> Line:
         def of(keys: Mapping[str, Any]) -> Any:
             is_its = keys.get("rope_type") == "llama3.1" and keys.get("rope_use_scale", True) is scaled
             return value if is_its else None
 
         return copied(f"{ROPE}.{name}", of)
 
-    return told("rope_type", "default", scaled=False), *(
-        told(name, value, scaled=True) for name, value in LLAMA3.items()
+    return line("rope_type", "default", scaled=False), *(
+        line(name, value, scaled=True) for name, value in LLAMA3.items()
     )
 
 

@@ -186,7 +186,7 @@ def test_the_base_of_a_towers_frequencies(model: str) -> None:
             config["vision_config"].pop("rope_parameters", None)
         made = told(config, model)
         assert made.settings["rope_theta_for_vit"] == 77
-        assert "rope_theta_for_vit=77" in made.told({"use_multimodal": True}).command_line()
+        assert "rope_theta_for_vit=77" in made.with_keys({"use_multimodal": True}).command_line()
 
 
 def test_the_tanh_form_has_several_names() -> None:

@@ -232,7 +232,7 @@ def _keep(family: Family, table: _Table, source: ReleaseTensors, quantize: str |
     problems += check_modules(parts, family.name) if source.blocks and not problems else []
     maxtext = table.maxtext
     if maxtext and source.blocks:
-        maxtext = maxtext.told(maxtext_keys(parts, max(block[-1] for block in source.blocks.values())))
+        maxtext = maxtext.with_keys(maxtext_keys(parts, max(block[-1] for block in source.blocks.values())))
     table = dataclasses.replace(
         table, parts=parts, maxtext=maxtext, warnings=(*table.warnings, *without_mapping(family.name))
     )

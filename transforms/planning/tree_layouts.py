@@ -298,7 +298,7 @@ class TreeLayouts:
         made = maxtext_of(self.family, config, self.at(self.wanted), naming)[0]
         if not made or not self.sizes:
             return made
-        return made.told(maxtext_keys(self.parts(self.wanted), max(self.sizes.values())))
+        return made.with_keys(maxtext_keys(self.parts(self.wanted), max(self.sizes.values())))
 
     def describe(self, tree: NewTree) -> NewTree:
         """A tree with what is known of its model."""
