@@ -108,14 +108,14 @@ def chunks(array: OrbaxArray) -> list[tuple[int, ...]]:
 
 def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
     """The boxes of a chunk that a file each holds, in C order of the chunk; a chunk at the array's end has what lies
-    beyond it, too.
+    beyond it, too. The array has an axis at least.
 
     The first axes have one index each, the next a range, the others all there is.
     """
     start = [i * step for i, step in zip(index, array.chunk, strict=True)]
     inner = [math.prod(array.chunk[axis + 1 :]) * array.dtype.itemsize for axis in range(len(array.chunk))]
-    cut = next((axis for axis, nbytes in enumerate(inner) if nbytes <= PIECE), len(inner) - 1)
-    rows = max(1, PIECE // inner[cut]) if inner else 1
+    cut = next(axis for axis, nbytes in enumerate(inner) if nbytes <= PIECE)
+    rows = PIECE // inner[cut]
     leading = [
         [(at + i, at + i + 1) for i in range(step)] for at, step in zip(start[:cut], array.chunk[:cut], strict=True)
     ]
