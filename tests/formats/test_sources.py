@@ -498,7 +498,9 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 )
 def test_a_config_that_makes_no_sense(tmp_path: Path, said: Any) -> None:
     """It raises nothing; at most it is a problem."""
-    source_of(tmp_path, FP8 | MIXED["NVFP4"], said)
+    source = source_of(tmp_path, FP8 | MIXED["NVFP4"], said)
+    assert source.encodings or source.problems
+    assert all(problem.message for problem in source.problems)
 
 
 def test_a_thousand_weights_of_unknown_blocks_are_one_problem(tmp_path: Path) -> None:
