@@ -25,7 +25,8 @@ from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse, refuse_unknown
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
-from weightbeam.pipelines.terminal.shell import check_written, messages
+from weightbeam.pipelines.terminal.option_files import check_written
+from weightbeam.pipelines.terminal.shell import messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 
 import shtab
@@ -11,9 +10,8 @@ import shtab
 from weightbeam.pipelines.commands.help import topics
 from weightbeam.pipelines.terminal.arguments.parser import commands_of, is_boolean, make_parser
 from weightbeam.pipelines.terminal.errors import Refused
+from weightbeam.pipelines.terminal.option_files import NAMES_A_PLACE
 from weightbeam.transforms.planning.values import BOOLEANS
-
-FILES = re.compile("URL|PATH|FILE|FOLDER|CKPT|RELEASE|PYTHON")  # in the metavar of what may be a file or a folder
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -29,7 +27,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             if is_boolean(option):
                 option.choices = [*BOOLEANS]
                 command.add_argument(f"--no_{option.dest}", action="store_true", help=f"not: {option.help}")
-            elif not option.choices and (FILES.search(str(option.metavar)) or not option.option_strings):
+            elif not option.choices and (NAMES_A_PLACE.search(str(option.metavar)) or not option.option_strings):
                 vars(option)["complete"] = shtab.FILE
     print(shtab.complete(parser, shell=args.shell))
     return 0

@@ -30,8 +30,9 @@ from weightbeam.pipelines.running.sources import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.option_files import why_unwritable
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
-from weightbeam.pipelines.terminal.shell import say, why_unwritable, write_bytes
+from weightbeam.pipelines.terminal.shell import say, write_bytes
 from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count, human
 from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces

@@ -469,6 +469,26 @@ def test_files_that_records_and_links_lead_to_are_not_written_over(
         assert call("verify", tmp_path / "out", "-q", "--json", release / "found.json") == 0
 
 
+def test_what_an_option_says_is_no_place(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report may lie in a folder that is called like the command, or like an option's value; not in an adapter's that
+    has its weight behind it.
+    """
+    monkeypatch.chdir(tmp_path)
+    for folder in ("plan", "bfloat16", "auto", "ad"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "out.json").write_text("{}")
+    assert call("plan", source, "-q", "--json", "plan/out.json") == 0
+    assert (
+        call("convert", source, "bfloat16/ckpt", "--save_dtype", "bfloat16", "-q", "--json", "bfloat16/out.json") == 0
+    )
+    assert call("verify", source, "bfloat16/ckpt", "--progress", "auto", "-q", "--json", "auto/out.json") == 0
+    capfd.readouterr()
+    assert call("plan", source, "--lora", "ad,0.5", "--json", "ad/out.json") == 2
+    assert "--json=ad/out.json: is a file of ad, and would be changed; name another" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_files_that_take_nothing_more(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A full disk under a log is told of once; one under `--json` fails what is published, and says that it is."""
