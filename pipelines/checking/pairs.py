@@ -86,7 +86,7 @@ def open_pair(
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
     """
-    sources = try_each(lambda: _look(a), lambda: _look(b))
+    sources = try_each(lambda: _open(a), lambda: _open(b))
     (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
     states = [_state(source) if isinstance(source, OrbaxCheckpoint) else {} for source in sources]
     (one, other), apart = _compared_states(_both_layer_by_layer(states, sources), state)
@@ -95,46 +95,46 @@ def open_pair(
     return ComparedPair(a, b, {**first, **one}, {**second, **other}, left_out, tuple(sources), apart, unlike)
 
 
-def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
+def _open(url: str) -> HfCheckpoint | OrbaxCheckpoint:
     """A release by its headers, or an Orbax checkpoint by its metadata. Raises Refused where neither can be found
     there.
     """
     try:
-        store = open_store(where)
+        store = open_store(url)
         store.check_readable()
         return open_hf(store) if is_release(store) else open_orbax(store)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:
-        raise Refused(f"{where}: {reason(e)}") from e
+        raise Refused(f"{url}: {reason(e)}") from e
 
 
 def _in_one_spelling(
-    where: Sequence[HfCheckpoint | OrbaxCheckpoint], model: str | None, named: str | None
+    sources: Sequence[HfCheckpoint | OrbaxCheckpoint], maxtext_model: str | None, family: str | None
 ) -> tuple[tuple[Side, Side], dict[str, str]]:
     """Both sides under the same names, and what of a release has no place there."""
-    releases = [place for place in where if isinstance(place, HfCheckpoint)]
+    releases = [source for source in sources if isinstance(source, HfCheckpoint)]
     if len(releases) == 2:
-        families = [_family(release, model, named) for release in releases]
-        known = families[0] if all(family is families[0] for family in families) else None
+        families = [_family(release, maxtext_model, family) for release in releases]
+        known = families[0] if all(each is families[0] for each in families) else None
         return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
     if not releases:
-        sides = [_arrays(checkpoint) for checkpoint in where if isinstance(checkpoint, OrbaxCheckpoint)]
-        return _both_layer_by_layer(sides, where), {}
-    (checkpoint,) = (place for place in where if isinstance(place, OrbaxCheckpoint))
-    there = _arrays(checkpoint)
-    here, left_out = _converted(releases[0], open_store(checkpoint.root), there, model, named)
-    return (here, there) if isinstance(where[0], HfCheckpoint) else (there, here), left_out
+        sides = [_arrays(checkpoint) for checkpoint in sources if isinstance(checkpoint, OrbaxCheckpoint)]
+        return _both_layer_by_layer(sides, sources), {}
+    (checkpoint,) = (source for source in sources if isinstance(source, OrbaxCheckpoint))
+    arrays = _arrays(checkpoint)
+    converted, left_out = _converted(releases[0], open_store(checkpoint.root), arrays, maxtext_model, family)
+    return (converted, arrays) if isinstance(sources[0], HfCheckpoint) else (arrays, converted), left_out
 
 
-def _family(release: HfCheckpoint, model: str | None, named: str | None) -> Family | None:
+def _family(release: HfCheckpoint, maxtext_model: str | None, family: str | None) -> Family | None:
     """The family of a release, whose table names its tensors; None where there is no table. Raises Refused where the
     family was named, and there is none.
     """
     try:
-        return family_of(Config(release.config), model, named)
+        return family_of(Config(release.config), maxtext_model, family)
     except (ConfigError, UnknownFamilyError) as e:
-        if named:
+        if family:
             raise Refused(str(e)) from e
         return None
 
@@ -173,14 +173,14 @@ def _compared_states(
     one, other = states
     is_wanted = wanted == FULL and bool((one.keys() & other.keys()) - {COUNTER})
 
-    def apart(side: Side, beside: Side) -> dict[str, str]:
+    def left_out_of(side: Side, beside: Side) -> dict[str, str]:
         if not is_wanted:
             return dict.fromkeys(side, NO_STATE if wanted == FULL else NOT_ASKED)
         return {key: NO_GENERATORS for key in side if key not in beside and GENERATORS.search(key)}
 
-    left = apart(one, other), apart(other, one)
-    sides = [{key: side[key] for key in side if key not in out} for side, out in zip((one, other), left, strict=True)]
-    return (sides[0], sides[1]), left
+    apart = left_out_of(one, other), left_out_of(other, one)
+    sides = [{key: side[key] for key in side if key not in out} for side, out in zip((one, other), apart, strict=True)]
+    return (sides[0], sides[1]), apart
 
 
 def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
@@ -188,27 +188,27 @@ def _unlike(states: Mapping[str, OrbaxCheckpoint]) -> dict[str, str]:
     and of what is empty. Of what only one side has the texts count. Raises Refused: a file that says it can't be read.
     """
     with refusing(StorageError):
-        told = {place: described(state) for place, state in states.items()}
+        leaves_of = {place: described(state) for place, state in states.items()}
     found = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(told.values())):
-        said = {place: leaves.get(key, NOT_THERE) for place, leaves in told.items()}
-        is_text = any(what.startswith(TEXT_IS) for what in said.values())
+    for key in dict.fromkeys(itertools.chain.from_iterable(leaves_of.values())):
+        leaf = {place: leaves.get(key, NOT_THERE) for place, leaves in leaves_of.items()}
+        is_text = any(what.startswith(TEXT_IS) for what in leaf.values())
         # of an array and none, and of something empty and nothing, the arrays tell
-        is_alike = len({key in state.arrays for state in states.values()}) == 1 and NOT_THERE not in said.values()
-        if len({*said.values()}) > 1 and (is_text or is_alike):
-            found[IN_LIST.sub(r"\1_\2.", key)] = ", ".join(f"{what} in {place}" for place, what in said.items())
+        is_alike = len({key in state.arrays for state in states.values()}) == 1 and NOT_THERE not in leaf.values()
+        if len({*leaf.values()}) > 1 and (is_text or is_alike):
+            found[IN_LIST.sub(r"\1_\2.", key)] = ", ".join(f"{what} in {place}" for place, what in leaf.items())
     return found
 
 
 def _both_layer_by_layer(sides: Sequence[Side], sources: Sequence[HfCheckpoint | OrbaxCheckpoint]) -> tuple[Side, Side]:
     """Two sides of which both have an array for each layer where one has, and stack the others on one axis."""
-    said = [scan_axis_of(source) if isinstance(source, OrbaxCheckpoint) else None for source in sources]
-    (first, second), (axis, other_axis) = sides, said
+    recorded = [scan_axis_of(source) if isinstance(source, OrbaxCheckpoint) else None for source in sources]
+    (first, second), (axis, other_axis) = sides, recorded
     first, second = _layer_by_layer(first, second, axis), _layer_by_layer(second, first, other_axis)
     return first, _stacked_alike(second, first, other_axis, axis)
 
 
-def _stacked_alike(side: Side, other: Side, said: int | None, other_said: int | None) -> Side:
+def _stacked_alike(side: Side, other: Side, recorded_axis: int | None, others_axis: int | None) -> Side:
     """A side whose stacked arrays have their layers on the axis on which the other side has them; both axes are as the
     records say, else those of MaxText's places that fit the most arrays.
     """
@@ -220,7 +220,7 @@ def _stacked_alike(side: Side, other: Side, said: int | None, other_said: int | 
             for key in keys
         }
 
-    axes = (SCAN_AXES if each is None else (each,) for each in (said, other_said))
+    axes = (SCAN_AXES if each is None else (each,) for each in (recorded_axis, others_axis))
     tried = (moved(*pair) for pair in itertools.product(*axes))
     best = max(tried, key=lambda each: sum(stored.shape == other[key].shape for key, stored in each.items()))
     return {**side, **best}
@@ -243,21 +243,22 @@ def _moved(stored: Operand, axis: int, to: int) -> Operand:
     return dataclasses.replace(stored, shape=there(stored.shape), order=order, grain=there(stored.grain), read=fetch)
 
 
-def _layer_by_layer(side: Side, other: Side, said: int | None) -> Side:
+def _layer_by_layer(side: Side, other: Side, recorded_axis: int | None) -> Side:
     """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
 
     `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on.
     Only what the other side has as many of as there are layers, each of the shape that is left, is taken apart.
 
     Args:
-      said: where the side's layers are stacked, as its record says; None for where the shapes of all its arrays allow.
+      recorded_axis: where the side's layers are stacked, as its record says; None for where the shapes of all its arrays
+        allow.
     """
     cycles = _find_cycles(side)
     side = _renamed(side, other, cycles)
     layers = {key: names for key in side.keys() - other.keys() if (names := _layers(key, other, cycles))}
     fitting = {key: _stacking_axes(side[key], [other[name] for name in names]) for key, names in layers.items()}
     fitting = {key: axes for key, axes in fitting.items() if axes}
-    settled = said if said is not None else _settled_axis(side, fitting)
+    settled = recorded_axis if recorded_axis is not None else _settled_axis(side, fitting)
     found: dict[str, Operand] = {}
     for key, stored in side.items():
         axes = fitting.get(key)
@@ -362,26 +363,28 @@ def _stored_dtype(array: Array, conversion: Conversion) -> np.dtype | None:
 
 
 def _converted(
-    release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
+    release: HfCheckpoint, items: Store, arrays: Side, maxtext_model: str | None, family: str | None
 ) -> tuple[Side, dict[str, str]]:
     """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them. Raises Refused
     where it can't be converted so.
     """
     try:
-        given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}
+        given = {
+            name: value for name, value in (("maxtext_model", maxtext_model), ("family", family)) if value is not None
+        }
         options = options_made_with(items, open_arrays(items), options_of_export(release.root) | given, release.config)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
-    options = dataclasses.replace(options, scan_layers=is_scanned(there))
-    dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in COMPUTED)
+    options = dataclasses.replace(options, scan_layers=is_scanned(arrays))
+    dtypes = Counter(stored.dtype.name for stored in arrays.values() if stored.dtype.name in COMPUTED)
     if dtypes:
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
-    conversion = plan_as(options, release, there)
+    conversion = plan_as(options, release, arrays)
     refuse(conversion.plan.problems, conversion.source)
     grids = {grid.spec.key: grid for grid in conversion.grids}
 
     def stored(array: Array) -> Operand:
-        other = there.get(array.key)
+        other = arrays.get(array.key)
         dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in COMPUTED else array.dtype
         made = dataclasses.replace(array, dtype=dtype)
         order = tuple(reversed(grids[array.key].growth))
