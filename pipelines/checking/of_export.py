@@ -23,7 +23,7 @@ from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_a
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_release
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.transforms.comparing.counterparts import Counterpart, copied, taken
+from weightbeam.transforms.comparing.counterparts import Counterpart, copied, find_taken
 from weightbeam.transforms.comparing.release_faults import find_dtype_faults, find_release_faults
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import COPY
@@ -41,7 +41,9 @@ def plan_against_checkpoint(release: str, checkpoint: str, given: Mapping[str, A
 
 
 def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
-    """The same of an export that is held: what is said of its small files is of those beside its tensors."""
+    """Plans the comparison of an export with its checkpoint. The export's files are held: its small files are those that
+    lay beside its tensors at first.
+    """
     if given.get("lora"):
         raise Refused(f"--lora: is of a conversion; {release} is an export, which knows its own adapters; leave it out")
     opened = open_orbax(checkpoint)
@@ -76,8 +78,18 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     refuse(_problems(conversion), conversion.source)
     counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     wrong = (*compare_trees(conversion, weights), *wrong, *faults, *find_dtype_faults(exported.tensors, record))
-    sources = (*conversion.sources, opened, *parts)
-    return Subject(items, conversion, wrong, keys, True, (), counterparts, unjudged, tuple(notes), opened, sources)
+    return Subject(
+        items,
+        conversion,
+        wrong,
+        keys,
+        exported=True,
+        counterparts=counterparts,
+        unjudged=unjudged,
+        notes=tuple(notes),
+        digested=opened,
+        sources=(*conversion.sources, opened, *parts),
+    )
 
 
 def _problems(conversion: Conversion) -> Sequence[Problem]:
@@ -113,7 +125,7 @@ def _find_counterparts(
     parts: list[HfCheckpoint] = []
     if names:
         parts.append(release := _open_like(conversion.source.root, record.get("from"), like))
-        found[f"{release.root}, which they were taken from"], wrong = taken(conversion.source, release, names)
+        found[f"{release.root}, which they were taken from"], wrong = find_taken(conversion.source, release, names)
     left, copies = find_left_out(conversion, names)
     if pairs := copied(conversion.encodings, copies):
         found[COPIED] = list(pairs.values())

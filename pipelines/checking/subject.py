@@ -78,7 +78,7 @@ class Subject:
         return [there[key] for key in self.keys.values() if key in there]
 
     def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
-        """The same with what was found."""
+        """The verification: what is known by metadata alone, with what was found by reading."""
         read = [found.shares for found in everything.values() if isinstance(found, ShardsRead)]
         findings = {key: found for key, found in everything.items() if isinstance(found, ArrayResult)}
         export = self.conversion.source.root if self.exported else None
@@ -103,13 +103,13 @@ class Subject:
             self.conversion,
             arrays,
             wrong,
-            sample,
-            export,
-            others,
-            self.unjudged,
-            notes,
-            digests,
-            self.state,
+            sample=sample,
+            export=export,
+            others=others,
+            unjudged=self.unjudged,
+            notes=notes,
+            digests=digests,
+            state=self.state,
         )
 
 

@@ -45,7 +45,7 @@ class Counterpart:
         return math.prod(self.found.shape) * self.found.weight.dtype.itemsize
 
 
-def taken(
+def find_taken(
     export: HfCheckpoint, release: HfCheckpoint, names: Collection[str]
 ) -> tuple[list[Counterpart], dict[str, str]]:
     """Counterparts of the tensors that an export says it has from a release.
@@ -91,7 +91,7 @@ def compare_counterparts(pair: Counterpart) -> ArrayResult:
     """Compares a tensor with what it should be, slab by slab: byte by byte, or where it was cast by the bits of that."""
     dtype, wanted = pair.found.weight.dtype, pair.wanted
     had = values_dtype(wanted)
-    result = ArrayResult(pair.name, 0, 0, is_float(had) and not holds(dtype, had), None)
+    result = ArrayResult(pair.name, rounded=is_float(had) and not holds(dtype, had))
     for box in _slabs(wanted):
         stored, _ = read_boxes(wanted.reads(box))
         expected = wanted.decode(stored, box, np.dtype(np.float32))
@@ -107,7 +107,7 @@ def compare_counterparts(pair: Counterpart) -> ArrayResult:
         if index is not None:
             place = tuple(low + i for (low, _), i in zip(box, index, strict=True))
             first = FirstDifference(pair.name, place, expected[index].item(), found[index].item())
-        result += ArrayResult(pair.name, found.size, count, False, first)
+        result += ArrayResult(pair.name, found.size, count, first=first)
     return result
 
 

@@ -75,10 +75,10 @@ class ArrayResult:
     """
 
     key: str
-    compared: int
-    different: int
-    rounded: bool
-    first: FirstDifference | None
+    compared: int = 0
+    different: int = 0
+    rounded: bool = False
+    first: FirstDifference | None = None
     not_finite: tuple[int, str] = (0, "")
     zero: tuple[str, ...] = ()
     largest: float = 0.0
@@ -241,7 +241,7 @@ def compare(
     `exported`.
     """
     layouts, steps = CellLayout.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
-    finding = ArrayResult(array.key, 0, 0, False, None)
+    finding = ArrayResult(array.key)
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     changed, norm = 0.0, 0.0  # squares
     chunk, itemsize = grains(store)[0], np.dtype(store.dtype.numpy_dtype).itemsize
@@ -278,9 +278,11 @@ def compare(
             wide = values.astype(np.float32, copy=False)
             odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
         is_zero = is_zero and not values.any()
-    strange = (odd, tensor if odd else ""), (tensor,) if is_zero else ()
     return finding + ArrayResult(
-        array.key, 0, 0, False, None, *strange, error=math.sqrt(changed / norm) if norm else 0.0
+        array.key,
+        not_finite=(odd, tensor if odd else ""),
+        zero=(tensor,) if is_zero else (),
+        error=math.sqrt(changed / norm) if norm else 0.0,
     )
 
 
@@ -397,7 +399,7 @@ def _stacked_at(path: str, scan_axis: int, rank: int) -> int:
 
 def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayResult:
     """Compares what no tensor supplies: the padding of an axis, or a constant."""
-    finding = ArrayResult(array.key, 0, 0, False, None)
+    finding = ArrayResult(array.key)
     for region in _filled(array, scan_axis):
         step = max(1, SLAB_ELEMENTS * len(region[0]) // max(1, math.prod(map(len, region)))) if region else 1
         for start in range(region[0].start, region[0].stop, step) if region else (0,):
@@ -408,7 +410,7 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayRe
             if index is not None:
                 place = tuple(r.start + i for r, i in zip(slab, index, strict=True))
                 first = FirstDifference(None, place, float(array.fill or 0), found[index].item())
-            finding += ArrayResult(array.key, found.size, count, False, first)
+            finding += ArrayResult(array.key, found.size, count, first=first)
     return finding
 
 
@@ -480,7 +482,7 @@ def run_task(
     """
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
-    finding = ArrayResult(array.key, 0, 0, False, None)
+    finding = ArrayResult(array.key)
     for number, cell in enumerate(itertools.islice(cells(array), task.first, task.last), task.first):
         if is_compared(number, sample):
             finding += compare(array, cell, store, conversion.encodings[str(cell.tensor)], axis, exported)
