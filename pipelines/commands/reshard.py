@@ -356,7 +356,7 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
 
 
 def plan_dict(planned: Reshard) -> dict[str, Any]:
-    """The same for programs, with every array."""
+    """What `--json` writes of a planned reshard, with every array."""
     arrays = {
         array.key: {
             "shape": list(array.shape), "dtype": array.dtype.name, "way": way.name, "chunk": list(way.grid.spec.chunk), "shard": list(way.grid.spec.shard),

@@ -14,7 +14,7 @@ from weightbeam.formats.record.naming import HUB
 from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.running.output import alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.running.problems import refuse
-from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, told, write
+from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, read_written, write
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.wording import worded
@@ -52,23 +52,23 @@ def carry(
         return carry_to_hub(planned, output, how, beam, progress)
     if how.create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
-    place = find_place(planned, output)
-    refuse([*planned.plan.problems, *check_output(place, planned, how)], planned.source)
+    staging = find_place(planned, output)
+    refuse([*planned.plan.problems, *check_output(staging, planned, how)], planned.source)
     refuse(planned.unreadable(), planned.source)
-    if how.resume and is_finished(place, planned):
-        return _say_finished(planned, place)
+    if how.resume and is_finished(staging, planned):
+        return _say_finished(planned, staging)
     for warning in planned.warnings if warnings is None else warnings:
         LOG.warning(worded(warning))
-    with get_ready(planned, place, how.resume, beam), alone(place, look_for_job(place, beam)):
-        return write(planned, place, output, how, beam, progress)
+    with get_ready(planned, staging, how.resume, beam), alone(staging, look_for_job(staging, beam)):
+        return write(planned, staging, output, how, beam, progress)
 
 
-def _say_finished(planned: Transfer, place: Staging) -> Written:
+def _say_finished(planned: Transfer, staging: Staging) -> Written:
     """What is to be said of a result that was there already; what a killed command left beside it is taken away."""
-    with alone(place):
+    with alone(staging):
         try:
-            if is_finished(place, planned):  # still, now that nobody else changes it
-                place.clean()
-            return told(planned, place, state=FINISHED)
+            if is_finished(staging, planned):  # still, now that nobody else changes it
+                staging.clean()
+            return read_written(planned, staging, state=FINISHED)
         except OSError as e:
             raise Failed(f"  {e}") from e

@@ -105,16 +105,16 @@ def bring_back(output: str) -> None:
                     pass
 
 
-def is_finished(place: Staging, planned: Transfer) -> bool:
+def is_finished(staging: Staging, planned: Transfer) -> bool:
     """Whether the very result that is wanted is published, and nothing is staged beside it."""
-    return not place.exists() and planned.target.made_by(place.final) == planned.hash
+    return not staging.exists() and planned.target.made_by(staging.final) == planned.hash
 
 
-def check_output(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+def check_output(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """What stands against writing a result there, the place's own refusals among it.
 
     Args:
-      place: where.
+      staging: where.
       planned: what.
       how: what may be gone on with or replaced there.
 
@@ -122,67 +122,67 @@ def check_output(place: Staging, planned: Transfer, how: Delivery) -> list[Probl
       Busy: another command is at work there.
     """
     try:
-        if unfit := planned.target.find_unfit(place):
+        if unfit := planned.target.find_unfit(staging):
             return [Problem("output", *unfit)]
-        place.check_free()
-        return _find_problems(place, planned, how)
+        staging.check_free()
+        return _find_problems(staging, planned, how)
     except HeldError as e:
-        raise Busy(f"  output: {place.final}: {e}") from e
+        raise Busy(f"  output: {staging.final}: {e}") from e
     except OSError as e:
-        return [Problem("output", str(place.output), reason(e).removeprefix(f"{place.final}: "))]
+        return [Problem("output", str(staging.output), reason(e).removeprefix(f"{staging.final}: "))]
 
 
-def problem_at(place: Store, message: str) -> list[Problem]:
+def problem_at(where: Store, message: str) -> list[Problem]:
     """What stands against writing there; nothing where the message is empty."""
-    return [Problem("output", str(place), message)] if message else []
+    return [Problem("output", str(where), message)] if message else []
 
 
-def _find_problems(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+def _find_problems(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """What lies there already, and whether there is room: the first that is found, in the order of the steps."""
-    if how.resume and is_finished(place, planned):
-        return _check_finished(place, planned)
-    swaps = how.in_place and not place.grows_in_place
-    if problems := problem_at(place.final, planned.target.find_overlap(place, planned.places, swaps)):
+    if how.resume and is_finished(staging, planned):
+        return _check_finished(staging, planned)
+    swaps = how.in_place and not staging.grows_in_place
+    if problems := problem_at(staging.final, planned.target.find_overlap(staging, planned.places, swaps)):
         return problems
-    stopped = place.exists()
+    stopped = staging.exists()
     return (
-        (_check_stopped(place, planned, how) if stopped else [])
-        or (_check_there(place, planned, how, stopped) if place.is_taken() else [])
-        or _check_room(place, planned, how)
+        (_check_stopped(staging, planned, how) if stopped else [])
+        or (_check_there(staging, planned, how, stopped) if staging.is_taken() else [])
+        or _check_room(staging, planned, how)
     )
 
 
-def _check_finished(place: Staging, planned: Transfer) -> list[Problem]:
+def _check_finished(staging: Staging, planned: Transfer) -> list[Problem]:
     """Whether the result that is wanted, and is there, is whole."""
-    if damage := planned.target.find_damage(place):
+    if damage := planned.target.find_damage(staging):
         why = f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew"
-        return problem_at(place.final, why)
+        return problem_at(staging.final, why)
     return []
 
 
-def _check_stopped(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+def _check_stopped(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """Whether it was said what to do with what a stopped command staged, and that can be done."""
     if how.resume:
-        return problem_at(place.plan_folder, why_not_go_on(place, planned))
+        return problem_at(staging.plan_folder, why_not_go_on(staging, planned))
     if how.overwrite:
-        return problem_at(place.final, planned.target.why_not_discard(place))
+        return problem_at(staging.final, planned.target.why_not_discard(staging))
     todo = "go on with --resume, or start anew with --overwrite"
-    return problem_at(place.plan_folder, f"holds a stopped {planned.title.lower()}; {todo}")
+    return problem_at(staging.plan_folder, f"holds a stopped {planned.title.lower()}; {todo}")
 
 
-def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool) -> list[Problem]:
+def _check_there(staging: Staging, planned: Transfer, how: Delivery, stopped: bool) -> list[Problem]:
     """Whether what lies in the place can be replaced, and should be."""
-    if stopped and how.resume and place.grows_in_place:
-        if planned.target.made_by(place.final) == planned.hash:
+    if stopped and how.resume and staging.grows_in_place:
+        if planned.target.made_by(staging.final) == planned.hash:
             return []
-        what = f"what isn't of the stopped {planned.title.lower()} that grows there: {listed(place.unknown())}"
-        return problem_at(place.final, f"holds {what}; move it away, and --resume goes on")
-    if why := planned.target.why_not_replace(place):
-        return problem_at(place.final, why)
+        what = f"what isn't of the stopped {planned.title.lower()} that grows there: {listed(staging.unknown())}"
+        return problem_at(staging.final, f"holds {what}; move it away, and --resume goes on")
+    if why := planned.target.why_not_replace(staging):
+        return problem_at(staging.final, why)
     if how.overwrite:
-        if place.on_disk and is_anothers(Path(place.final.url)):
+        if staging.on_disk and is_anothers(Path(staging.final.url)):
             why = f"is another user's, and its folder is sticky: only its owner replaces it; {planned.target.another}"
-            return problem_at(place.final, why)
+            return problem_at(staging.final, why)
         return []
     if not how.resume:
         why = f"exists; --overwrite replaces it{planned.target.beside}"
@@ -191,19 +191,19 @@ def _check_there(place: Staging, planned: Transfer, how: Delivery, stopped: bool
         why = f"exists beside {what}; --resume --overwrite goes on with that and replaces it at the end"
     else:
         why = f"{ANOTHER_RESULT}; --overwrite replaces it"
-    return problem_at(place.final, why)
+    return problem_at(staging.final, why)
 
 
-def _check_room(place: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
+def _check_room(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
-    if not place.on_disk or (how.resume and planned.target.made_by(place.checkpoint) == planned.hash):
+    if not staging.on_disk or (how.resume and planned.target.made_by(staging.checkpoint) == planned.hash):
         return []
-    needed = planned.target.bytes_left(place, planned.made_bytes, how.resume)
+    needed = planned.target.bytes_left(staging, planned.made_bytes, how.resume)
     needed += planned.linked_bytes if how.link == COPY else 0
-    output = Path(place.output.url)
+    output = Path(staging.output.url)
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if free < needed:
-        return problem_at(place.output, f"needs {human(needed)}, the disk has {human(free)} left")
+        return problem_at(staging.output, f"needs {human(needed)}, the disk has {human(free)} left")
     return []
 
 

@@ -43,13 +43,16 @@ def slots_of_checkpoint(output: str, step: int, slots: int | None) -> int | None
 
 
 def slots_of_release(output: str, slots: int | None) -> int | None:
-    """The same of a command that writes a release."""
+    """What a command that writes a release and is to be resumed has cut its units for; `slots` where there is none."""
     return _before(lambda: release_staging(output), lambda place: record_of_release(place.final), slots)
 
 
 def _before(
     find: Callable[[], Staging], record: Callable[[Staging], Mapping[str, Any] | None], slots: int | None
 ) -> int | None:
+    """The slots that the staged plan in a place was cut for, or the published result's record; `slots` where there is
+    neither, or it can't be read.
+    """
     try:
         place = find()
         found = unpack_inputs(place.read_plan()) if place.is_staged() else record(place)

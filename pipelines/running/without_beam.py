@@ -81,7 +81,7 @@ def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
 
 
 def threads_in(arguments: Sequence[str], default: int | None = None) -> int:
-    """The same by Beam's options as they were typed, without Beam."""
+    """Units that one process works on at a time, by Beam's options as they were typed; imports no Beam."""
     return threads_of(said(arguments, int, "direct_num_workers", "number_of_worker_harness_threads"), default)
 
 

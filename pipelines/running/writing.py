@@ -110,70 +110,72 @@ def find_place(planned: Transfer, output: str) -> Staging:
 
 
 @contextlib.contextmanager
-def get_ready(planned: Transfer, place: Staging, resume: bool, beam: Sequence[str]) -> Iterator[None]:
+def get_ready(planned: Transfer, staging: Staging, resume: bool, beam: Sequence[str]) -> Iterator[None]:
     """Context manager: Beam is imported before the output is taken, since that takes a while and may be interrupted. If
     a link is to be filled, a local run reads the plan's first units meanwhile.
 
     Args:
       planned: has no problems.
-      place: where it will be carried out.
+      staging: where it will be carried out.
       resume: first units may be done already.
       beam: Beam's options.
     """
     with contextlib.ExitStack() as stack:
         if planned.units:
-            if is_local(beam) and not resume and overlaps(*planned.places, place.output.url):
-                stack.enter_context(head_start(planned, place))
+            if is_local(beam) and not resume and overlaps(*planned.places, staging.output.url):
+                stack.enter_context(head_start(planned, staging))
             importlib.import_module("weightbeam.pipelines.running.graph")
         yield
 
 
 def write(
-    planned: Transfer, place: Staging, output: str, how: Delivery, beam: Sequence[str], progress: bool | str | Report
+    planned: Transfer, staging: Staging, output: str, how: Delivery, beam: Sequence[str], progress: bool | str | Report
 ) -> Written:
     """Writes a result to its place, which is this command's alone."""
     start, written = time.monotonic(), 0
-    refuse(check_output(place, planned, how), planned.source)  # again: now nobody else changes it
+    refuse(check_output(staging, planned, how), planned.source)  # again: now nobody else changes it
     if how.overwrite:
-        place.look_there()
-        if place.is_taken():
-            LOG.info(_replaced(planned, place))
+        staging.look_there()
+        if staging.is_taken():
+            LOG.info(_replaced(planned, staging))
     if planned.units:
         from weightbeam.pipelines.running.graph import run_units  # only now: it imports Beam
 
-        counted = run_units(planned, place, beam, _shown(planned, output), how, reporter(progress))
+        counted = run_units(planned, staging, beam, _shown(planned, output), how, reporter(progress))
         if counted is None:
-            return Written(str(place.final), state=RUNNING)  # the job that was started publishes it
+            return Written(str(staging.final), state=RUNNING)  # the job that was started publishes it
         written = counted
     else:
-        _write_at_once(planned, place, how)
-    if planned.target.made_by(place.final) != planned.hash:
+        _write_at_once(planned, staging, how)
+    if planned.target.made_by(staging.final) != planned.hash:
         raise Failed(
-            f"  the pipeline ended, but {place.final} isn't its result; another command may have replaced it since. "
+            f"  the pipeline ended, but {staging.final} isn't its result; another command may have replaced it since. "
             "The same command with --overwrite writes it anew"
         )
-    made = told(planned, place, time.monotonic() - start, written)
+    made = read_written(planned, staging, time.monotonic() - start, written)
     for line in odd_values.describe(made.record):
         LOG.warning(printable(line))
     return made
 
 
-def _replaced(planned: Transfer, place: Staging) -> str:
+def _replaced(planned: Transfer, staging: Staging) -> str:
     """What lies in the place until the result does."""
     source, edited = None, list[str]()
     with contextlib.suppress(StorageError):  # a record that can't be read
-        source = planned.target.record_of(place.final).get("source")
-        edited = changed_in(place.final)
+        source = planned.target.record_of(staging.final).get("source")
+        edited = changed_in(staging.final)
     made = f", which was made of {printable(source)}" if isinstance(source, str) else ""
-    beside = [printable(name) for name in place.final.folders() if name != ITEMS]
-    told = f"replaces {place.final}{made}" + (f", with {listed(beside)} in it" if beside else "")
-    return told + (f"; changed in it since: {listed([*map(printable, edited)])}" if edited else "")
+    beside = [printable(name) for name in staging.final.folders() if name != ITEMS]
+    line = f"replaces {staging.final}{made}" + (f", with {listed(beside)} in it" if beside else "")
+    return line + (f"; changed in it since: {listed([*map(printable, edited)])}" if edited else "")
 
 
-def told(planned: Transfer, place: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE) -> Written:
-    """What is to be said of a result that is there."""
-    record = planned.target.record_of(place.final)
-    return Written(str(place.final), seconds, written, state, record, place.on_disk)
+def read_written(
+    planned: Transfer, staging: Staging, seconds: float = 0.0, written: int = 0, state: str = DONE
+) -> Written:
+    """The `Written` of a published result, with its record read."""
+    record = planned.target.record_of(staging.final)
+    return Written(str(staging.final), seconds, written, state, record, staging.on_disk)
 
 
 def _shown(planned: Transfer, output: str) -> dict[str, Any]:
@@ -184,14 +186,14 @@ def _shown(planned: Transfer, output: str) -> dict[str, Any]:
     return asked | {"source": planned.inputs[0], "output": output}
 
 
-def _write_at_once(planned: Transfer, place: Staging, how: Delivery) -> None:
+def _write_at_once(planned: Transfer, staging: Staging, how: Delivery) -> None:
     """A plan without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
-        with stopping(place, planned.hash):
-            if stage(planned, place, how):
-                planned.assemble(place, how.overwrite)
+        with stopping(staging, planned.hash):
+            if stage(planned, staging, how):
+                planned.assemble(staging, how.overwrite)
             else:
-                place.publish(how.overwrite)
+                staging.publish(how.overwrite)
     except LinkError as e:
         raise Refused(f"  link: {e}") from e
     except (OSError, ValueError) as e:

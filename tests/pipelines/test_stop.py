@@ -144,7 +144,7 @@ def test_a_call_that_is_stopped_after_the_publication_says_so(
     def interrupted(*_: object, **__: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "told", interrupted)
+    monkeypatch.setattr(writing, "read_written", interrupted)
     for name in ("one", "other"):
         with pytest.raises(KeyboardInterrupt) as stopped:
             wb.convert(source, tmp_path / name, maxtext_model=MODEL_NAME, progress=False)

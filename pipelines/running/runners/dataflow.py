@@ -350,7 +350,7 @@ class Dataflow(Runner):
         return True
 
     def waits(self, options: PipelineOptions) -> bool:
-        """Not where a job is left to its own, or only described."""
+        """Whether a command ends with its job: not where the job is left to its own, or only described."""
         told = options.view_as(StandardOptions).no_wait_until_finish
         return not (told or options.view_as(GoogleCloudOptions).template_location)
 
@@ -360,5 +360,5 @@ class Dataflow(Runner):
 
     def run(self, pipeline: beam.Pipeline, job: Job) -> None:
         cloud = pipeline.options.view_as(GoogleCloudOptions)
-        note(job.place, Site(RUNNER, cloud.job_name, cloud.project, cloud.region))
+        note(job.staging, Site(RUNNER, cloud.job_name, cloud.project, cloud.region))
         _run(pipeline, job, self.waits(pipeline.options))

@@ -221,7 +221,7 @@ def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> None:
         message says how to end it.
       Exception: it failed.
     """
-    site, follows, staging = Site.of(pipeline.options), outlives(pipeline.options), job.place
+    site, follows, staging = Site.of(pipeline.options), outlives(pipeline.options), job.staging
     if may_get_one_slot(pipeline.options):
         LOG.warning(ONE_SLOT)
     before: Sequence[str] = ()

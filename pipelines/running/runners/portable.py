@@ -60,7 +60,7 @@ class Portable(Runner):
         return name != "SparkRunner" or not re.match(r"local(\[.+\])?$", master)
 
     def run(self, pipeline: beam.Pipeline, job: Job) -> None:
-        with stopping(job.place, job.planned.hash):
+        with stopping(job.staging, job.planned.hash):
             jobs.run(pipeline, job, self.count_written(job))
 
 

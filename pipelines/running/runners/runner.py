@@ -28,7 +28,7 @@ class Job:
 
     Attributes:
       planned: what to do.
-      place: where it is staged.
+      staging: where it is staged.
       left: bytes that are still to be written.
       begun: units that were done before.
       noise: takes what Beam prints.
@@ -36,7 +36,7 @@ class Job:
     """
 
     planned: Transfer
-    place: Staging
+    staging: Staging
     left: int
     begun: int
     noise: io.StringIO
@@ -44,9 +44,9 @@ class Job:
 
     def written(self) -> int:
         """Bytes written of those that were left, by how many units the ledger has."""
-        if not self.place.is_staged():
+        if not self.staging.is_staged():
             return self.left
-        return self.left * (len(self.place.done()) - self.begun) // max(1, len(self.planned.units) - self.begun)
+        return self.left * (len(self.staging.done()) - self.begun) // max(1, len(self.planned.units) - self.begun)
 
 
 class Runner:
@@ -95,9 +95,9 @@ class Runner:
 
     def run(self, pipeline: beam.Pipeline, job: Job) -> None:
         """Runs a pipeline to its end, unless told otherwise."""
-        places = [*roots(job.planned.places), str(job.place.output)]
+        places = [*roots(job.planned.places), str(job.staging.output)]
         with (
-            stopping(job.place, job.planned.hash),
+            stopping(job.staging, job.planned.hash),
             watch_progress(job.left, self.count_written(job), job.planned.doing, job.report, places=places),
             quiet(job.noise),
         ):
@@ -113,8 +113,8 @@ def note(staging: Staging, site: Any) -> None:
     staging.plan_folder.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
 
 
-def job_name(conversion: Transfer, target: str) -> str:
-    """The same for the same target: Dataflow lets no second job of a name run in a project's region."""
-    model = conversion.source.root.rstrip("/").rpartition("/")[2].partition("@")[0]
+def job_name(planned: Transfer, target: str) -> str:
+    """A name for the job of a target, always the same: Dataflow lets no second job of a name run in a project's region."""
+    model = planned.source.root.rstrip("/").rpartition("/")[2].partition("@")[0]
     words = re.sub("[^a-z0-9]+", "-", model.lower())[:NAME_LENGTH].strip("-")
     return f"weightbeam-{words or 'model'}-{hashlib.sha256(target.encode()).hexdigest()[:8]}"
