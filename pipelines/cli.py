@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import errno
 import gc
 import importlib
@@ -59,8 +60,8 @@ class Interrupts:
 
     Attributes:
       came: the signal, once there was one.
-      at_once: whether to end at once, in one line: while a command is imported.
-      over: whether there is nothing left to stop.
+      at_once: whether a stop ends the process in one line: while a command is imported.
+      over: whether the command is done, so that nothing is left to stop.
     """
 
     def __init__(self) -> None:
@@ -120,75 +121,97 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
+@dataclasses.dataclass
+class _Call:
+    """What was typed, as far as it is known: `command` is empty until the words are read."""
+
+    command: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"weightbeam {self.command}".rstrip()
+
+    def tell(self, ending: str, error: BaseException) -> None:
+        """Says on standard error how it ended, if anybody reads that; the status tells it, too."""
+        with contextlib.suppress(OSError):
+            print(f"{self.name}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
     """Runs a command; returns its exit status. `at_end`: the process ends with it, so that no signal stops anything any
     more.
     """
     PUBLISHED.clear()
     prepare_streams()
-    interrupts = Interrupts()
-    command = ""
-
-    def named() -> str:
-        return f"weightbeam {command}".rstrip()
-
-    def told(ending: str, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the status tells it, too
-            print(f"{named()}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr, flush=True)
-
+    interrupts, call = Interrupts(), _Call()
     with at_the_shell(), interrupts.caught(for_good=at_end):
         try:
-            args, rest = parse(sys.argv[1:] if arguments is None else arguments)
-            command = args.command
-            if args.quiet and hasattr(args, "progress"):
-                args.progress = "none"
-            check_written(args)
-            if not COMMANDS[command].beam:
-                refuse_unknown(args, rest)
-            with messages(args):
-                check_endpoint()
-                interrupts.at_once = True
-                # only now: commands import numpy, TensorStore and Beam
-                module = importlib.import_module(COMMANDS[command].home)
-                interrupts.at_once = False
-                check_arithmetic()
-                try:
-                    status = module.run(args, rest)
-                finally:
-                    print(end="", flush=True)  # now, where a reader that is gone is looked after
-                interrupts.over = True
-                return status
-        except (Refused, EndpointError) as e:
-            told("refused", e)
-            return 2
-        except Failed as e:
-            told("failed", e)
-            return 1
-        except MemoryError as e:
-            said = str(e) or "the system gives no more memory"
-            told("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
-            return 1
-        except BrokenPipeError:  # the reader of our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if PUBLISHED:
-                with contextlib.suppress(OSError):  # nobody may read errors, either
-                    print(
-                        "; ".join([f"{named()}: nobody reads what it prints", *PUBLISHED]), file=sys.stderr, flush=True
-                    )
-            return 1
-        except (Exception, KeyboardInterrupt) as e:
-            if interrupts.came is None and not isinstance(e, KeyboardInterrupt):
-                if not isinstance(e, OSError):
-                    raise
-                # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
-                refused = e.errno == errno.ENAMETOOLONG
-                told("refused" if refused else "failed", OSError("; ".join([f"  {e}", *PUBLISHED])))
-                return 2 if refused else 1
-            # Some libraries make something else of a KeyboardInterrupt.
-            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or "; ".join(PUBLISHED)
-            print(f"\n{named()}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
-            # the pipeline's threads are still at work, and their end isn't worth waiting for
-            os._exit(interrupts.status)
+            return _run(sys.argv[1:] if arguments is None else arguments, interrupts, call)
+        except BaseException as e:
+            if (status := _end(e, interrupts, call)) is None:
+                raise
+            return status
+
+
+def _run(arguments: Sequence[str], interrupts: Interrupts, call: _Call) -> int:
+    """Reads the words, imports the command, and runs it; returns its exit status."""
+    args, rest = parse(arguments)
+    call.command = args.command
+    if args.quiet and hasattr(args, "progress"):
+        args.progress = "none"
+    check_written(args)
+    if not COMMANDS[args.command].beam:
+        refuse_unknown(args, rest)
+    with messages(args):
+        check_endpoint()
+        interrupts.at_once = True
+        # only now: commands import numpy, TensorStore and Beam
+        module = importlib.import_module(COMMANDS[args.command].home)
+        interrupts.at_once = False
+        check_arithmetic()
+        try:
+            status = module.run(args, rest)
+        finally:
+            print(end="", flush=True)  # now, where a reader that is gone is looked after
+        interrupts.over = True
+        return status
+
+
+def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | None:
+    """Says how a command ended that raised this; returns its exit status, or None for what nobody thought of. A process
+    that was stopped ends here.
+    """
+    if isinstance(error, Refused | EndpointError):
+        call.tell("refused", error)
+        return 2
+    if isinstance(error, Failed):
+        call.tell("failed", error)
+        return 1
+    if isinstance(error, MemoryError):
+        said = str(error) or "the system gives no more memory"
+        call.tell("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
+        return 1
+    if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if PUBLISHED:
+            with contextlib.suppress(OSError):  # nobody may read errors, either
+                print("; ".join([f"{call.name}: nobody reads what it prints", *PUBLISHED]), file=sys.stderr, flush=True)
+        return 1
+    if not isinstance(error, Exception | KeyboardInterrupt):
+        return None
+    # some libraries make something else of a KeyboardInterrupt
+    is_stop = interrupts.came is not None or isinstance(error, KeyboardInterrupt)
+    if not is_stop:
+        if not isinstance(error, OSError):
+            return None
+        # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
+        refused = error.errno == errno.ENAMETOOLONG
+        call.tell("refused" if refused else "failed", OSError("; ".join([f"  {error}", *PUBLISHED])))
+        return 2 if refused else 1
+    said = (str(error) if isinstance(error, KeyboardInterrupt) else "") or "; ".join(PUBLISHED)
+    print(f"\n{call.name}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
+    # the pipeline's threads are still at work, and their end isn't worth waiting for
+    os._exit(interrupts.status)
 
 
 if __name__ == "__main__":
