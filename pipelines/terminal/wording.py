@@ -1,8 +1,14 @@
 """Messages in the language in which one was asked.
 
-A message names an option as the command line does: `--resume`, `--like`, `--state params`, `--mesh=fsdp=8`. Who called a
-function reads `resume=True`, `like=`, `state="params"`, `mesh="fsdp=8"`, and a command that a message quotes as the call
-that does the same: `weightbeam.diff("a", "b")`. Beam's options and commands without a function are the same in both.
+A message names an option, and quotes a command, as the command line does; who called a function reads the keyword, and
+the call that does the same. Beam's options and commands without a function are the same in both.
+
+    --resume                                 resume=True
+    --like                                   like=
+    --state params                           state="params"
+    --mesh=fsdp=8                            mesh="fsdp=8"
+    check it:   weightbeam diff a b          check it:   weightbeam.diff("a", "b")
+    `weightbeam plan --virtual` says why     `weightbeam.plan(…, virtual=True)` says why
 """
 
 from __future__ import annotations
@@ -30,8 +36,8 @@ FUNCTIONS = {
     "inspect": ("checkpoint",),
 }
 _NAMES = "|".join(FUNCTIONS)
-COMMAND = re.compile(
-    rf"(?m)`weightbeam (?P<quoted>{_NAMES})(?P<told>(?: [^`\n]*)?)`"
+COMMAND_IN_TEXT = re.compile(
+    rf"(?m)`weightbeam (?P<quoted>{_NAMES})(?P<said>(?: [^`\n]*)?)`"
     rf"|(?:^|(?P<apart>(?<=  )|(?<=[:?] )))weightbeam (?P<name>{_NAMES}) (?P<words>[^;\n`]+)"  # begins a line, or behind a label
     rf"|weightbeam (?P<bare>{_NAMES})\b(?P<flags>(?: --[a-z]\w*)*)"  # in a sentence
 )
@@ -40,8 +46,8 @@ INSTEAD = {  # of what is said at the shell
     "may be repeated": "or a list of them",
     "repeat it for several": "a list for several",
 }
-WORD = re.compile(r" ?('(?:[^']|'\"'\"')*'|[^\s']+)")  # as a shell has it
-TOKEN = re.compile(
+SHELL_WORD = re.compile(r" ?('(?:[^']|'\"'\"')*'|[^\s']+)")  # as a shell has it
+OPTION_IN_TEXT = re.compile(
     r"weightbeam [a-z]+(?:(?!, | \()[^;\n`])*"  # another command, which stays as it is
     r"|the same command"
     r"|--accept (?P<accepted>[\w.]+)"
@@ -82,7 +88,7 @@ def in_python(text: str) -> str:
     """A text about options as who calls functions would say it."""
     for at_the_shell, instead in INSTEAD.items():
         text = text.replace(at_the_shell, instead)
-    return TOKEN.sub(_in_python, COMMAND.sub(_as_call, text))
+    return OPTION_IN_TEXT.sub(_in_python, COMMAND_IN_TEXT.sub(_as_call, text))
 
 
 def _as_call(found: re.Match[str]) -> str:
@@ -92,11 +98,11 @@ def _as_call(found: re.Match[str]) -> str:
             return f"weightbeam.{found['bare']}"
         return _call(found["bare"], found["flags"].split(), ("…",))
     if found["quoted"]:
-        return f"`{_call(found['quoted'], found['told'].split(), ('…',))}`"
-    words = list(WORD.finditer(found["words"]))
+        return f"`{_call(found['quoted'], found['said'].split(), ('…',))}`"
+    words = list(SHELL_WORD.finditer(found["words"]))
     taken = _count_taken([word[1] for word in words], len(FUNCTIONS[found["name"]]), found["apart"] is None)
     if not taken:
-        return f"weightbeam.{found['name']} {COMMAND.sub(_as_call, found['words'])}"
+        return f"weightbeam.{found['name']} {COMMAND_IN_TEXT.sub(_as_call, found['words'])}"
     end = words[taken - 1].end()
     return _call(found["name"], [word[1] for word in words[:taken]]) + found["words"][end:]
 
