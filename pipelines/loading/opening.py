@@ -27,7 +27,7 @@ from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_adapters, plan_with, reading
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
+from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_convert_options
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import AUTO, CODED, ConvertOptions
 from weightbeam.transforms.planning.tree_layouts import find_parts
@@ -51,7 +51,7 @@ def choose(given: Mapping[str, Any]) -> ConvertOptions:
       Refused: a value can't be meant.
     """
     check_known(given, sorted(CHOICES))
-    return read_options(given)
+    return read_convert_options(given)
 
 
 def find_commits(

@@ -122,12 +122,12 @@ def _values(kinds: Mapping[str, type], handed: Collection[str], said: Mapping[st
 
     Raises:
       TypeError: a keyword says what a value says, too.
-      Refused: see `read`.
+      Refused: see `read_options`.
     """
     known = {each.name for name in handed if name in kinds for each in options_of(kinds[name])}
     if twice := sorted(known & said.keys()):
         raise TypeError(f"{', '.join(twice)}: a value has the options already")
-    return {name: read(kind, said) for name, kind in kinds.items() if name not in handed}
+    return {name: read_options(kind, said) for name, kind in kinds.items() if name not in handed}
 
 
 def _spelled_out(own: Sequence[inspect.Parameter], options: Iterable[Option]) -> list[inspect.Parameter]:
@@ -165,10 +165,10 @@ def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[
 
 def asked_of(args: argparse.Namespace, kind: type[Kind]) -> Kind:
     """The options that a command line sets."""
-    return read(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
+    return read_options(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
 
 
-def read_options(given: Mapping[str, Any]) -> ConvertOptions:
+def read_convert_options(given: Mapping[str, Any]) -> ConvertOptions:
     """The options of a conversion that keywords ask for.
 
     Raises:
@@ -176,7 +176,7 @@ def read_options(given: Mapping[str, Any]) -> ConvertOptions:
       TypeError: there is no such option.
     """
     check_known(given, [each.name for each in options_of(ConvertOptions)])
-    return read(ConvertOptions, given)
+    return read_options(ConvertOptions, given)
 
 
 def check_known(given: Iterable[str], known: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def check_known(given: Iterable[str], known: Sequence[str]) -> None:
             raise TypeError(f"{name!r} isn't an option" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
-def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+def read_options(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     """The options of a class that keywords ask for, each checked as the command line checks it; None is as not given.
 
     Raises:
@@ -218,14 +218,8 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     if option.name == "sharding_rules":
         return sharding_rules(value, model)
     if option.several:
-        is_lora = option.name == "lora"
-        what = "path" if is_lora else "text"
-        is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
-        texts: tuple[Any, ...] = (value,) if is_one else tuple(map(_as_text, value))
-        if not _is_texts(texts):
-            raise Refused(f"{option.name}={value!r} should be a {what}, or a list of {what}s")
-        return tuple(map(read_lora, texts)) if is_lora else texts
-    if option.metavar in PLACES:
+        return _read_several(option, value)
+    if option.metavar in PATH_METAVARS:
         value = as_place(option.name, value)
     if isinstance(value, bool):
         value = str(value).lower()
@@ -242,7 +236,18 @@ def read_value(option: Option, value: Any, model: str | None = None) -> Any:
     return found
 
 
-PLACES = ("URL", "FILE")  # what stands for options that are paths
+PATH_METAVARS = ("URL", "FILE")  # what stands for options that are paths
+
+
+def _read_several(option: Option, value: Any) -> tuple[Any, ...]:
+    """The values of an option that may be repeated: one, or a list of them. Raises Refused: they can't be meant."""
+    is_lora = option.name == "lora"
+    what = "path" if is_lora else "text"
+    is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    texts: tuple[Any, ...] = (value,) if is_one else tuple(map(_as_text, value))
+    if not _is_texts(texts):
+        raise Refused(f"{option.name}={value!r} should be a {what}, or a list of {what}s")
+    return tuple(map(read_lora, texts)) if is_lora else texts
 
 
 def _as_list(value: Any) -> Any:

@@ -26,7 +26,7 @@ from weightbeam.model_mappings.doors import code_of
 from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import read, read_options, read_value
+from weightbeam.pipelines.terminal.keywords import read_convert_options, read_options, read_value
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import meshes_of
@@ -154,7 +154,7 @@ def _read_target(given: Any) -> TargetConfig:
     problems = _find_misnamed(name)
     right = _read_each(ConvertOptions, OPTIONS, asked, problems)
     try:
-        options = read_options(right)
+        options = read_convert_options(right)
         meshes_of(options)
         if not problems:
             return TargetConfig(str(name), right, options)
@@ -271,7 +271,7 @@ def _read_target_options(
     """The options of a target, read together; what is wrong with them is added to the problems."""
     options = KINDS[kind]()
     try:
-        options = read(KINDS[kind], right)
+        options = read_options(KINDS[kind], right)
         if isinstance(options, ReshardOptions):
             meshes_of(ConvertOptions(mesh=options.mesh, sharding_rules=options.sharding_rules))
     except (MeshError, Refused) as e:
