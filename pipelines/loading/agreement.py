@@ -103,17 +103,17 @@ class Agreement:
     def _look(self) -> None:
         vote = self._votes.popleft()
         if int(np.asarray(vote.addressable_data(0))):
-            raise AgreedError(self._told())
+            raise AgreedError(self._shared_error())
 
-    def _told(self) -> Exception:
+    def _shared_error(self) -> Exception:
         """The error, told by the process that has it to all others."""
         import jax
         from jax.experimental import multihost_utils
 
         words = np.zeros(WORDS, np.uint8)
         if self.error is not None:
-            told = str(self.error).encode()[:WORDS]
-            words[: len(told)] = np.frombuffer(told, np.uint8)
+            text = str(self.error).encode()[:WORDS]
+            words[: len(text)] = np.frombuffer(text, np.uint8)
             words[0] = words[0] or ord("?")
         everyone = np.asarray(multihost_utils.process_allgather(words))
         if self.error is not None:

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -233,33 +233,45 @@ def _open(
     if tree is None:
         chosen = options(given)
         return find_source(source, chosen, release=release, values=values_asked(given), given=given), chosen
-    told = dict(given)
+    completed = dict(given)
     values = values_asked(given, has_scales(tree.keys))
     shapes = {
         PARAMETERS + target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape
         for target in tree.targets
     }
     if rows := shapes.get(EMBEDDING, ())[:1]:
-        told.setdefault("vocab_size", rows[0])
-    told = parts_of(shapes) | told
-    best: tuple[int, ArraySource, ConvertOptions] | None = None
-    refused: Refused | None = None
-    for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
-        chosen = options(told | {"scan_layers": scan})
+        completed.setdefault("vocab_size", rows[0])
+    completed = parts_of(shapes) | completed
+    scans = [completed["scan_layers"]] if "scan_layers" in completed else [True, False]
+    return _find_layout(
+        (options(completed | {"scan_layers": scan}) for scan in scans),
+        lambda chosen: find_source(source, chosen, release=release, values=values),
+        tree,
+    )
+
+
+def _find_layout(
+    tried: Iterable[ConvertOptions], find: Callable[[ConvertOptions], ArraySource], tree: Abstract
+) -> tuple[ArraySource, ConvertOptions]:
+    """The source as it is planned with those of the options with which it lacks the fewest of the tree's keys. Raises the
+    first refusal where all are refused.
+    """
+    found: list[tuple[int, ArraySource, ConvertOptions]] = []
+    refusals: list[Refused] = []
+    for chosen in tried:
         try:
-            opened = find_source(source, chosen, release=release, values=values)
+            opened = find(chosen)
         except Refused as e:
-            refused = refused or e
+            refusals.append(e)
             continue
         lacking = len(tree.spelled_as(opened.arrays).keys - opened.arrays.keys())
-        if best is None or lacking < best[0]:
-            best = lacking, opened, chosen
+        found.append((lacking, opened, chosen))
         if not lacking:
             break
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best[1], best[2]
+    if not found:
+        raise refusals[0]
+    _, opened, chosen = min(found, key=lambda each: each[0])
+    return opened, chosen
 
 
 def _prepare(
@@ -335,12 +347,12 @@ class Loading:
 
     def identity(self) -> dict[str, str]:
         """What the processes have to agree on: what each array is, and how it lies on devices."""
-        told = {}
+        facts = {}
         for key, target in self.targets.items():
             layout, devices = self.layouts[key], [device.id for device in self.devices[key]]
             where = f"devices {devices}" if len(layout.readers) > 1 else "devices of one process"
-            told[key] = f"{target.dtype.name} {target.shape}, cut into {layout.counts}, on {where}"
-        return told
+            facts[key] = f"{target.dtype.name} {target.shape}, cut into {layout.counts}, on {where}"
+        return facts
 
     def run(self, meeting: Meeting, report: Report | None = None) -> list[jax.Array]:
         """Loads everything, once the processes have met; the arrays in the order of the targets. Tells `report` how far

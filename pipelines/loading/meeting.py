@@ -391,8 +391,8 @@ def _left(sign: str | None) -> str | None:
 def differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
     """In what facts differ from those of process 0; empty if in nothing."""
     names = [name for name in {**others, **mine} if mine.get(name) != others.get(name)]
-    told = [
+    lines = [
         f"{name} is {mine.get(name, 'not there')[:LENGTH]} here, and {others.get(name, 'not there')[:LENGTH]} in process 0"
         for name in names[:SHOWN]
     ]
-    return "; ".join(told) + (f"; and {len(names) - SHOWN:,} more differ" if len(names) > SHOWN else "")
+    return "; ".join(lines) + (f"; and {len(names) - SHOWN:,} more differ" if len(names) > SHOWN else "")
