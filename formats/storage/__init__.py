@@ -56,7 +56,7 @@ def open_store(where: str | Path | Store) -> Store:
     scheme, separator, _ = url.partition("://")
     if not separator:
         path = Path(os.path.expanduser(url))
-        if str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
+        if url.startswith("~") and str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
             raise StorageError(f"{url}: there is no user {path.parts[0][1:]}, in whose home folder that would be")
         try:
             path = path.absolute()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from weightbeam.formats.orbax import is_checkpoint
 from weightbeam.formats.orbax import others_in as others_in_checkpoint
@@ -486,20 +486,21 @@ class HubPlace(Place):
         return changed_since(url, title, TITLE)
 
     def remove(self, url: str, key: str, title: str) -> bool:
-        """A branch is deleted by its name: the hub knows no condition for that, so it is looked at just before."""
+        """A branch is deleted by its name: the hub knows no condition for that, so it is looked at just before; and again
+        where the hub says that there is none, which it also says to a token that may not see the repository.
+        """
         target = HubAddress.parse(url)
         assert target.branch.startswith("step-")
         if not self._holds(url, key, title):
             return False
-        with (
-            hub_errors(target, target.repo, writing=True),
-            contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError),
-        ):
+        with hub_errors(target, target.repo, writing=True):
             try:
                 retried(api().delete_branch)(target.repo, branch=target.branch)
             except HfHubHTTPError as e:
                 if e.response is None or e.response.status_code != 404:
                     raise
+                if self._holds(url, key, title):
+                    raise StorageError("the hub doesn't delete it, and says that it isn't there; it is") from e
         return True
 
     def check_writable(self, dry_run: bool = False) -> None:

@@ -324,6 +324,7 @@ def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str)
 def test_the_home_folder_of_nobody(refused: Refused, tmp_path: Path) -> None:
     """Source and output: in words."""
     assert "there is no user nosuchuser" in refused("~nosuchuser/x")  # type: ignore[arg-type]
+    assert "no such folder" in refused("./~nosuchuser")  # type: ignore[arg-type]
     assert "there is no user nosuchuser" in refused(make_release(tmp_path / "hf"), "--output", "~nosuchuser/x")
 
 

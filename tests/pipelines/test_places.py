@@ -218,6 +218,22 @@ def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, made: Path, tmp_path: Pa
     assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
 
 
+def test_a_branch_that_the_hub_keeps_isnt_removed(hub: FakeHub, made: Path, tmp_path: Path) -> None:
+    """Whoever may not see a repository is told that there is none: the branch is looked at again then."""
+    place, repository = HubPlace(URL, tmp_path), hub.add(REPO)
+    repository.writers.add(TOKEN)
+    url, key = place.of("step-1"), json.loads((made / "run.json").read_text())["key"]
+    publish_to(place, made)
+    fault = hub.fail("status", status=404, matching="DELETE .*/branch/")
+    with pytest.raises(StorageError, match="doesn't delete it"):
+        place.remove(url, key, TITLE)
+    assert fault.hits
+    assert "step-1" in repository.branches
+    hub.faults = []
+    assert place.remove(url, key, TITLE)
+    assert "step-1" not in repository.branches
+
+
 def test_what_would_go_with_a_branch(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     """What others have committed to a step's branch, before the step, between two of its commits or after them; not what
     `main` has too, nor what a later commit of the step has replaced.
