@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -65,12 +64,19 @@ T = TypeVar("T")
 _FOUND: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar("faults", default=None)
 
 
-def _fault(message: str, instead: T) -> T:
-    """Raises ConfigError; while `faults_of` reads, the fault is noted, and `instead` stands in for the value."""
+def _noted(message: str) -> ConfigError:
+    """The error of a field, which `faults_of` has heard of."""
     error = ConfigError(message)
-    if (found := _FOUND.get()) is None:
+    if (found := _FOUND.get()) is not None:
+        found[str(error)] = None
+    return error
+
+
+def _fault(message: str, instead: T) -> T:
+    """Raises ConfigError; while `faults_of` reads, `instead` stands in for the value."""
+    error = _noted(message)
+    if _FOUND.get() is None:
         raise error
-    found[str(error)] = None
     return instead
 
 
@@ -93,8 +99,12 @@ def faults_of(*readers: Callable[[], object]) -> list[str]:
     token = _FOUND.set(found)
     try:
         for read in readers:
-            with contextlib.suppress(Exception):
+            try:
                 read()
+            except MemoryError:
+                raise
+            except Exception:
+                continue
     finally:
         _FOUND.reset(token)
     return list(found)
@@ -127,9 +137,11 @@ class Config(dict):
         Raises:
           ConfigError: absent, or not an object.
         """
+        if key not in self:
+            raise _noted(f"config.json has no {key!r}")
         value = self[key]
         if not isinstance(value, dict):
-            return _fault(f"config.json: {key!r} should be an object, but is {value!r}", Config())
+            raise _noted(f"config.json: {key!r} should be an object, but is {value!r}")
         return Config(value)
 
     def size(self, key: str, default: int | None = None) -> int:

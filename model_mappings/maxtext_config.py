@@ -54,7 +54,7 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
     "num_local_experts", "num_experts", "use_bidirectional_attention", "attention_k_eq_v",
     "attn_temperature_tuning", "max_position_embeddings", "tokenizer_class", "hidden_act", "tie_word_embeddings",
     "num_kv_shared_layers", "use_double_wide_mlp", "vocab_size_per_layer_input", "language_model_only", "is_causal",
-    "task_specific_params", "bad_words_ids", "swiglu_alpha",
+    "task_specific_params", "_*", "transformers.js_config", "bad_words_ids", "swiglu_alpha",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from weightbeam.model_mappings import doors
+from weightbeam.model_mappings import entry_points
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.families import (
     deepseek,
@@ -40,6 +40,7 @@ from weightbeam.model_mappings.families import (
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.model_mappings.naming import ModelNameError, name_model
+from weightbeam.model_mappings.trust import NAMED_BY_A_RECORD
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -88,13 +89,13 @@ def families() -> tuple[Family, ...]:
       UnknownFamilyError: what an entry point names can't be loaded, or isn't a family.
     """
     found = []
-    for entry in doors.entries(doors.FAMILIES):
+    for entry in entry_points.entries(entry_points.FAMILIES):
         try:
-            family = doors.load(entry, "family")
-        except doors.DoorError as e:
+            family = entry_points.load(entry, "family")
+        except entry_points.EntryPointError as e:
             raise UnknownFamilyError(str(e)) from e
         family = _checked(family, f"the entry point {entry.name!r}, {entry.value},")
-        found.append(dataclasses.replace(family, code=" ".join(doors.version(entry))))
+        found.append(dataclasses.replace(family, code=" ".join(entry_points.version(entry))))
     return (*found, *FAMILIES)
 
 
@@ -105,8 +106,8 @@ def load_family(name: str) -> Family:
     Raises:
       UnknownFamilyError: there is none, the file can't be run, or a record alone names it.
     """
-    if name.startswith(doors.NAMED_BY_A_RECORD):
-        file = name.removeprefix(doors.NAMED_BY_A_RECORD)
+    if name.startswith(NAMED_BY_A_RECORD):
+        file = name.removeprefix(NAMED_BY_A_RECORD)
         raise UnknownFamilyError(
             f"{file}: a record names this file as the table, and files are code of whoever wrote them: if you trust it, "
             f"--family={file} takes it"

@@ -183,8 +183,11 @@ def _is_of_maxtext(paths: Iterable[Path], prefix: Path) -> bool:
     """Whether the weights are of a model of MaxText's; those of `--family identity` keep their names, of which some begin
     as MaxText's do (T5's `decoder.block.0`, beside `shared` and `encoder`).
     """
-    inner = (path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix and path[0] not in STATE)
-    heads = {path[:2] for path in inner}
+    heads = {
+        path[len(prefix) :][:2]
+        for path in paths
+        if path[: len(prefix)] == prefix and path[0] not in STATE and not GENERATORS.search(".".join(path))
+    }
     return any("token_embedder" in head for head in heads) or not any(PARTS.isdisjoint(head) for head in heads)
 
 

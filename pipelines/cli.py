@@ -31,6 +31,7 @@ from weightbeam.pipelines.terminal.shell import messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
+NO_MEMORY = "failed to map segment"  # what the loader of libraries says then
 RESEND_DELAY = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -187,8 +188,8 @@ def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | Non
     if isinstance(error, Failed):
         call.tell("failed", error)
         return 1
-    if isinstance(error, MemoryError):
-        said = str(error) or "the system gives no more memory"
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY in str(error)):
+        said = (isinstance(error, MemoryError) and str(error)) or "the system gives no more memory"
         call.tell("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
         return 1
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough

@@ -82,7 +82,7 @@ class TinyPlan(ToRelease):
     def record(self) -> dict[str, Any]:
         return {"plan": self.hash}
 
-    settled = facts = staged = expand = None  # type: ignore[assignment]
+    config = settled = facts = staged = expand = None  # type: ignore[assignment]
 
     def check(self) -> None:
         """Its source never changes."""

@@ -13,7 +13,7 @@ import numpy as np
 from weightbeam.formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
 from weightbeam.formats.encodings.format import QuantizedFormat
 from weightbeam.formats.encodings.quantization import AUTOROUND
-from weightbeam.model_mappings import doors
+from weightbeam.model_mappings import entry_points
 from weightbeam.model_mappings.plan import Problem
 
 FORMATS: tuple[QuantizedFormat, ...] = (
@@ -113,27 +113,29 @@ def known() -> Known:
     """All formats. A package's entry that can't be loaded, or that has the name of another one, is a problem."""
     found: list[QuantizedFormat] = []
     problems = []
-    for entry in doors.entries(doors.ENCODINGS):
-        where = f"{doors.ENCODINGS}: {entry.name}"
+    for entry in entry_points.entries(entry_points.ENCODINGS):
+        where = f"{entry_points.ENCODINGS}: {entry.name}"
         try:
-            found += _checked(doors.load(entry, "encoding"), {each.name for each in (*found, *FORMATS)})
-        except doors.DoorError as e:
+            found += _checked(entry_points.load(entry, "encoding"), {each.name for each in (*found, *FORMATS)})
+        except entry_points.EntryPointError as e:
             problems.append(Problem("encoding", where, str(e)))
     return Known((*found, *FORMATS), tuple(problems))
 
 
 def _checked(loaded: object, names: set[str]) -> list[QuantizedFormat]:
-    """The formats that an entry point names, none of which may have one of these names. Raises DoorError where it names
+    """The formats that an entry point names, none of which may have one of these names. Raises EntryPointError where it names
     something else, or one of them does.
     """
     given = list(loaded) if isinstance(loaded, Iterable) else [loaded]
     formats = [each for each in given if isinstance(each, QuantizedFormat)]
     if not given or len(formats) != len(given):
-        raise doors.DoorError(
+        raise entry_points.EntryPointError(
             f"should be a weightbeam.formats.encodings.format.QuantizedFormat, or several, but is {loaded!r:.200}"
         )
     if taken := names & {each.name for each in formats}:
-        raise doors.DoorError(f"there is a format {', '.join(sorted(taken))} already; give it a name of its own")
+        raise entry_points.EntryPointError(
+            f"there is a format {', '.join(sorted(taken))} already; give it a name of its own"
+        )
     return formats
 
 

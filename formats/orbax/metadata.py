@@ -17,8 +17,8 @@ from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import Budget, JsonError, check_texts, read_json
 from weightbeam.formats.storage.strict_yaml import MAX_YAML
-from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
+from weightbeam.model_mappings.trust import distrusted
 
 # the scalar that MaxText's TrainState keeps beside the parameters
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())

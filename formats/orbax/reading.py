@@ -202,14 +202,14 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
       complete: whether a chunk that isn't there is an error, and not zeros.
 
     Raises:
-      StorageError: one isn't there, or can't be meant; or there is no tree, but one array.
+      StorageError: one isn't there, or can't be meant; or one has no name, as where there is no tree, but an array.
     """
     format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
     if format.use_ocdbt:
         check_database_size(items)
     shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     if "" in keys:
-        raise StorageError(f"{items}: is one array without a name, and no tree of arrays")
+        raise StorageError(f"{items}: holds an array without a name, as a checkpoint of one array does")
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
     read_descriptions(items, {key: f"{key}/{format.metadata_name}" for key in keys}, format.use_ocdbt)
     fill = {"fill_missing_data_reads": not complete}

@@ -127,7 +127,7 @@ class Naming:
             text = paths.sub(lambda found: self.name(found[0].removeprefix("~")), text)
         return HOLDER.sub("", text)
 
-    def told(self, value: Any) -> Any:
+    def apply(self, value: Any) -> Any:
         """What JSON can say, with every path in it as a name; what a release says of itself stays, but for where it
         was loaded from.
         """
@@ -136,8 +136,8 @@ class Naming:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {key: self._config(each) if key in VERBATIM else self.told(each) for key, each in value.items()}
-        return [self.told(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: self._config(each) if key in VERBATIM else self.apply(each) for key, each in value.items()}
+        return [self.apply(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _config(self, config: Any) -> Any:
         origin = config.get(ORIGIN) if isinstance(config, Mapping) else None

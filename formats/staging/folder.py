@@ -237,9 +237,11 @@ class FolderStaging(Staging):
                 self._replace(sealed, final) if overwrite else rename_new(sealed, final)
         except FileNotFoundError as e:
             raise self.taken_over() from e
-        except OSError:
+        except OSError as e:
             with contextlib.suppress(OSError):
                 os.rename(sealed, growing)
+            if isinstance(e, FileExistsError):
+                raise StorageError(f"{final}: {CAME}") from e
             raise
         try:  # the rename was the publication
             sync_folder(Path(self.output))

@@ -30,7 +30,7 @@ from weightbeam.formats.storage.store import (
     stretches,
 )
 from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
-from weightbeam.model_mappings import doors
+from weightbeam.model_mappings import entry_points
 
 __all__ = [
     "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
@@ -90,12 +90,12 @@ def _store_of_a_package(scheme: str, url: str) -> Store | None:
     """The store of an installed package that has a scheme; None where none has it. Raises StorageError where it can't
     be loaded, or is no store.
     """
-    entry = next((entry for entry in doors.entries(doors.STORES) if entry.name == scheme), None)
+    entry = next((entry for entry in entry_points.entries(entry_points.STORES) if entry.name == scheme), None)
     if entry is None:
         return None
     try:
-        made = cast(Callable[[str], object], doors.load(entry, "store"))(url)
-    except doors.DoorError as e:
+        made = cast(Callable[[str], object], entry_points.load(entry, "store"))(url)
+    except entry_points.EntryPointError as e:
         raise StorageError(f"{url}: {e}") from e
     if not isinstance(made, Store):
         raise StorageError(

@@ -14,10 +14,10 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.strict_json import check_texts, read_json
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.doors import distrusted
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import has_scales, is_scanned
+from weightbeam.model_mappings.trust import distrusted
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of, version_of

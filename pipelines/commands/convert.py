@@ -91,7 +91,7 @@ class Converted(Made):
                 "--check_source true reads and compares"
             )
         has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
-        if report.is_as_released(conversion.plan):
+        if not self.maxtext:
             lines.append(f"load it:    weightbeam.load({step!r}, like=…); weightbeam help jax")
         else:
             lines += report.maxtext_lines(self.maxtext, step, has_file)
@@ -104,8 +104,10 @@ class Converted(Made):
     @property
     def maxtext(self) -> dict[str, str]:
         """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't
-        MaxText's default.
+        MaxText's default; nothing where the arrays are the release's own.
         """
+        if report.is_as_released(self.planned.plan):
+            return {}
         return report.maxtext_flags(self.planned, self.path)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToHub, taken
+from weightbeam.transforms.planning.options import CutOptions, MergeOptions, ToHub, options_as
 
 
 @takes(asked=CutOptions, how=ToHub)
@@ -41,7 +41,7 @@ def _as_merge(asked: CutOptions) -> MergeOptions:
     """A merge of nothing into what is kept. Raises Refused where nothing was said of that."""
     if not asked.cut:
         raise Refused("--layers, --experts and --vocab_rows: none of them says what is kept, such as --layers 0:4")
-    return taken(MergeOptions, asked)
+    return options_as(MergeOptions, asked)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

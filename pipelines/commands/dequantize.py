@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weightbeam.pipelines.commands.merge import Merged, rewrite, run_asked
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
-from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, taken
+from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, options_as
 
 
 @takes(asked=DequantizeOptions, how=ToHub)
@@ -42,7 +42,7 @@ def dequantize(
 
 
 def _as_values(asked: DequantizeOptions) -> MergeOptions:
-    return taken(MergeOptions, asked, dequantize=True)
+    return options_as(MergeOptions, asked, dequantize=True)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

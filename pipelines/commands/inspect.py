@@ -26,9 +26,9 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.cut import Cut
-from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
+from weightbeam.model_mappings.trust import as_said
 from weightbeam.pipelines.checking.recorded import options_made_with
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_release, reading

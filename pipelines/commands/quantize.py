@@ -26,8 +26,8 @@ from weightbeam.transforms.planning.options import (
     MergeOptions,
     QuantizeOptions,
     ToHub,
+    options_as,
     options_of,
-    taken,
 )
 
 
@@ -85,7 +85,9 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
             f"{asked.cut}: is taken of a release, and {source} is none; `weightbeam reshard` takes --layers and --experts of an Orbax checkpoint"
         )
     if not released:
-        return export.plan(source, asked=taken(ExportOptions, asked, quantize=asked.format), output=output, slots=slots)
+        return export.plan(
+            source, asked=options_as(ExportOptions, asked, quantize=asked.format), output=output, slots=slots
+        )
     of_checkpoints = {each.name: each for each in options_of(QuantizeOptions) if each.help.startswith(OF_CHECKPOINTS)}
     # by identity: 0 and False say something where None is the default
     if vain := [
@@ -97,7 +99,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
         raise Refused(
             f"--like={asked.like}: isn't quantised, and a release is quantised like one that is; leave it out"
         )
-    return merge.plan(source, taken(MergeOptions, asked, quantize=asked.format), given, output, slots)
+    return merge.plan(source, options_as(MergeOptions, asked, quantize=asked.format), given, output, slots)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -33,9 +33,10 @@ from weightbeam.formats.release.model_class import model_class
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.identity import as_read
 from weightbeam.formats.text.installing import install
+from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.model_mappings.config import QUANTIZATIONS
+from weightbeam.model_mappings.config import MAX_MESSAGE, QUANTIZATIONS
 from weightbeam.pipelines.forward.sides import Side
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
@@ -388,8 +389,11 @@ def _on_meta(side: Side, dtype: str) -> Any:
         make = made.from_config if made.__name__.startswith("Auto") else made._from_config
         with torch.device("meta"):
             model = make(config, dtype=getattr(torch, dtype))
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as e:
-        raise Refused(f"{side.where}: transformers can't make a model of its config.json: {e}") from e
+    except MemoryError:
+        raise
+    except Exception as e:  # another's code, on a file of anybody's
+        said = printable(str(e) or type(e).__name__, MAX_MESSAGE)
+        raise Refused(f"{side.where}: transformers can't make a model of its config.json: {said}") from e
     for module in model.modules():
         if unsaved := module._non_persistent_buffers_set:
             for name in unsaved & {name for name, value in module._buffers.items() if value is not None}:

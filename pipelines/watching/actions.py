@@ -25,7 +25,7 @@ from weightbeam.transforms.planning.options import (
     ReshardOptions,
     VerifyOptions,
     hashed,
-    taken,
+    options_as,
 )
 
 
@@ -147,7 +147,7 @@ def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
 
     checkpoint = _opened(open_orbax, source)
     if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, taken(ExportOptions, asked), ["quantize", hashed(asked)])
+        return _planned_adapter(checkpoint, options_as(ExportOptions, asked), ["quantize", hashed(asked)])
     return _planned(quantize.plan(source, asked=asked))
 
 

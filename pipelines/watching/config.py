@@ -22,8 +22,8 @@ from weightbeam.formats.storage import StorageError, Store, open_store, store_an
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
-from weightbeam.model_mappings.doors import code_of
 from weightbeam.model_mappings.meant import did_you_mean
+from weightbeam.model_mappings.trust import code_of
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read_convert_options, read_options, read_value

@@ -73,7 +73,7 @@ def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
         "unchanged": changes.unchanged(compared.get("before", {})),
         "notes": notes,
     }
-    store.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
+    store.write(changes.JSON, json.dumps(naming.apply(found), indent=1).encode())
     grids = {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
     store.write(changes.PICTURE, drawn) if drawn else store.delete(changes.PICTURE)
@@ -109,7 +109,7 @@ def describe(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
         release.write(changes.PICTURE, drawn)
     warnings, sentences = found["warnings"], found["said"]
     said = {name: value for name, value in about.items() if name not in ADDRESS}
-    report = _naming(about).told({**said, "warnings": warnings, "changes": sentences})
+    report = _naming(about).apply({**said, "warnings": warnings, "changes": sentences})
     _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn is not None)
     release.delete(baselines.FILE)
     report["files"] = contents_of(release, {*BESIDE} - {STEP_REPORT})
@@ -148,7 +148,7 @@ def _changed_since(others: Mapping[str, str], release: Store, like: str) -> tupl
             notes.append(f"not compared with {other}: it isn't what the step was made like any more")
             continue
         pairs[what] = pair
-        known.append(found.get(baselines.told_of(source), {}) if isinstance(source, HfCheckpoint) else {})
+        known.append(found.get(baselines.baseline_id(source), {}) if isinstance(source, HfCheckpoint) else {})
     compared = compare_pairs(list(pairs.values()), known=known) if pairs else []
     return {what: _summary(comparison) for what, comparison in zip(pairs, compared, strict=True)}, notes
 

@@ -500,7 +500,7 @@ class HubPlace(Place):
                 if e.response is None or e.response.status_code != 404:
                     raise
                 if self._holds(url, key, title):
-                    raise StorageError("the hub doesn't delete it, and says that it isn't there; it is") from e
+                    raise StorageError(f"{url}: the hub doesn't delete it, and says that it isn't there; it is") from e
         return True
 
     def check_writable(self, dry_run: bool = False) -> None:

@@ -282,7 +282,7 @@ class History:
         record = {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         record = json.loads(json.dumps(record))  # as others will read it
         self.store.make()
-        written = json.dumps(self.naming({**self.facts, **record}).told(record), indent=1)
+        written = json.dumps(self.naming({**self.facts, **record}).apply(record), indent=1)
         if not self.store.create(name := _name(len(self.records) + 1), written.encode()):
             if name in self.store.folders():
                 raise DamagedRecordError(f"{self.store.path(name)}: is a folder, and no record; move it away")

@@ -183,7 +183,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             "verified": facts.get("verified"),
             "history": history.outline,
         }
-        told = json.dumps(history.naming().told(report), indent=1).encode()
+        told = json.dumps(history.naming().apply(report), indent=1).encode()
         name = self._report_of(checkpoint)
         unknown = f"{checkpoint} was being published; it is if {RELEASE_REPORT} is there"
         try:

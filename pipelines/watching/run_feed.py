@@ -376,7 +376,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         newest step, which was published at `url`.
         """
         report = {**self.places.of(history).report(url), "checkpoint": url}
-        said = json.dumps(history.naming().told(report), indent=1).encode()
+        said = json.dumps(history.naming().apply(report), indent=1).encode()
         pointer = self.places.pointer(history.first["target"])
         point(self.output, pointer, lambda: (url, said) if self._is_newest_by_now(history) else None)
 

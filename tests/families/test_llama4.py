@@ -317,6 +317,15 @@ def test_its_language_model_says_whether_the_head_is_tied(around: bool) -> None:
         assert made.maxtext["logits_via_embedding"] is not has_head
 
 
+def test_a_section_that_is_none_is_one_fault() -> None:
+    """Nothing that follows from it is told."""
+    config = {"model_type": "llama4", "text_config": [1]}
+    made = plan_conversion(ConvertOptions(), headers_only(config, known=shapes(TEXT)))
+    assert [problem.message for problem in made.plan.problems if problem.kind == "config"] == [
+        "'text_config' should be an object, but is [1]"
+    ]
+
+
 def test_the_vocabulary_may_be_padded(generated: Path, tmp_path: Path) -> None:
     """`--vocab_size` reaches the nested model's embedding and head."""
     arrays = converted(generated / "models" / "llama4", tmp_path / "out", "--vocab_size", "260")

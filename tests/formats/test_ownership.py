@@ -327,6 +327,18 @@ def test_who_has_lost_the_lease_gives_up_his_own_place_alone(
     assert new.is_staged()
 
 
+def test_what_came_to_the_place_meanwhile_stays(tmp_path: Path) -> None:
+    """Without `--overwrite`, too, it is named in words, and what was made can be gone on with."""
+    staging = staging_at(tmp_path, 0, "plan")
+    (complete(staging) / PLAN).write_bytes(gzip.compress(json.dumps({"hash": "0" * 64}).encode()))
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "theirs").touch()
+    with pytest.raises(StorageError, match="isn't what it was as this began, and stays"):
+        staging.publish()
+    assert os.listdir(tmp_path / "0") == ["theirs"]
+    assert staging.is_staged()
+
+
 @pytest.mark.parametrize("failing", ["the output", "the plan", "the result"])
 def test_what_fails_once_it_is_published_is_a_warning(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

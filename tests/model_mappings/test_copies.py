@@ -19,10 +19,8 @@ HEADERS = load_headers()
 def test_a_copy_is_dropped_and_its_original_is_read(name, tied):
     """Whatever is a copy is left out by the family's drops; what it is a copy of, the table reads."""
     config = Config(HEADERS[name].config | {"tie_word_embeddings": tied})
-    for part in {
-        "thinker_config",
-        "text_config",
-    } & config.keys():  # Qwen 3 Omni says it in the one, Llama 4 in the other
+    # Qwen 3 Omni says it in the one, Llama 4 in the other
+    for part in {"thinker_config", "text_config"} & config.keys():
         config[part] = config[part] | {"tie_word_embeddings": tied}
     family = family_by_config(config)
     for layout in layouts_of(HEADERS[name].config).values():

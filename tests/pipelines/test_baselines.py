@@ -23,7 +23,7 @@ from weightbeam.model_mappings.registry import FAMILIES
 from weightbeam.pipelines.checking.pairs import open_pair
 from weightbeam.pipelines.checking.pairwise import compare_pairs
 from weightbeam.transforms.comparing import baselines, differences
-from weightbeam.transforms.comparing.baselines import FILE, Baseline, read_found, told_of
+from weightbeam.transforms.comparing.baselines import FILE, Baseline, baseline_id, read_found
 from weightbeam.transforms.comparing.differences import Difference
 from weightbeam.transforms.planning.options import ToHub
 
@@ -83,7 +83,7 @@ def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkey
     )
     assert any(start for box in boxes for start, _ in box) or (name != "wide" and box_bytes > 4096)
     found = read_found(LocalFolder(str(output)))
-    told = {url: told_of(open_hf(url)) for url in others}
+    told = {url: baseline_id(open_hf(url)) for url in others}
     assert found.keys() == set(told.values())
     same, differs = (assert_as_compared(output, url, found[told[url]]) for url in others)
     assert not any(difference.different for difference in same.values())
@@ -101,7 +101,7 @@ def test_with_quantised_values(made: Path, tmp_path: Path) -> None:
     wb.export(
         str(made / "llama" / "ckpt"), str(tmp_path / "back"), how=ToHub(compared_with=(baseline,)), progress=False
     )
-    found = read_found(LocalFolder(str(tmp_path / "back")))[told_of(open_hf(baseline))]
+    found = read_found(LocalFolder(str(tmp_path / "back")))[baseline_id(open_hf(baseline))]
     assert any(difference.different for difference in assert_as_compared(tmp_path / "back", baseline, found).values())
 
 
@@ -114,7 +114,9 @@ def test_a_merge(made: Path, tmp_path: Path) -> None:
         str(like), str(tmp_path / "merged"), lora=str(adapter), how=ToHub(compared_with=(str(like),)), progress=False
     )
     found = assert_as_compared(
-        tmp_path / "merged", str(like), read_found(LocalFolder(str(tmp_path / "merged")))[told_of(open_hf(str(like)))]
+        tmp_path / "merged",
+        str(like),
+        read_found(LocalFolder(str(tmp_path / "merged")))[baseline_id(open_hf(str(like)))],
     )
     changed = {name for name, difference in found.items() if difference.different}
     assert changed == {f"{q_proj}.weight"}
@@ -130,7 +132,7 @@ def test_a_merge_into_codes(made: Path, tmp_path: Path, other: str) -> None:
     wb.merge(
         str(base), str(tmp_path / "merged"), lora=str(adapter), how=ToHub(compared_with=(baseline,)), progress=False
     )
-    found = read_found(LocalFolder(str(tmp_path / "merged")))[told_of(open_hf(baseline))]
+    found = read_found(LocalFolder(str(tmp_path / "merged")))[baseline_id(open_hf(baseline))]
     pair = open_pair(baseline, str(tmp_path / "merged"))
     assert {"model.norm.weight", f"{q_proj}.weight"} <= found.keys() < pair.first.keys()
     told, wanted = compare_pairs([pair], known=[found])[0], compare_pairs([pair])[0]
@@ -170,7 +172,9 @@ def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
         how=ToHub(compared_with=(str(closed), like)),
         progress=False,
     )
-    assert_as_compared(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[told_of(open_hf(like))])
+    assert_as_compared(
+        tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[baseline_id(open_hf(like))]
+    )
     lost = str(shutil.copytree(like, tmp_path / "lost"))
     opened = {url: Baseline(url) for url in (lost, like)}
     for file in Path(lost).glob("*.safetensors"):
@@ -192,7 +196,7 @@ def test_what_wasnt_found_is_looked_for(made: Path, tmp_path: Path) -> None:
     """
     like, output = str(made / "llama" / "like"), tmp_path / "fp8"
     wb.quantize(str(made / "llama" / "ckpt"), str(output), like=like, how=ToHub(compared_with=(like,)), progress=False)
-    found = read_found(LocalFolder(str(output)))[told_of(open_hf(like))]
+    found = read_found(LocalFolder(str(output)))[baseline_id(open_hf(like))]
     pair = open_pair(like, str(output))
     missing = pair.first.keys() - found.keys()
     assert "model.layers.0.mlp.up_proj.weight" in missing
@@ -219,7 +223,7 @@ def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:
     wb.export(
         str(made / "llama" / "ckpt"), "gs://bucket/back", how=ToHub(compared_with=("gs://bucket/like",)), progress=False
     )
-    found = read_found(open_store("gs://bucket/back"))[told_of(open_hf("gs://bucket/like"))]
+    found = read_found(open_store("gs://bucket/back"))[baseline_id(open_hf("gs://bucket/like"))]
     assert not any(
         difference.different
         for difference in assert_as_compared("gs://bucket/back", "gs://bucket/like", found).values()
@@ -243,10 +247,10 @@ def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         wb.export(str(made / "wide" / "ckpt"), str(output), **arguments)
     monkeypatch.undo()
     wb.export(str(made / "wide" / "ckpt"), str(output), how=ToHub(resume=True, compared_with=(like,)), **arguments)
-    found = read_found(LocalFolder(str(output)))[told_of(open_hf(like))]
+    found = read_found(LocalFolder(str(output)))[baseline_id(open_hf(like))]
     pair = open_pair(like, str(output))
     part = {name for name, each in found.items() if each.elements < math.prod(pair.first[name].shape)}
     assert part
     (told,) = compare_pairs([pair], known=[found])
     assert {each.status for each in told.tensors.values()} == {"equal"}
-    assert json.loads((output / FILE).read_text()).keys() == {told_of(open_hf(like))}
+    assert json.loads((output / FILE).read_text()).keys() == {baseline_id(open_hf(like))}

@@ -36,7 +36,7 @@ from support import (
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.staging.folder import new_id
-from weightbeam.model_mappings import doors
+from weightbeam.model_mappings import entry_points
 from weightbeam.pipelines.cli import Failed
 from weightbeam.pipelines.running.graph import run_units
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
@@ -245,7 +245,6 @@ def test_a_damaged_source(source: Path, refused: Refused, name: str) -> None:
     assert [word for word in words if word not in message] == [], message
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root reads every file unless that is taken from it")
 def test_a_field_that_nothing_is_about_is_named(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model's arithmetic may depend on it."""
     configure(source, dual_chunk_attention_config={"chunk_size": 16})
@@ -255,6 +254,7 @@ def test_a_field_that_nothing_is_about_is_named(source: Path, capsys: pytest.Cap
     assert "nothing here is about: dual_chunk_attention_config; where" in said
 
 
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root reads every file unless that is taken from it")
 @pytest.mark.parametrize("name", [SECOND, INDEX, "config.json"])
 def test_a_file_that_may_not_be_read_is_not_corrupt(source: Path, name: str) -> None:
     (source / name).chmod(0)
@@ -390,11 +390,16 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -
     assert "vocab_size" in ran.stderr
 
 
+def _import_too_much() -> None:
+    raise ImportError("_rust.abi3.so: failed to map segment from shared object")
+
+
+@pytest.mark.parametrize("fails", [lambda: bytearray(1 << 60), _import_too_much])
 def test_no_more_memory_is_said(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fails: Callable[[], Any], source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = convert(source, source.parent / "out")
-    monkeypatch.setattr("zstandard.ZstdDecompressor", lambda: bytearray(1 << 60))
+    monkeypatch.setattr("zstandard.ZstdDecompressor", fails)
     assert call("inspect", step) == 1
     assert (
         "inspect: failed\n  the system gives no more memory; raise the limit on it (ulimit -v)"
@@ -417,8 +422,10 @@ def test_a_family_that_ends_the_process_is_refused(
     table.write_text("import sys\nsys.exit(0)\n")
     assert f"--family={table}: SystemExit 0" in refused(source, "--family", table)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(doors.DoorError, match="the family 'ends' of ends:FAMILY can't be loaded: SystemExit 0"):
-        doors.load(EntryPoint("ends", "ends:FAMILY", "weightbeam.families"), "family")
+    with pytest.raises(
+        entry_points.EntryPointError, match="the family 'ends' of ends:FAMILY can't be loaded: SystemExit 0"
+    ):
+        entry_points.load(EntryPoint("ends", "ends:FAMILY", "weightbeam.families"), "family")
 
 
 def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> None:

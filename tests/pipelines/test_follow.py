@@ -73,7 +73,7 @@ from weightbeam.pipelines.watching.places import WORK, HubPlace, Place
 from weightbeam.pipelines.watching.records import RUNS, History, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
-from weightbeam.transforms.comparing.baselines import FILE, read_found, told_of
+from weightbeam.transforms.comparing.baselines import FILE, baseline_id, read_found
 
 PIL = lazily("PIL")
 peft = lazily("peft")
@@ -268,7 +268,7 @@ def test_what_changed_is_found_on_the_way(
     aside = open_store(comparing.keywords["aside"])
     before = str(output / "step-1")
     assert (about["before"]["url"], about["like"]) == (before, str(like))
-    assert read_found(release).keys() == {told_of(open_hf(url)) for url in (before, str(like))}
+    assert read_found(release).keys() == {baseline_id(open_hf(url)) for url in (before, str(like))}
     with monkeypatch.context() as patched:
         patched.setattr(pairwise, "compare_each", None)  # nothing is read again
         comparing.action(**comparing.keywords)

@@ -239,6 +239,10 @@ def test_everything_that_stands_against_it_is_said(tmp_path: Path, capsys: pytes
     assert "no such model" in refused(unknown, "--token_ids", "1")
     endless = save(tmp_path / "endless", read_config(release) | {"num_hidden_layers": 10**9}, read_tensors(release))
     assert "config.json says num_hidden_layers=1,000,000,000, of " in refused(endless, "--token_ids", "1")
+    for number, senseless in enumerate(({"num_attention_heads": 5}, {"vocab_size": 10**18})):
+        made = save(tmp_path / f"senseless{number}", read_config(release) | senseless, read_tensors(release))
+        assert len(said := refused(made, "--token_ids", "1")) < 5000
+        assert "transformers can't make a model of its config.json" in said
     said = refused(lacking, "--token_ids", "1")
     assert said.count("q_proj.weight: no tensor of the release becomes it") == LLAMA["num_hidden_layers"]
     assert "can't be run" in refused(release, "--token_ids", "1", "--maxtext", tmp_path / "python")

@@ -357,5 +357,5 @@ def test_texts() -> None:
     assert naming.text(told) == 'see x/y: "a.py", line 3; 1/2 of a/b, https://host/a/b, --family=f.py'
     assert naming.text("another conversion (process 7 on vm) is at work") == "another conversion is at work"
     config = {"config": {"_name_or_path": "/a/b/c", "other": "/a/b"}}
-    assert naming.told(config) == {"config": {"_name_or_path": "c", "other": "/a/b"}}
+    assert naming.apply(config) == {"config": {"_name_or_path": "c", "other": "/a/b"}}
     assert [is_name(said) for said in ("x@1", "/x", "hf://x", "", None)] == [True, False, False, False, False]

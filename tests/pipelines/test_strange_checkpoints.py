@@ -499,7 +499,7 @@ def test_an_array_that_is_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[
     ocp.PyTreeCheckpointer().save(tmp_path / "one", np.zeros(4, np.float32))
     for command in (["inspect", tmp_path / "one"], ["diff", tmp_path / "one", tmp_path / "one"]):
         assert call(*command) == 2
-        assert "is one array without a name, and no tree of arrays" in capsys.readouterr().err
+        assert "holds an array without a name, as a checkpoint of one array does" in capsys.readouterr().err
 
 
 # --- any numbers ------------------------------------------------------------------------------------------------------

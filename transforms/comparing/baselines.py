@@ -39,10 +39,10 @@ FILE = "differences.json"  # the same of all units, in a release that nobody rea
 
 VALUES = frozenset(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))  # no codes are stored so
 
-Found = dict[str, dict[str, Difference]]  # by the baseline, as `told_of` tells it, and the tensor's name
+Found = dict[str, dict[str, Difference]]  # by the `baseline_id` and the tensor's name
 
 
-def told_of(release: HfCheckpoint) -> str:
+def baseline_id(release: HfCheckpoint) -> str:
     """What tells a baseline from others, and from what lies at its place after it was replaced, or for a while."""
     is_here = "://" not in release.root  # else the version tells, and a file may be seen here once it is cached
     seen = [(file.name, file.inode, file.changed) for file in release.shards if is_here]
@@ -53,7 +53,7 @@ class Baseline:
     """The tensors of a release, under the names of its family's table; quantised ones by their values.
 
     Attributes:
-      told: what tells it from others.
+      id: what tells it from others.
       is_lost: whether it couldn't be read once, so that nobody tries again.
     """
 
@@ -64,7 +64,7 @@ class Baseline:
           StorageError: they can't be read.
         """
         release = open_hf(open_store(url))
-        self.told = told_of(release)
+        self.id = baseline_id(release)
         try:
             self._aliases = family_of(Config(release.config)).aliases
         except (ConfigError, UnknownFamilyError):  # then each has one name only
@@ -99,45 +99,45 @@ def _open(run: str, urls: tuple[str, ...]) -> dict[str, Baseline]:
     for url in urls:
         with contextlib.suppress(OSError):
             baseline = Baseline(url)
-            opened[baseline.told] = baseline
+            opened[baseline.id] = baseline
     return opened
 
 
 def compare_rows(baselines: Mapping[str, Baseline], rows: Iterable[Rows]) -> Found:
     """How far the rows of a release are from the same rows of each baseline, `BOX_BYTES` of each at a time."""
-    found: Found = {told: {} for told in baselines}
+    found: Found = {key: {} for key in baselines}
     for tensor, box, values in rows:
-        sides = {told: side for told, baseline in baselines.items() if (side := baseline.find(tensor))}
+        sides = {key: side for key, baseline in baselines.items() if (side := baseline.find(tensor))}
         itemsize = max((operand.dtype.itemsize for _, operand in sides.values()), default=0)
         shaped, axes = values.reshape(extent(box)), range(len(box))
         for inner in cut(shaped.shape, itemsize, axes, (1,) * len(box)) if sides else ():
             outer = tuple((start + at, stop + at) for (start, stop), (at, _) in zip(inner, box, strict=True))
             part = shaped[slices(inner)]
-            for told, name, difference in _compare(baselines, sides, outer, part):
-                found[told][name] = found[told].get(name, Difference()) + difference
+            for key, name, difference in _compare(baselines, sides, outer, part):
+                found[key][name] = found[key].get(name, Difference()) + difference
     return found
 
 
 def _compare(
     baselines: Mapping[str, Baseline], sides: Mapping[str, tuple[str, Operand]], box: Box, values: np.ndarray
 ) -> Iterator[tuple[str, str, Difference]]:
-    """What tells the baselines, the names of a tensor, and how far its values in a box are from theirs; nothing of those that
+    """The keys of the baselines, the names of a tensor, and how far its values in a box are from theirs; nothing of those that
     can't be read.
     """
     firsts: dict[str, np.ndarray] = {}
-    for told, (_, operand) in sides.items():
+    for key, (_, operand) in sides.items():
         try:
-            if not baselines[told].is_lost:
-                firsts[told] = operand.read(box)
+            if not baselines[key].is_lost:
+                firsts[key] = operand.read(box)
         except (OSError, ContentError):  # who compares afterwards says what is wrong
-            baselines[told].is_lost = True
-    for told, difference in zip(firsts, compare_each(list(firsts.values()), values), strict=True):
-        yield told, sides[told][0], difference
+            baselines[key].is_lost = True
+    for key, difference in zip(firsts, compare_each(list(firsts.values()), values), strict=True):
+        yield key, sides[key][0], difference
 
 
 def note(found: Found) -> dict[str, Any]:
     """What a unit's ledger entry says of it."""
-    return {NOTE: {told: {name: dataclasses.astuple(each) for name, each in of.items()} for told, of in found.items()}}
+    return {NOTE: {key: {name: dataclasses.astuple(each) for name, each in of.items()} for key, of in found.items()}}
 
 
 def gather(entries: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
@@ -146,8 +146,8 @@ def gather(entries: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
     """
     found: Found = {}
     for entry in entries:
-        for told, noted in entry.get(NOTE, {}).items():
-            held = found.setdefault(told, {})
+        for key, noted in entry.get(NOTE, {}).items():
+            held = found.setdefault(key, {})
             for name, fields in noted.items():
                 held[name] = held.get(name, Difference()) + Difference(*fields)
     return {FILE: json.dumps(note(found)[NOTE]).encode()} if found else {}
@@ -159,4 +159,4 @@ def read_found(release: Store) -> Found:
         noted = read_json(release, FILE)
     except FileNotFoundError:
         return {}
-    return {told: {name: Difference(*fields) for name, fields in of.items()} for told, of in noted.items()}
+    return {key: {name: Difference(*fields) for name, fields in of.items()} for key, of in noted.items()}

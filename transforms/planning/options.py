@@ -198,7 +198,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def taken(kind: type[Kind], options: Any, **said: Any) -> Kind:
+def options_as(kind: type[Kind], options: Any, **said: Any) -> Kind:
     """The options of one class as those of another: the fields that both have, and what is `said`."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     shared = {name: value for name, value in vars(options).items() if name in known}

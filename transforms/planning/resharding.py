@@ -41,9 +41,9 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.targets import Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
-from weightbeam.model_mappings.doors import as_said
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import ArrayPlan
+from weightbeam.model_mappings.trust import as_said
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Shares, add_shares
 from weightbeam.transforms.cutting.blocks import Block, working_bytes

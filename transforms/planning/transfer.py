@@ -33,8 +33,9 @@ from weightbeam.formats.staging import BYTES, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.identity import Watched
 from weightbeam.formats.targets import Target
-from weightbeam.model_mappings import doors
+from weightbeam.model_mappings import entry_points
 from weightbeam.model_mappings.plan import ArrayPlan, Problem
+from weightbeam.model_mappings.trust import code_of
 from weightbeam.transforms.cutting.blocks import Block, working_bytes
 from weightbeam.transforms.cutting.units import Unit
 from weightbeam.transforms.planning.inputs import Identity, pack_inputs, this_code
@@ -258,9 +259,9 @@ class Transfer(abc.ABC):
 
     def _code(self) -> Iterator[object]:
         """Whose code decodes and maps, where no table's words tell what it does."""
-        if others := doors.versions(doors.ENCODINGS):
+        if others := entry_points.versions(entry_points.ENCODINGS):
             yield others
-        if code := self.plan.code or doors.code_of(getattr(self.options, "family", None)):
+        if code := self.plan.code or code_of(getattr(self.options, "family", None)):
             yield code
 
     def _arrays(self) -> Iterator[tuple[object, ...]]:
@@ -361,5 +362,5 @@ class Transfer(abc.ABC):
           ValueError: units are missing, or don't hold what they should.
         """
         self.check()
-        record = self.naming(place.final.url).told(self.record())
+        record = self.naming(place.final.url).apply(self.record())
         self.target.assemble(place, len(self.units), record, overwrite, functools.partial(self.conclude, place))
