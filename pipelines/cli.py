@@ -173,9 +173,17 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, call: _Call) -> int:
         try:
             status = module.run(args, rest)
         finally:
-            print(end="", flush=True)  # now, where a reader that is gone is looked after
+            _flush()  # now, where a reader that is gone is looked after
         interrupts.over = True
         return status
+
+
+def _flush() -> None:
+    """Writes what was printed. Raises OSError, which says that it is of standard output."""
+    try:
+        print(end="", flush=True)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, "standard output") from e
 
 
 def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | None:

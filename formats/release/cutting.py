@@ -276,12 +276,13 @@ class _Cutting:
         scan, blocks = found
         after = {rename(name, family.aliases): tensor.shape for name, tensor in made.tensors.items()}
         whole_blocks = (
-            f"{self.cut.layers}: MaxText stacks the layers of this model in blocks of {blocks.length}; keep whole ones"
+            f"{self.cut.layers}: MaxText stacks the layers of this model in blocks of {blocks.length}; keep whole ones, or "
+            "for other programs than MaxText name --family identity"
         )
         try:
             new = blocks_of(family, Config(made.config), after, scan).places
         except ConfigError as e:
-            yield LAYERS, f"{whole_blocks if blocks.length > 1 else self.cut.layers}: {e}"
+            yield LAYERS, whole_blocks if blocks.length > 1 else f"{self.cut.layers}: {e}"
             return
         for layer, number in self.kept.layers.items():
             if layer in blocks.places and blocks.places[layer] != new.get(number):

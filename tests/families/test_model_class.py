@@ -49,7 +49,7 @@ def test_the_line() -> None:
 def test_the_last_lines_wherever_it_lies() -> None:
     """In a folder, on the hub by its commit, and in a bucket, which transformers can't read."""
     said = [
-        loading(folder, {"architectures": ["Qwen3VLForConditionalGeneration"]}, {})
+        loading(folder, {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {}}, {})
         for folder in ("/a/x", "hf://me/x@abc", "gs://bucket/x")
     ]
     load = "transformers.AutoModelForImageTextToText.from_pretrained"

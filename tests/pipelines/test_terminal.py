@@ -510,7 +510,7 @@ def test_an_output_that_takes_nothing(source: Path, tmp_path: Path) -> None:
         process = warm.start("convert", source, tmp_path / "out", stdout=full)
         _, told = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert f"No space left on device; but {tmp_path / 'out' / '0'} was published already" in told
+    assert f"No space left on device: 'standard output'; but {tmp_path / 'out' / '0'} was published already" in told
     assert call("verify", source, tmp_path / "out", "-q") == 0
 
 
