@@ -252,6 +252,11 @@ def test_a_field_that_nothing_is_about_is_named(source: Path, capsys: pytest.Cap
     captured = capsys.readouterr()
     said = " ".join((captured.out + captured.err).split())
     assert "nothing here is about: dual_chunk_attention_config; where" in said
+    configure(source, **{f"{number}{'x' * 10_000}": 1 for number in range(100)})
+    assert call("plan", source) == 0
+    captured = capsys.readouterr()
+    assert " and 91 more; where" in " ".join((captured.out + captured.err).split())
+    assert len(captured.out + captured.err) < 8000
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root reads every file unless that is taken from it")

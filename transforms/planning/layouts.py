@@ -11,6 +11,7 @@ from typing import Any
 from weightbeam.formats.orbax.metadata import HANDLER
 from weightbeam.formats.orbax.scaled import ScaledArray
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
+from weightbeam.formats.text.printable import listed, printable
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
@@ -25,6 +26,7 @@ ENCODERS = ("vision_encoder", "audio_encoder")  # where MaxText's tree has a tow
 TOWERS = tuple(f"{PARAMETERS}{name}." for name in ENCODERS)
 MTP = f"{PARAMETERS}mtp_block."
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
+NAME_LETTERS = 100  # of a field that nothing is about
 SCAN_AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
 
 
@@ -127,8 +129,9 @@ def maxtext_of(
         return None, (f"no {FILE}: {e}",)
     warnings = [f"MaxText can't express this: {limit}" for limit in maxtext.limits]
     if maxtext.unknown:
+        names = listed([printable(name, NAME_LETTERS) for name in maxtext.unknown])
         warnings.append(
-            f"config.json has fields that nothing here is about: {', '.join(maxtext.unknown)}; where the model's "
-            "arithmetic depends on them, MaxText's logits differ"
+            f"config.json has fields that nothing here is about: {names}; where the model's arithmetic depends on them, "
+            "MaxText's logits differ"
         )
     return maxtext, tuple(warnings)
