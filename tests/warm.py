@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -145,6 +145,7 @@ def _command(
     words: list[str],
     limits: Mapping[int, int],
     stop: Signal | None,
+    spawns: bool,
 ) -> None:
     """`weightbeam WORDS`, to its end."""
     _begin(files, folder, environment, limits)
@@ -152,6 +153,13 @@ def _command(
         stop.arm()
     sys.argv = ["weightbeam", *words]
     from weightbeam.pipelines.entry import run
+
+    if words[:1] == ["watch"] and not spawns:
+        from weightbeam.pipelines.watching import isolation
+
+        # Its processes are forked of the same server: one of its own would import everything again.
+        vars(forkserver._forkserver)["ensure_running"] = lambda: None
+        vars(isolation)["CONTEXT"] = Context
 
     try:
         run()
@@ -185,6 +193,7 @@ def start(
     stderr: IO | int | None = None,
     limits: Mapping[int, int] | None = None,
     stop: Signal | None = None,
+    spawns: bool = False,
 ) -> Process:
     """Starts `weightbeam WORDS` in a session of its own.
 
@@ -196,6 +205,7 @@ def start(
       stdout: a file, by default one that `communicate` reads; `stderr` likewise.
       limits: the most that it may have, by the numbers of the module `resource`.
       stop: a signal that it sends itself on the way.
+      spawns: whether a watcher's processes are its children, as they are in use; they then import everything anew.
     """
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
     with open(os.devnull) as nothing:
@@ -206,7 +216,7 @@ def start(
         environment = dict(os.environ if env is None else env)
         where = str(cwd or Path.cwd())
         process = _CONTEXT.Process(
-            target=_command, args=(files, where, environment, list(map(str, words)), limits or {}, stop)
+            target=_command, args=(files, where, environment, list(map(str, words)), limits or {}, stop, spawns)
         )
         process.start()
     return Process(process, out, err)

@@ -27,6 +27,7 @@ import numpy as np
 import pairs
 import pytest
 import training_run
+import warm
 import yaml
 from huggingface_hub import snapshot_download
 from lazily import lazily
@@ -83,7 +84,6 @@ transformers = lazily("transformers")
 pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
 REPO = "me/tuned"
-WATCH = ["-m", "weightbeam", "watch"]
 NODE = bytes.fromhex("0cdb20de")  # how a node of an OCDBT index begins (google/tensorstore, ocdbt/format/btree.cc)
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
@@ -735,7 +735,7 @@ def test_a_clock_that_jumps_while_a_step_is_made(
     upload(gcs, run / "1", "tuned/checkpoints/1")
     gcs.faults = [Fault("slow", seconds=5.0, matching="%2Fd%2F|/d/")]
     follow = ["--run", "gs://run/tuned/checkpoints", "--like", str(model[0]), "--output", str(out), "--once"]
-    with start(["-m", "weightbeam", "watch", *follow], tmp_path / "printed") as first:
+    with start(tmp_path / "printed", *follow) as first:
         deadline = time.monotonic() + PATIENCE
         while "converting" not in states(out, "tuned").get("step-1", []):
             assert time.monotonic() < deadline, (tmp_path / "printed").read_text()
@@ -1038,13 +1038,13 @@ def test_an_older_step_that_is_published_later(
     run = tmp_path / "run" / "checkpoints"
     output = {"folder": str(tmp_path / "out"), "hub": f"hf://{REPO}"}[place]
     write(run, 1, model=model)
-    follow = ["-m", "weightbeam", "watch", "--run", str(run), "--like", str(model[0]), "--output", output]
+    follow = ["--run", str(run), "--like", str(model[0]), "--output", output]
     publish = RunFeed.publish
 
     def be_slow(*arguments: Any) -> dict[str, Any]:
         monkeypatch.setattr(RunFeed, "publish", publish)
         write(run, 2, model=model)
-        assert start([*follow, "--once", "--every", "2"], tmp_path / "printed").wait() == 0
+        assert start(tmp_path / "printed", *follow, "--once", "--every", "2").wait() == 0
         return publish(*arguments)
 
     monkeypatch.setattr(RunFeed, "publish", be_slow)
@@ -1077,7 +1077,7 @@ def test_two_watchers_of_one_repository(
         watchers = []
         for number, file in enumerate(printed):
             cache = str(tmp_path / f"cache-{number % machines}")
-            watchers.append(start([*WATCH, *follow], file, XDG_CACHE_HOME=cache))
+            watchers.append(start(file, *follow, XDG_CACHE_HOME=cache))
             stack.callback(watchers[-1].wait)
             stack.callback(watchers[-1].kill)
         for step in range(2, last + 1):
@@ -1115,9 +1115,10 @@ def test_two_watchers_of_one_repository(
 # --- beside a run -----------------------------------------------------------------------------------------------------
 
 
-def start(command: list[str], printed: Path, **environment: str) -> subprocess.Popen[bytes]:
-    out, environment = printed.open("ab"), {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    return subprocess.Popen([sys.executable, *command], stdout=out, stderr=out, env=os.environ | environment)
+def start(printed: Path, *options: object, **environment: str) -> warm.Process:
+    """A watcher of its own, whose words are added to a file."""
+    with printed.open("ab") as out:
+        return warm.start("watch", *options, stdout=out, stderr=out, env=os.environ | environment)
 
 
 class Followed:
@@ -1129,9 +1130,9 @@ class Followed:
         self.place, self.folder, self.like, self.hub, self.gcs = place, folder, model[0], hub, gcs
         self.rng, self.run = random.Random(pairs.SEED), folder / "run" / "checkpoints"
         self.output = {"folder": str(folder / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
-        for root in (folder / "state", self.run):
-            write(root, 0, model=model)
+        write(folder / "state", 0, model=model)
         self.state = training_run.load_state(folder / "state" / "0")
+        write(self.run, 0, model=(self.like, self.state))
 
     def steps(self) -> list[int]:
         """Those that the run holds."""
@@ -1149,11 +1150,22 @@ class Followed:
     def go_on_until_killed(self) -> None:
         """Both begin; when the watcher has told of four states more, both are killed, in any order."""
         steps = f"{self.steps()[-1] + 1}:1000"
-        train = [training_run.__file__, "--state", f"{self.folder}/state/0", "--root", str(self.run), "--steps", steps]
-        follow = [*WATCH, "--run", str(self.run), "--like", str(self.like)]
+        train = [
+            sys.executable,
+            training_run.__file__,
+            "--state",
+            f"{self.folder}/state/0",
+            "--root",
+            str(self.run),
+            "--steps",
+            steps,
+        ]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        follow = ["--run", self.run, "--like", self.like, "--output", self.output, "--interval", "1s"]
         with (
-            start([*train, "--seconds", "0.7"], self.folder / "printed-run") as run,
-            start([*follow, "--output", self.output, "--interval", "1s"], self.folder / "printed-watch") as watcher,
+            (self.folder / "printed-run").open("ab") as out,
+            subprocess.Popen([*train, "--seconds", "0.7"], stdout=out, stderr=out, env=environment) as run,
+            start(self.folder / "printed-watch", *follow) as watcher,
         ):
             try:
                 before = sum(map(len, self.told()))
@@ -1317,16 +1329,12 @@ def test_a_watcher_starts_before_the_run(
     waits = f"{run} has a step that isn't committed yet; its _CHECKPOINT_METADATA, which Orbax's CheckpointManager writes last"
     assert waits in capsys.readouterr().out
     shutil.rmtree(run)
-    command = [*WATCH, "--run", str(run), "--like", str(like), "--output", str(output), "--interval", "1s"]
-    watching = start(command, tmp_path / "printed")
-    try:
+    follow = ["--run", run, "--like", like, "--output", output, "--interval", "1s"]
+    with start(tmp_path / "printed", *follow):
         wait_until(lambda: "isn't there yet" in (tmp_path / "printed").read_text())
         assert f"following run, looking every 1 s until Ctrl-C: {run}" in (tmp_path / "printed").read_text()
         write(run, 1, model=model)
         wait_until(lambda: states(output) == {"step-1": WHOLE})
-    finally:
-        watching.kill()
-        watching.wait()
     assert states(output) == {"step-1": WHOLE}
     assert (tmp_path / "printed").read_text().count("isn't there yet") == 1
     shutil.rmtree(run)  # now it isn't the beginning any more
@@ -1574,13 +1582,13 @@ def test_a_watcher_killed_between_a_branch_and_main(
     write(run, 1, model=model)
     follow = ["--run", str(run), "--like", str(model[0]), "--output", f"hf://{REPO}", "--once"]
     fault = hub.fail("slow", seconds=30, times=1, matching="POST .*/preupload/main")
-    with start([*WATCH, *follow], printed, XDG_CACHE_HOME=str(tmp_path / "one")) as watcher:
+    with start(printed, *follow, XDG_CACHE_HOME=str(tmp_path / "one")) as watcher:
         wait_until(lambda: fault.hits > 0, printed.read_text, PATIENCE)
         watcher.kill()
     branches = hub.repositories[REPO].branches
     assert branches["step-1"].title.startswith("Step 1 of ")
     assert branches["main"].title == "initial commit"
-    with start([*WATCH, *follow], printed, XDG_CACHE_HOME=str(tmp_path / "two")) as watcher:
+    with start(printed, *follow, XDG_CACHE_HOME=str(tmp_path / "two")) as watcher:
         assert watcher.wait(PATIENCE) == 0
     assert branches["main"].title == branches["step-1"].title
     assert len(branches["step-1"].history()) == 2
@@ -1602,7 +1610,7 @@ def test_a_stop_while_a_bucket_publishes_a_step(
     about = dict(checkpoints=str(run), like=str(model[0]), targets=[dict(name="t", output="gs://out/pub")])
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
     fault = gcs.fail("slow", seconds=2, times=1, matching=rf"POST .*(rewriteTo|copyTo)/b/out/o/pub\W.*step-1\W.*{name}")
-    with start([*WATCH, "--config", str(file), "--once"], printed) as watcher:
+    with start(printed, "--config", file, "--once") as watcher:
         wait_until(lambda: fault.hits > 0, printed.read_text, PATIENCE)
         watcher.send_signal(number)
         assert watcher.wait(PATIENCE) == (130 if number == signal.SIGINT else 1)

@@ -103,9 +103,9 @@ class Watch:
     def once(self, *options: str) -> int:
         return call("watch", "--config", self.file, *(options or ["--once"]))
 
-    def start(self, *options: str, **environment: str) -> warm.Process:
+    def start(self, *options: str, spawns: bool = False, **environment: str) -> warm.Process:
         """A watcher in a process of its own."""
-        return warm.start("watch", "--config", self.file, *options, env=os.environ | environment)
+        return warm.start("watch", "--config", self.file, *options, env=os.environ | environment, spawns=spawns)
 
     def records(self, repo: str = REPO) -> list[list[dict[str, Any]]]:
         """Each history of a repository, in the order of their beginnings."""
@@ -713,7 +713,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     hub.add(REPO, make_release(tmp_path / "first", files=2))
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
-    with watch.start("--once") as process:
+    with watch.start("--once", spawns=True) as process:
         wait_until(
             lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1,
             process=process,
@@ -940,7 +940,7 @@ def test_a_conversion_that_dies_doesnt_end_the_watcher(watch: Watch, hub: FakeHu
     hub.add("acme/a", folder)
     hub.add("acme/b", folder)
     hub.cdn.faults = [Fault("slow", seconds=1, matching="acme%2Fa|acme/a")]
-    with watch.start("--once") as process:
+    with watch.start("--once", spawns=True) as process:
         wait_until(lambda: watch.states("acme/a") == [["discovered", "planned", "converting"]], process=process)
         wait_until(lambda: workers_of(process.pid), process=process)
         for worker in workers_of(process.pid):
