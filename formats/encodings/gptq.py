@@ -291,12 +291,13 @@ def _make_awq(parts: QuantizedTensor) -> Awq:
 
 def _group(parts: QuantizedTensor, size: object, inputs: int, exact: int | None = None) -> int:
     """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some
-    modules.
+    modules. A last one of several groups that has fewer inputs takes a `g_idx`: several sizes make as many groups.
     """
     scale = parts[".scales"]
     if is_size(size) or size == -1:
         group = size if is_size(size) else max(1, inputs)
-        if -(-inputs // group) == scale.shape[0]:
+        told = scale.shape[0] == 1 or inputs % group == 0 or parts.get(".g_idx")
+        if -(-inputs // group) == scale.shape[0] and told:
             return group
     if exact is None:
         raise MismatchError(

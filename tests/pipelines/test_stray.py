@@ -27,6 +27,7 @@ from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, Hist
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps, read_step
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
 
