@@ -17,6 +17,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.rules import TODO
+from weightbeam.model_mappings.scales import is_scales
 
 MAX_ELEMENTS = 1 << 43  # of a model: 8.8 trillion parameters
 MAX_ARRAYS = 100_000  # of a checkpoint; the largest models have some thousands where their layers aren't stacked
@@ -234,7 +235,11 @@ def make_arrays(
 
 
 def _own_dtype(parts: Iterable[Part], tensors: Mapping[str, TensorSpec]) -> np.dtype:
-    """The narrowest dtype of the tensors that holds the values of all; bfloat16 for a constant."""
+    """The narrowest dtype of the tensors that holds the values of all; bfloat16 for a constant, float32 for scales to
+    which a factor goes: an exponent (float8_e8m0fnu) holds no product.
+    """
+    if any(is_scales(part.rule) and not op.is_exact for part in parts for op in part.rule.ops):
+        return np.dtype(np.float32)
     stored = {tensors[name].dtype for part in parts for name in part.tensors if name in tensors}
     floats = sorted(filter(is_float, stored), key=lambda dtype: (dtype.itemsize, dtype.name))
     holding = (dtype for dtype in floats if all(holds(dtype, other) for other in floats))

@@ -41,6 +41,11 @@ def in_square(rank: int, size: int) -> tuple[int, ...]:
     return (1,) * (rank - 2) + (size, size)
 
 
+def is_scales(rule: Rule) -> bool:
+    """Whether a line is one of scales: `scale_rule` made it."""
+    return rule.target.endswith(ARRAY_SUFFIX) and (rule.source or "").endswith(TENSOR_SUFFIX)
+
+
 def kept_parts(part: Part, block: Sequence[int]) -> tuple[Part, Part]:
     """What a line of the table makes of a quantised tensor that stays so: its codes, and its scales.
 
