@@ -506,9 +506,8 @@ def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Con
         except ConfigError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-            raise ConfigError(
-                f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}"
-            ) from e
+            follows = f" that {line.key or line.path} follows from" if line.key or line.path else ""
+            raise ConfigError(f"config.json: a field{follows} makes no sense: {e}") from e
     return ConfigReading(keys, tuple(dict.fromkeys(limits)))
 
 

@@ -174,6 +174,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["llama3.1-70b"], "llama3.3-70b", ["rope_type is 'llama3'", "--maxtext_model llama3.1-70b", "rope_type=llama3.1"]),
         (TREES["llama3.1-8b"] | {"rope_parameters": TREES["llama3.1-8b"]["rope_parameters"] | {"factor": 32.0}}, "llama3.1-8b", ["factor", "built in"]),
         (TREES["mixtral-8x7b"] | {"sliding_window": 4096}, None, ["sliding_window is 4096"]),
+        (TREES["mixtral-8x7b"] | {"sliding_window": 0}, None, ["sliding_window is 0"]),
         (TREES["olmo3-7b"] | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}}, "olmo3-7b", ["YaRN"]),
         (TREES["qwen3-8b"] | {"use_sliding_window": True}, None, ["use_sliding_window"]),
@@ -504,11 +505,19 @@ def test_yarn_of_a_plain_model():
     assert {key: keys[key] for key in wanted} == wanted
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "swish7"}, {"rms_norm_eps": "small"}, {"num_hidden_layers": None}])
-def test_a_field_that_no_key_can_say(change):
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("qwen3-8b", {"hidden_act": "swish7"}),
+        ("qwen3-8b", {"rms_norm_eps": "small"}),
+        ("qwen3-8b", {"num_hidden_layers": None}),
+        ("mixtral-8x7b", {"sliding_window": "wide"}),
+    ],
+)
+def test_a_field_that_no_key_can_say(model, change):
     """Refused by the field's name."""
     with pytest.raises((ConfigError, UnknownFamilyError), match=next(iter(change))):
-        made_for(TREES["qwen3-8b"] | change)
+        made_for(TREES[model] | change)
 
 
 def test_unknown_fields_are_named():
