@@ -73,7 +73,7 @@ def open_store(where: str | Path | Store) -> Store:
         return Bucket(url.rstrip("/"))
     if scheme == "hf":
         try:
-            check_endpoint()
+            check_endpoint(asked=True)
         except EndpointError as e:
             raise StorageError(str(e)) from e
         from weightbeam.formats.storage.hub import open_repository

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 from urllib.parse import urlsplit
 
 from weightbeam.formats.text.printable import without_user
+
+ENDPOINT = "https://huggingface.co"
 
 
 class EndpointError(ValueError):
     """`HF_ENDPOINT` isn't an address."""
 
 
-def check_endpoint() -> None:
+def check_endpoint(asked: bool = False) -> None:
     """Makes sure that `HF_ENDPOINT` is an address, where it is set: else the hub's client can't even be imported.
 
+    Args:
+      asked: whether the hub is to be asked, which takes a whole address.
+
     Raises:
-      EndpointError: it isn't.
+      EndpointError: it isn't. What is behind a `?` isn't shown: it may be a token.
     """
-    address = os.environ.get("HF_ENDPOINT", "")
+    address = os.environ.get("HF_ENDPOINT", ENDPOINT)
     try:
-        _ = urlsplit(address).port
+        found = urlsplit(address)
+        _ = found.port
+        if asked and not (found.scheme in ("http", "https") and found.hostname):
+            raise ValueError("it begins with https:// or http://, and a host")
+        if asked and (found.query or found.fragment):
+            raise ValueError("it ends with a host or a path")
     except ValueError as e:
-        raise EndpointError(
-            f"HF_ENDPOINT={without_user(address)}: is no address of a hub ({e}); mend it, or unset it"
-        ) from e
+        shown = without_user(re.split("[?#]", address)[0])
+        raise EndpointError(f"HF_ENDPOINT={shown}: is no address of a hub ({e}); mend it, or unset it") from e

@@ -574,14 +574,24 @@ def test_a_mirror_that_asks_for_a_password(hub: FakeHub, tmp_path: Path, monkeyp
     assert json.loads(open_store(URL).read("config.json"))["model_type"]
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://me:secret@hub.example:abc", "http://hub.example:abc"),
+        ("", ""),
+        ("hub.example", "hub.example"),
+        ("http://hub.example/api?token=secret", "http://hub.example/api"),
+    ],
+)
 def test_an_endpoint_that_is_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Said before the hub's client is imported, which ends in a traceback."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@hub.example:abc")
+    """Said before the hub's client is imported, which ends in a traceback, or asks an address that is none."""
+    monkeypatch.setenv("HF_ENDPOINT", address)
     assert call("convert", URL, tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert "HF_ENDPOINT=http://hub.example:abc: is no address of a hub" in said
+    assert f"HF_ENDPOINT={shown}: is no address of a hub" in said
+    assert "secret" not in said
     with pytest.raises(StorageError, match="is no address of a hub"):
         open_store(URL)
 
