@@ -11,11 +11,14 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.report import kind_and_layer
 from weightbeam.transforms.comparing.differences import Difference
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 JSON, PICTURE = "changes.json", "changes.png"
 COMMIT = re.compile(r"(@[0-9a-f]{12})[0-9a-f]{28}$")
@@ -113,12 +116,8 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
 
     None where matplotlib isn't installed (the extra `follow`).
     """
-    import numpy as np
-
     try:
-        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError:
         return None
@@ -135,40 +134,39 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
     )
     space = dict(hspace=0.9 / (sum(heights) / len(heights)))
     axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights, gridspec_kw=margins | space)[:, 0]
-    colors = colormaps["viridis"].with_extremes(under="0.85", bad="red")
-    for axis, (since, (kinds, layers, cells)) in zip(axes, grids.items(), strict=True):
-        shown = kinds[:MOST_ROWS]
-        blank = [[(kind, layer) not in cells for layer in layers] for kind in shown]
-        values = np.array([[cells.get((kind, layer), 0.0) for layer in layers] for kind in shown], np.float64)
-        changed = values[np.isfinite(values) & (values > 0)]
-        low, high = (float(changed.min()), float(changed.max())) if changed.size else (1e-6, 1.0)
-        # below the scale, not off it: to a logarithm zero is as bad as NaN
-        values[values == 0] = low / 2
-        high = max(high, low * 1.01)
-        masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, high)
-        image = axis.imshow(masked, cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
-        axis.imshow(
-            np.ma.masked_where(~np.array(blank), np.ones_like(values)),
-            cmap="gray",
-            vmin=0,
-            vmax=1,
-            aspect="auto",
-            interpolation="nearest",
-        )
-        axis.set_yticks(range(len(shown)), shown, fontsize=7)
-        step = max(1, len(layers) // 24)
-        axis.set_xticks(
-            range(0, len(layers), step), ["–" if layer < 0 else str(layer) for layer in layers[::step]], fontsize=7
-        )
-        axis.set_xlabel("layer (– : none); grey: unchanged, red: NaN or infinite", fontsize=7)
+    most = int(width / INCHES_PER_LETTER)
+    for axis, (since, grid) in zip(axes, grids.items(), strict=True):
         heading = f"relative change since {brief(since)}"
-        most = int(width / INCHES_PER_LETTER)
         axis.set_title(heading if len(heading) <= most else f"{heading[:22]}…{heading[23 - most :]}", fontsize=9)
-        bar = figure.colorbar(
-            image, ax=axis, fraction=0.03, pad=0.01, ticks=np.geomspace(low, high, MARKS).tolist(), format="%.1e"
-        )
-        bar.ax.minorticks_off()
-        bar.ax.tick_params(labelsize=7)
+        _draw(axis, grid)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
+
+
+def _draw(axis: Axes, grid: Grid) -> None:
+    """Draws one comparison, with its scale beside it."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+
+    kinds, layers, cells = grid
+    kinds = kinds[:MOST_ROWS]
+    values = np.ma.masked_less([[cells.get((kind, layer), -1.0) for layer in layers] for kind in kinds], 0)
+    finite = values.compressed()[np.isfinite(values.compressed())]
+    low, high = min(finite[finite > 0], default=1e-6), max(finite[finite > 0], default=1.0)
+    high = max(high, low * 1.01)
+    # beside the scale: to a logarithm zero is as bad as NaN
+    values[values == 0] = low / 2
+    values[~np.isfinite(values)] = high * 2
+    colors = colormaps["viridis"].with_extremes(under="0.85", over="red", bad="white")
+    image = axis.imshow(values, cmap=colors, norm=LogNorm(low, high), aspect="auto", interpolation="nearest")
+    axis.set_yticks(range(len(kinds)), kinds, fontsize=7)
+    step = max(1, len(layers) // 24)
+    names = ["–" if layer < 0 else str(layer) for layer in layers[::step]]
+    axis.set_xticks(range(0, len(layers), step), names, fontsize=7)
+    axis.set_xlabel("layer (– : none); grey: unchanged, red: NaN or infinite", fontsize=7)
+    ticks = np.geomspace(low, high, MARKS).tolist()
+    bar = axis.figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01, ticks=ticks, format="%.1e")
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=7)

@@ -13,27 +13,12 @@ from typing import Any, Generic, TypeVar
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
-from weightbeam.pipelines.watching.isolation import Action, Workers
+from weightbeam.pipelines.watching.isolation import Task, Workers
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, key_of
 
 VersionT = TypeVar("VersionT", bound=Version)
 TargetT = TypeVar("TargetT", bound=VersionTarget)
-
-
-@dataclasses.dataclass(frozen=True)
-class FeedTask:
-    """One thing that is done for a version, in a process of its own.
-
-    Attributes:
-      action: what.
-      keywords: of it.
-      fact: under which name the record keeps what comes of it; empty where it doesn't.
-    """
-
-    action: Action
-    keywords: Mapping[str, Any]
-    fact: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +183,7 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         """The URL that a version is read from."""
 
     @abc.abstractmethod
-    def plan(self, source: str, target: TargetT) -> FeedTask:
+    def plan(self, source: str, target: TargetT) -> Task:
         """Plans; among the facts are the `plan`'s hash and what `foresee` needs."""
 
     @abc.abstractmethod
@@ -223,7 +208,7 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         """Whether the result is there and was compared, so that it can be published."""
 
     @abc.abstractmethod
-    def tasks(self, history: History, target: TargetT) -> Iterator[tuple[FeedTask, ...]]:
+    def tasks(self, history: History, target: TargetT) -> Iterator[tuple[Task, ...]]:
         """What is done from the plan to a result that was compared with its source, in this order; some of it at the
         same time.
 

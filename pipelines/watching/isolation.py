@@ -58,6 +58,23 @@ class Outcome:
 
 
 Action = Callable[..., dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One thing that is done for a version, in a process of its own.
+
+    Attributes:
+      action: what.
+      keywords: of it.
+      fact: under which name the record keeps what comes of it; empty where it doesn't.
+    """
+
+    action: Action
+    keywords: Mapping[str, Any]
+    fact: str = ""
+
+
 Prepare = Callable[[], None]
 
 
@@ -96,12 +113,12 @@ class WorkerProcess:
             self.was_used = False
             theirs.close()
 
-    def ask(self, action: Action, keywords: Mapping[str, Any]) -> None:
+    def ask(self, task: Task) -> None:
         """Has it do a task; the outcome is the `answer`."""
         self.begin()
         self.was_used = True
         with contextlib.suppress(ConnectionError):  # it has died: the answer says how
-            self.connection.send((action, dict(keywords)))
+            self.connection.send(task)
 
     def answer(self, seconds: float | None = None) -> Outcome:
         """Waits for the outcome; a task that takes longer than so many `seconds` is ended."""
@@ -163,18 +180,18 @@ class Workers:
         for process in self._processes:
             process.__exit__()
 
-    def run(self, action: Action, keywords: Mapping[str, Any], seconds: float | None = None) -> Outcome:
+    def run(self, task: Task, seconds: float | None = None) -> Outcome:
         """Does a task, and waits for it; one that takes longer than so many `seconds` is ended."""
-        self._processes[0].ask(action, keywords)
+        self._processes[0].ask(task)
         return self._processes[0].answer(seconds)
 
-    def run_together(self, tasks: Sequence[tuple[Action, Mapping[str, Any]]]) -> list[Outcome]:
+    def run_together(self, tasks: Sequence[Task]) -> list[Outcome]:
         """Does tasks at the same time. Where one isn't done, the others are ended, and its outcome alone is returned."""
         while len(self._processes) < len(tasks):
             self._processes.append(WorkerProcess())
         at_work = {}
         for process, task in zip(self._processes, tasks, strict=False):
-            process.ask(*task)
+            process.ask(task)
             at_work[process.connection] = process
         outcomes: dict[WorkerProcess, Outcome] = {}
         try:
@@ -237,8 +254,7 @@ def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
     with at_the_shell():
         while True:
             try:
-                action, keywords = connection.recv()
-                connection.send(_outcome(action, keywords))
+                connection.send(_outcome(connection.recv()))
             except KeyboardInterrupt:
                 os._exit(1)  # whatever is at work in its threads
 
@@ -249,9 +265,9 @@ def _give_up(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _outcome(action: Action, keywords: Mapping[str, Any]) -> Outcome:
+def _outcome(task: Task) -> Outcome:
     try:
-        return Outcome(Status.DONE, facts=action(**keywords))
+        return Outcome(Status.DONE, facts=task.action(**task.keywords))
     except Busy as e:
         return Outcome(Status.BUSY, str(e).strip())
     except Refused as e:

@@ -21,7 +21,7 @@ from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable, told_other_run
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
-from weightbeam.pipelines.watching.runs import read_step
+from weightbeam.pipelines.watching.runs import RunStep, read_step
 
 
 def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
@@ -102,7 +102,6 @@ def _real(url: str) -> str:
 def _find_problems(feed: RunFeed) -> list[str]:
     """What stands against reading one run."""
     run = feed.run
-    problems: list[str] = []
     try:
         steps = feed.look()
         if not steps:
@@ -113,31 +112,37 @@ def _find_problems(feed: RunFeed) -> list[str]:
     except DamagedRecordError:  # stops this run alone, at each look
         return []
     except OSError as e:
-        message = str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"
-        return [*problems, message]
+        return [str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"]
     if newest is None:  # all is known to be well, or it has gone while it was looked at
-        return problems
+        return []
     if newest.updated > now() + SKEW:
         warn(
             f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's"
         )
-    likes: dict[str, None] = {}  # that steps are compared with
+    return _find_plan_problems(feed, newest)
+
+
+def _find_plan_problems(feed: RunFeed, step: RunStep) -> list[str]:
+    """What stands against making a step into each target; where nothing does, warns of what is fetched for each step."""
+    problems: list[str] = []
+    compared: dict[str, None] = {}  # releases that steps are compared with
     with feed.apart() as apart:
         for target in feed.run.targets:
-            task = feed.plan(newest.url, target)
-            outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
-            facts = outcome.facts
-            if (like := run.like or facts.get("form")) and not (facts.get("lora") and target.facts["lora"] != MERGED):
-                likes[like] = None
+            who = f"run {feed.run.name}, target {target.name}: step {step.number}"
+            task = feed.plan(step.url, target)
+            outcome = apart.run(task, PLAN_SECONDS)
+            is_adapter, is_merged = bool(outcome.facts.get("lora")), target.lora == MERGED
+            like = feed.run.like or outcome.facts.get("form")
+            if like and (is_merged or not is_adapter):
+                compared[like] = None
             if outcome.status == Status.REFUSED:
-                problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
-            elif facts.get("lora") and target.facts["lora"] == MERGED and not has_weights(form := facts["form"]):
+                problems.append(f"{who}: {outcome.message}")
+            elif is_adapter and is_merged and not has_weights(form := outcome.facts["form"]):
                 problems.append(
-                    f"run {run.name}, target {target.name}: step {newest.number} is an adapter, and like, {form}, has no weights "
-                    "that it could be merged into; name the release itself"
+                    f"{who} is an adapter, and like, {form}, has no weights that it could be merged into; name the release itself"
                 )
     if not problems:
-        _warn_of_downloads(likes)
+        _warn_of_downloads(compared)
     return problems
 
 

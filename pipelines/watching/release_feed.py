@@ -16,7 +16,8 @@ from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import actions, releases
 from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point, read_if_there
+from weightbeam.pipelines.watching.feed import Feed, Waiting, point, read_if_there
+from weightbeam.pipelines.watching.isolation import Task
 from weightbeam.pipelines.watching.notices import inform, warn
 from weightbeam.pipelines.watching.records import History, Record, State, histories, history_of, now
 from weightbeam.pipelines.watching.releases import ReleaseCommit
@@ -117,8 +118,8 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             return False
         return not releases.is_there(history.name, history.facts["commit"])
 
-    def plan(self, source: str, target: TargetConfig) -> FeedTask:
-        return FeedTask(actions.plan, {"source": source, "asked": target.options})
+    def plan(self, source: str, target: TargetConfig) -> Task:
+        return Task(actions.plan, {"source": source, "asked": target.options})
 
     def foresee(self, target: TargetConfig, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
@@ -143,7 +144,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         """Where it is or will be; what is recorded is where that was when the output had another place."""
         return self.place(history, history.facts["plan"])
 
-    def tasks(self, history: History, target: TargetConfig) -> Iterator[tuple[FeedTask, ...]]:
+    def tasks(self, history: History, target: TargetConfig) -> Iterator[tuple[Task, ...]]:
         source, checkpoint, config, asked = (
             self.source(history),
             self._checkpoint(history),
@@ -159,7 +160,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             "beam": config.runner_arguments(),
             "made_of": history.facts.get("made_of", ""),  # none of an earlier version
         }
-        yield (FeedTask(actions.convert, convert),)
+        yield (Task(actions.convert, convert),)
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
@@ -167,7 +168,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             )  # fmt: skip
             # it leaves its findings in a local file
             here = {"asked": verify, "beam": config.runner_arguments(here=True)}
-            yield (FeedTask(actions.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
+            yield (Task(actions.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
 
     def publish(self, history: History, target: TargetConfig) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""

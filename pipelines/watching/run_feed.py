@@ -15,8 +15,8 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting, point
-from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.feed import Feed, Waiting, point
+from weightbeam.pipelines.watching.isolation import Task, Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, STEP_REPORT, drop
@@ -227,7 +227,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
     def source(self, history: History) -> str:
         return (self.store / _folder_of(history)).url
 
-    def plan(self, source: str, target: RunTarget) -> FeedTask:
+    def plan(self, source: str, target: RunTarget) -> Task:
         return self._step_tasks.plan(source, target)
 
     def foresee(self, target: RunTarget, facts: Mapping[str, Any]) -> str:
@@ -260,7 +260,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         """Where a step's result grows."""
         return self.places.of(history).workplace(history.key)
 
-    def tasks(self, history: History, target: RunTarget) -> Iterator[tuple[FeedTask, ...]]:
+    def tasks(self, history: History, target: RunTarget) -> Iterator[tuple[Task, ...]]:
         return self._step_tasks.tasks(history, target, self.source(history), self._work(history))
 
     def is_given_up(self, history: History) -> bool:

@@ -22,8 +22,7 @@ from weightbeam.pipelines.watching.config import (
     WatchConfig,
     is_maxtext_config,
 )
-from weightbeam.pipelines.watching.feed import FeedTask
-from weightbeam.pipelines.watching.isolation import Action
+from weightbeam.pipelines.watching.isolation import Action, Task
 from weightbeam.pipelines.watching.places import RELEASE
 from weightbeam.pipelines.watching.records import History, State
 from weightbeam.pipelines.watching.step_places import StepPlaces
@@ -46,13 +45,13 @@ class StepTasks:
     def __init__(self, config: WatchConfig, run: Run, places: StepPlaces):
         self._config, self._run, self._places = config, run, places
 
-    def plan(self, source: str, target: RunTarget) -> FeedTask:
+    def plan(self, source: str, target: RunTarget) -> Task:
         """Plans what is made of a step that is read from `source`."""
         plans: dict[str, Action] = {RESHARD: actions.plan_reshard, QUANTIZE: actions.plan_quantize}
         asked = {"source": source, "asked": self._asked(target)}
         if target.kind in plans:
-            return FeedTask(plans[target.kind], asked)
-        return FeedTask(actions.plan_export, {**asked, "lora": target.lora})
+            return Task(plans[target.kind], asked)
+        return Task(actions.plan_export, {**asked, "lora": target.lora})
 
     def _asked(
         self, target: RunTarget, history: History | None = None
@@ -74,7 +73,7 @@ class StepTasks:
         is_hub = self._places[target.name].url.startswith("hf://")
         return False if is_hub and target.options.full_paths is None else target.options.full_paths
 
-    def tasks(self, history: History, target: RunTarget, source: str, work: Store) -> Iterator[tuple[FeedTask, ...]]:
+    def tasks(self, history: History, target: RunTarget, source: str, work: Store) -> Iterator[tuple[Task, ...]]:
         """What is done of a step that is read from `source`, in the folder `work`; see `Feed.tasks`."""
         facts, release = history.facts, work / RELEASE
         work.make()
@@ -85,7 +84,7 @@ class StepTasks:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
             yield (_write("reshard", made, how=how, beam=self._config.runner_arguments()),)
             if self._config.verify:
-                judges = [FeedTask(actions.verify_reshard, {"a": source, "b": release.url}, "verified")]
+                judges = [Task(actions.verify_reshard, {"a": source, "b": release.url}, "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._places.of(history).workplace(history.key, here=True)
@@ -106,11 +105,11 @@ class StepTasks:
                 )  # fmt: skip
                 verify = {"source": release.url, "checkpoint": source, "asked": asked}
                 verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [FeedTask(actions.verify, verify, "verified")]
+                judges = [Task(actions.verify, verify, "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
         about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
-        yield (*judges, FeedTask(describing.compare, about))
-        yield (FeedTask(describing.describe, about, "changes"),)
+        yield (*judges, Task(describing.compare, about))
+        yield (Task(describing.describe, about, "changes"),)
 
     def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT."""
@@ -120,7 +119,7 @@ class StepTasks:
         is_far = "://" in self._places[target.name].url and asked.full_paths is None
         return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)
 
-    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> FeedTask:
+    def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> Task:
         """Merges a step's adapter into the release that it is for."""
         if (form := self._like_of(history)) is None:
             raise Failed(
@@ -134,7 +133,7 @@ class StepTasks:
         into = "quantize" if target.kind == QUANTIZE else "merge"
         return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
 
-    def _writing(self, command: str, made: Mapping[str, Any], history: History) -> FeedTask:
+    def _writing(self, command: str, made: Mapping[str, Any], history: History) -> Task:
         """Writes a release, which is compared on the way with the step before and with what the run began with: what
         `compare` has to say of it is found then, and not by reading all of them afterwards.
         """
@@ -186,6 +185,6 @@ class StepTasks:
         return None
 
 
-def _write(command: str, made: Mapping[str, Any], **more: Any) -> FeedTask:
+def _write(command: str, made: Mapping[str, Any], **more: Any) -> Task:
     """What a command makes of a step."""
-    return FeedTask(actions.write, {"command": command, **made, **more})
+    return Task(actions.write, {"command": command, **made, **more})

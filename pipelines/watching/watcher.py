@@ -15,8 +15,8 @@ from weightbeam.formats.storage.local import IRREGULAR
 from weightbeam.formats.storage.uninterrupted import PUBLISHED
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, FeedTask, Waiting
-from weightbeam.pipelines.watching.isolation import PLAN_SECONDS, Outcome, Status, Workers
+from weightbeam.pipelines.watching.feed import Feed, Waiting
+from weightbeam.pipelines.watching.isolation import PLAN_SECONDS, Outcome, Status, Task, Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
     NOTE,
@@ -331,7 +331,7 @@ class Watcher:
         if history.state not in (State.DISCOVERED, State.FAILED) and not (before and feed.plans_anew):
             return True
         task = feed.plan(feed.source(history), target)
-        outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
+        outcome = apart.run(task, PLAN_SECONDS)
         if outcome.status != Status.DONE:
             if why := feed.is_gone(history, patient=True):
                 self._say_gone(feed, history, why)
@@ -364,10 +364,10 @@ class Watcher:
         return True
 
     def _do(
-        self, feed: Feed, history: History, apart: Workers, tasks: Sequence[FeedTask], attempt: int
+        self, feed: Feed, history: History, apart: Workers, tasks: Sequence[Task], attempt: int
     ) -> list[Outcome] | None:
         """Does tasks at the same time; None if one of them isn't done, which is recorded."""
-        outcomes = apart.run_together([(task.action, task.keywords) for task in tasks])
+        outcomes = apart.run_together(tasks)
         outcome = outcomes[-1]
         if outcome.status == Status.DONE:
             return outcomes
@@ -400,7 +400,7 @@ class Watcher:
             return found
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
-            outcome = apart.run(task.action, task.keywords, PLAN_SECONDS)
+            outcome = apart.run(task, PLAN_SECONDS)
         if outcome.status != Status.DONE:
             again = now() if outcome.status == Status.FAILED else None  # nothing of it is recorded
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -177,7 +178,7 @@ def _ask(endpoint: str, question: str, request: Any) -> Any:
             raise OSError(f"the job service at {endpoint} doesn't answer ({e.code().name.lower()})") from e  # type: ignore[attr-defined]
 
 
-# --- jobs that outlived their command ---------------------------------------------------------------------------------
+# --- what the options say of a job ------------------------------------------------------------------------------------
 
 
 def outlives(options: PipelineOptions) -> bool:
@@ -197,14 +198,138 @@ def may_get_one_slot(options: PipelineOptions) -> bool:
     )
 
 
-def forget(staging: Staging) -> None:
-    """Removes that note: the job has ended, or can do nothing any more."""
-    with contextlib.suppress(OSError):
-        if staging.exists():
-            staging.plan_folder.delete(JOB)
+def pool_of(options: PipelineOptions) -> str:
+    """Where the engine's hosts should find a worker, as a question to a person; empty where workers come from images,
+    which may have to be fetched first.
+    """
+    portable = options.view_as(PortableOptions)
+    where = {
+        "EXTERNAL": f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config)",
+        "PROCESS": f"can each host of the engine run {portable.lookup_environment_option('process_command')} (--environment_options)",
+    }.get(re.sub(r"beam:env:(\w+):v1", r"\1", portable.environment_type or "").upper())
+    return f"{where}, and has the engine a free slot?" if where else ""
+
+
+def patience_of(options: PipelineOptions) -> float:
+    """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
+    # Beam's own default may be what is said
+    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())
+    said = "__job_server_timeout" in flags and options.get_all_options()["job_server_timeout"]
+    return float(said or NO_WORKER)
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------
+
+
+class Submission:
+    """A job, from before it is submitted to its end. Where its workers are elsewhere it may outlive the command: a note
+    of it lies beside the plan until it has ended.
+
+    Attributes:
+      site: where it is found again.
+      outlives: whether it can go on without the command.
+      result: what Beam knows of it; None until it is submitted.
+      was_given_up: whether it was cancelled since no worker had come.
+    """
+
+    def __init__(self, options: PipelineOptions, staging: Staging):
+        self.site, self.outlives, self._staging = Site.of(options), outlives(options), staging
+        self.result: Any = None
+        self.was_given_up = False
+        self._before: Sequence[str] = ()  # jobs of its name that are others'
+        if self.outlives:
+            with contextlib.suppress(OSError):
+                self._before = self.site.active()
+            note(staging, self.site)
+
+    def has_ended(self) -> bool:
+        """Whether it has come to an end, as far as its service answers."""
+        try:
+            return self.result is not None and PipelineState.is_terminal(self.result.state)
+        except grpc.RpcError:
+            return False
+
+    def is_over(self) -> bool:
+        """Whether, after it failed, it is surely not at work any more."""
+        if not self.outlives or self.has_ended():
+            return True
+        try:
+            return not set(self.site.active()) - set(self._before)
+        except OSError:
+            # a job server of the command's own, which didn't come as far
+            return self.result is None and not self.site.endpoint
+
+    def _active(self) -> Sequence[str]:
+        """The jobs to end: those of its name that weren't there before, or what Beam's own job service has."""
+        if self.site.can_be_asked:
+            return [job for job in self.site.active() if job not in self._before]
+        if self.result is None:
+            return []
+        self.result.cancel()
+        return [] if self.has_ended() else [self.site.job_name]
+
+    @contextlib.contextmanager
+    def giving_up(self, seconds: float) -> Iterator[None]:
+        """Context manager: after so many seconds the job is cancelled if no worker has come to it; never where they are 0."""
+
+        def look() -> None:
+            with contextlib.suppress(OSError, grpc.RpcError):
+                if not self._staging.ready_workers():
+                    self.was_given_up = True
+                    for job in self._active():
+                        self.site.cancel(job)
+
+        timer = threading.Timer(seconds, look)
+        timer.daemon = True
+        if seconds:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def stop(self) -> None:
+        """Ends it and waits for that. First it is made sure that its workers publish nothing: a job service may say that a
+        job is cancelled which the cluster behind it goes on with.
+
+        Raises:
+          KeyboardInterrupt: it can't be ended, or one doesn't want to wait; the note stays, and the message says how.
+        """
+        if not self.outlives:
+            with contextlib.suppress(OSError):  # its workers end with this process
+                self._staging.stop()
+            return
+        rest = f"{self.site.how_to_end}; until then --resume and --overwrite are refused"
+        how = f"the job goes on; {rest}"
+        try:
+            self._staging.stop()
+            how = f"the job publishes nothing any more, but hasn't ended; {rest}"
+            LOG.info("stopping: the job is cancelled")
+            deadline = time.monotonic() + PATIENCE
+            while jobs := self._active():
+                for job in jobs:
+                    self.site.cancel(job)
+                if time.monotonic() > deadline:
+                    raise KeyboardInterrupt(how)
+                time.sleep(0.5)
+        except (OSError, grpc.RpcError) as e:
+            raise KeyboardInterrupt(f"{e}; {how}") from None
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(how) from None
+        self.forget()
+
+    def abandon(self) -> None:
+        """Has workers publish nothing of a job that failed: a service may have it still. Else the note stays."""
+        if self.outlives:
+            with contextlib.suppress(OSError):
+                self._staging.stop()
+                self.forget()
+
+    def forget(self) -> None:
+        """Removes the note: the job has ended, or can do nothing any more."""
+        with contextlib.suppress(OSError):
+            if self.outlives and self._staging.exists():
+                self._staging.plan_folder.delete(JOB)
 
 
 def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> None:
@@ -221,62 +346,40 @@ def run(pipeline: beam.Pipeline, job: Job, done: Callable[[], int]) -> None:
         message says how to end it.
       Exception: it failed.
     """
-    site, follows, staging = Site.of(pipeline.options), outlives(pipeline.options), job.staging
-    if may_get_one_slot(pipeline.options):
+    options, staging = pipeline.options, job.staging
+    if may_get_one_slot(options):
         LOG.warning(ONE_SLOT)
-    before: Sequence[str] = ()
-    if follows:
-        with contextlib.suppress(OSError):
-            before = site.active()
-        note(staging, site)
+    submission = Submission(options, staging)
     staging.forget_workers()
-    state = State(done, staging.ready_workers)
-    pool, patience = pool_of(pipeline.options) if follows else "", patience_of(pipeline.options)
-    given_up: threading.Event | None = None
-    result: Any = None
-    servers = own_servers(pipeline.runner)
-    try:
-        with watch_progress(job.left, done, job.planned.doing, job.report, state), quiet(job.noise):
-            result = state.result = pipeline.run()
-            with (
-                giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result))
-                if pool
-                else contextlib.nullcontext() as given_up
-            ):
-                result.wait_until_finish()
-    except KeyboardInterrupt:
+    state = State(submission, done, staging.ready_workers)
+    pool = pool_of(options) if submission.outlives else ""
+    seconds = patience_of(options) if pool else 0.0
+    with ending_servers(pipeline.runner):
         try:
-            if follows:
-                _stop(site, staging, before, result)
-            else:
-                with contextlib.suppress(OSError):  # its workers end with this process
-                    staging.stop()
-        finally:
-            for server in servers:
-                server.stop()
-        raise
-    except Exception as e:
-        if follows and not _is_over(site, before, result):
-            raise JobLostError(
-                f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}"
-            ) from e
-        if follows:
-            with contextlib.suppress(OSError):  # else the note stays
-                staging.stop()  # a service that has failed, or that was told to cancel, may have the job still
-                forget(staging)
-        if given_up is not None and given_up.is_set():
-            raise RunnerError(
-                f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer"
-            ) from e
-        if pool and IN_A_STAGE not in str(e) and not staging.ready_workers():
-            raise RunnerError(f"{last_words(e)}; no worker has come: {pool}") from e
-        raise
-    if follows:
-        forget(staging)
+            with watch_progress(job.left, done, job.planned.doing, job.report, state), quiet(job.noise):
+                submission.result = pipeline.run()
+                with submission.giving_up(seconds):
+                    submission.result.wait_until_finish()
+        except KeyboardInterrupt:
+            submission.stop()
+            raise
+        except Exception as e:
+            if not submission.is_over():
+                how = submission.site.how_to_end
+                raise JobLostError(f"{e}\nthe engine can't be asked any more, and the job may go on: {how}") from e
+            submission.abandon()
+            if submission.was_given_up:
+                why = f"no worker has come in {seconds:.0f} s, and the job was cancelled"
+                raise RunnerError(f"{why}: {pool} --job_server_timeout=SECONDS waits longer") from e
+            if pool and IN_A_STAGE not in str(e) and not staging.ready_workers():
+                raise RunnerError(f"{last_words(e)}; no worker has come: {pool}") from e
+            raise
+    submission.forget()
 
 
-def own_servers(runner: Any) -> list[Any]:
-    """The job servers that a runner will have started, to be stopped with a command that is: Beam does so when Python
+@contextlib.contextmanager
+def ending_servers(runner: Any) -> Iterator[None]:
+    """Context manager: the job servers that a runner starts end with a command that is stopped. Beam ends them when Python
     ends in an orderly way, and after Ctrl-C, but not after a kill.
     """
     servers: list[Any] = []
@@ -287,108 +390,12 @@ def own_servers(runner: Any) -> list[Any]:
         return servers[-1]
 
     runner.default_job_server = keep
-    return servers
-
-
-def patience_of(options: PipelineOptions) -> float:
-    """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
-    # Beam's own default may be what is said
-    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())
-    said = "__job_server_timeout" in flags and options.get_all_options()["job_server_timeout"]
-    return float(said or NO_WORKER)
-
-
-@contextlib.contextmanager
-def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[], None]) -> Iterator[threading.Event]:
-    """Context manager: after so many seconds a job is cancelled to which no worker has come; the event says that it
-    was.
-    """
-    given_up = threading.Event()
-
-    def look() -> None:
-        with contextlib.suppress(OSError):
-            if not is_there():
-                given_up.set()
-                cancel()
-
-    timer = threading.Timer(seconds, look)
-    timer.daemon = True
-    timer.start()
     try:
-        yield given_up
-    finally:
-        timer.cancel()
-
-
-def pool_of(options: PipelineOptions) -> str:
-    """Where the engine's hosts should find a worker, as a question to a person; empty where workers come from images,
-    which may have to be fetched first.
-    """
-    portable = options.view_as(PortableOptions)
-    where = {
-        "EXTERNAL": f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config)",
-        "PROCESS": f"can each host of the engine run {portable.lookup_environment_option('process_command')} (--environment_options)",
-    }.get(re.sub(r"beam:env:(\w+):v1", r"\1", portable.environment_type or "").upper())
-    return f"{where}, and has the engine a free slot?" if where else ""
-
-
-def _is_over(site: Site, before: Sequence[str], result: Any) -> bool:
-    """Whether a job that failed is surely not at work any more."""
-    if result is not None and _has_ended(result):
-        return True
-    try:
-        return not set(site.active()) - set(before)
-    except OSError:
-        return result is None and not site.endpoint  # a job server of the command's own, which didn't come as far
-
-
-def _has_ended(result: Any) -> bool:
-    """Whether a job has come to an end, as far as its service answers."""
-    try:
-        return PipelineState.is_terminal(result.state)
-    except grpc.RpcError:
-        return False
-
-
-def _cancel(site: Site, before: Sequence[str], result: Any) -> None:
-    """Asks for the end of a job, where anybody answers."""
-    with contextlib.suppress(OSError, grpc.RpcError):
-        for job in _ours(site, before, result):
-            site.cancel(job)
-
-
-def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:
-    """Ends a job and waits for that. First it is made sure that its workers publish nothing: a job service may say that
-    a job is cancelled which the cluster behind it goes on with. Raises KeyboardInterrupt where it can't be ended, or
-    one doesn't want to wait; the note stays, and the message says how.
-    """
-    told = f"the job goes on; {site.how_to_end}; until then --resume and --overwrite are refused"
-    try:
-        staging.stop()
-        told = f"the job publishes nothing any more, but hasn't ended; {site.how_to_end}; until then --resume and --overwrite are refused"
-        LOG.info("stopping: the job is cancelled")
-        deadline = time.monotonic() + PATIENCE
-        while jobs := _ours(site, before, result):
-            for job in jobs:
-                site.cancel(job)
-            if time.monotonic() > deadline:
-                raise KeyboardInterrupt(told)
-            time.sleep(0.5)
-    except (OSError, grpc.RpcError) as e:
-        raise KeyboardInterrupt(f"{e}; {told}") from None
+        yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(told) from None
-    forget(staging)
-
-
-def _ours(site: Site, before: Sequence[str], result: Any) -> Sequence[str]:
-    """The jobs to end: those of this name that weren't there before, or what Beam's own job service has for us."""
-    if site.can_be_asked:
-        return [job for job in site.active() if job not in before]
-    if result is None:
-        return []
-    result.cancel()
-    return [] if _has_ended(result) else [site.job_name]
+        for server in servers:
+            server.stop()
+        raise
 
 
 class State:
@@ -396,19 +403,13 @@ class State:
     look.
     """
 
-    def __init__(self, done: Callable[[], int], workers: Callable[[], int]):
+    def __init__(self, submission: Submission, done: Callable[[], int], workers: Callable[[], int]):
         """`done`: bytes that were written. `workers`: how many have said that they are ready."""
-        self.result: Any = None
-        self._done, self._workers, self._start, self._asked, self._known = (
-            done,
-            workers,
-            time.monotonic(),
-            float("-inf"),
-            "",
-        )
+        self._submission, self._done, self._workers = submission, done, workers
+        self._start, self._asked, self._known = time.monotonic(), -math.inf, ""
 
     def __call__(self) -> str:
-        if self.result is None:
+        if (result := self._submission.result) is None:
             return "submitting the job"
         if self._done():
             return ""
@@ -417,6 +418,6 @@ class State:
             with contextlib.suppress(Exception):  # it's for show
                 ready = self._workers()
                 who = f"{count(ready, 'worker')} ready, no unit is done yet" if ready else "no worker yet"
-                self._known = f"the job is {str(self.result.state).lower()}, {who}"
+                self._known = f"the job is {str(result.state).lower()}, {who}"
         late = time.monotonic() - self._start > QUIET
         return self._known + ("; look at the engine's page, and at what the worker pool says" if late else "")
