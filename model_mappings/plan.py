@@ -131,6 +131,11 @@ class ArrayPlan:
     maxtext: MaxTextConfig | None = None
     code: str = ""
 
+    @property
+    def lossy(self) -> dict[str, str]:
+        """Why arrays are rounded, by their keys."""
+        return {array.key: array.lossy for array in self.arrays if array.lossy}
+
     @classmethod
     def of(
         cls,

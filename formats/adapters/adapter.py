@@ -69,19 +69,14 @@ class Adapter:
 
     def record(self) -> dict[str, Any]:
         """Where it comes from, for `conversion.json`."""
-        fields = ("name", "size", "version", "sha256", "crc32c")
-        files = [
-            {field: value for field in fields if (value := getattr(shard, field)) is not None}
-            for shard in self.files.shards
-        ]
-        about = {
+        return {
             "source": self.root,
             "weight": self.weight,
             "base": self.config.base,
             "r": self.config.r,
             "lora_alpha": self.config.alpha,
+            "files": [shard.record() for shard in self.files.shards],
         }
-        return about | {"files": files}
 
     @functools.cached_property
     def contents(self) -> Contents:

@@ -100,6 +100,11 @@ class Shard:
         known = json.dumps([self.fingerprint or self.version, headers]).encode()
         return f"{self.size:,} bytes, {hashlib.sha256(known).hexdigest()[:16]}"
 
+    def record(self) -> dict[str, Any]:
+        """What a record says of the file: what tells it from others, as far as that is known."""
+        fields = ("name", "size", "version", "sha256", "crc32c")
+        return {field: value for field in fields if (value := getattr(self, field)) is not None}
+
 
 @dataclasses.dataclass(frozen=True)
 class HfCheckpoint:

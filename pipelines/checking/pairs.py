@@ -101,7 +101,6 @@ def _open(url: str) -> HfCheckpoint | OrbaxCheckpoint:
     """
     try:
         store = open_store(url)
-        store.check_readable()
         return open_hf(store) if is_release(store) else open_orbax(store)
     except StorageError as e:
         raise Refused(str(e)) from e

@@ -79,7 +79,7 @@ class Converted(Made):
             lines.append(
                 f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); `weightbeam help virtual` says what that means"
             )
-        if rounded := Counter(array.lossy for array in conversion.plan.arrays if array.lossy):
+        if rounded := Counter(conversion.plan.lossy.values()):
             lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
         # a vocabulary that is cut was a warning
         if left_out := [name for name in conversion.plan.dropped if not report.CUT.fullmatch(name)]:
@@ -124,7 +124,7 @@ class Converted(Made):
             },
             "seconds": self.seconds,
             "maxtext": self.maxtext,
-            "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
+            "rounded": plan.lossy,
             "left_out": dict(plan.dropped),
             "stated": self.stated,
             "warnings": [*report.warnings_of(self.planned), *self.warnings],

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         sentence = (
             f"would compare {count(len(shared), 'tensor')} of {args.a} and {args.b}; {alone:,} are on one side alone"
         )
-        say(args, Intended(sentence, {"a": args.a, "b": args.b, "tensors": len(shared), "on_one_side": alone}))
+        figures = {"a": args.a, "b": args.b, "tensors": len(shared), "on_one_side": alone}
+        say(args, Intended([sentence], figures))
         return 0
     found = diff(**keywords_of(args, diff))
     say(args, found)

@@ -21,7 +21,7 @@ from weightbeam.formats.orbax import (
 )
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.release.cutting import cut_release
-from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.cells import pattern
@@ -274,8 +274,7 @@ def inspect(checkpoint: str, *, asked: InspectOptions) -> Inspection:
         raise Refused("--checkpoint is missing: what to look at")
     with reading(checkpoint):
         store = open_store(checkpoint)
-        store.check_readable()
-        if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
+        if is_release(store):
             if idle := [name for name in ("mesh", *OF_A_MESH) if getattr(asked, name)]:
                 raise Refused(f"{store}: --{idle[0]} is for Orbax checkpoints")
             found = SafetensorsInspection(str(store), cut_release(open_hf(store), asked.cut))

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         ready = _prepare(args.source, args.other, asked)
         figures = {"source": args.source, "other": args.other, "tokens": list(ready.tokens)}
         figures |= {"layers": len(ready.models[0].layers), "bytes": sum(model.nbytes for model in ready.models)}
-        say(args, Intended(f"would run {_memory(ready.models, len(ready.tokens))}", figures))
+        say(args, Intended([f"would run {_memory(ready.models, len(ready.tokens))}"], figures))
         return 0
     found = logits(**keywords_of(args, logits))
     say(args, found)

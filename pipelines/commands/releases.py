@@ -29,8 +29,8 @@ from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of
 from weightbeam.pipelines.terminal.report import memory_text, units_text
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
+from weightbeam.pipelines.terminal.shown import Intended
+from weightbeam.pipelines.terminal.tables import Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.quantizing import cut_off
@@ -140,25 +140,6 @@ class Released(Made):
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Planned(Shown):
-    """What a dry run says.
-
-    Attributes:
-      release: what would be written.
-      rows: the same for a person.
-    """
-
-    release: ToRelease
-    rows: Table
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self.release)
-
-    def blocks(self) -> list[Block]:
-        return [self.rows, *(f"warning: {warning}" for warning in self.release.warnings)]
-
-
 def run_release(
     args: argparse.Namespace,
     rest: Sequence[str],
@@ -185,8 +166,8 @@ def run_release(
     use_secret(args.hf_token_secret)
     planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
     check_stays(args.source, planned.source.root, args.output, args.create_pr)
-    sizes = size_rows(planned, threads_in(rest), args.output)
-    say(args, Planned(planned, Table.of((*rows(planned), *sizes))))
+    table = Table.of((*rows(planned), *size_rows(planned, threads_in(rest), args.output)))
+    say(args, Intended([table], to_dict(planned), planned.warnings))
     check_hub(args.output, args.create_pr)
     size = planned.files.size if planned.files else 0
     return conclude(args, rest, planned, asked_of(args, ToHub), human(size))

@@ -20,7 +20,6 @@ from weightbeam.formats.text.printable import printable
 from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
-from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import find_form, read_maxtext_config
@@ -43,8 +42,8 @@ from weightbeam.pipelines.terminal.report import (
     units_text,
 )
 from weightbeam.pipelines.terminal.shell import say
-from weightbeam.pipelines.terminal.shown import Shown
-from weightbeam.pipelines.terminal.tables import Block, Table, count, human, pace
+from weightbeam.pipelines.terminal.shown import Intended
+from weightbeam.pipelines.terminal.tables import Table, count, human, pace
 from weightbeam.transforms.comparing.array_sums import CHECKED, Compared
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.adapters import is_adapter, said_of
@@ -77,7 +76,10 @@ class Resharded(Made):
         planned, step = self.planned, self.written.folder
         made = count_arrays([array.key for array in planned.plan.arrays])
         lines = [f"{self.path}: {made}, {pace(planned.target_bytes, self.written.nbytes, self.seconds)}"]
-        lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
+        lines += [
+            f"{count(times, 'array')} rounded: {reason}"
+            for reason, times in Counter(planned.plan.lossy.values()).items()
+        ]
         if planned.plan.dropped:
             lines.append(
                 f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}"
@@ -122,33 +124,6 @@ class Resharded(Made):
         }
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class ReshardPlan(Shown):
-    """What a reshard would do.
-
-    Attributes:
-      planned: the plan.
-      threads: that a local run would have.
-      output: where it would go; empty where nobody said.
-    """
-
-    planned: Reshard
-    threads: int = 4
-    output: str = ""
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What stands against it."""
-        return self.planned.plan.problems
-
-    def blocks(self) -> list[Block]:
-        rows = Table.of(plan_rows(self.planned, self.threads, self.output))
-        return [rows, *(f"warning: {warning}" for warning in by_mesh(self.planned.warnings))]
-
-    def to_dict(self) -> dict[str, Any]:
-        return plan_dict(self.planned)
-
-
 @takes(asked=ReshardOptions, how=FromHub)
 def reshard(
     source: str,
@@ -180,12 +155,12 @@ def reshard(
     """
     check_places(beam, "reshard", source=source, output=output)
     use_secret(how.hf_token_secret)
-    planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume)).planned
+    planned = plan(source, asked=asked, slots=_slots(asked, beam, source, output, how.resume))
     return Resharded(planned, carry(planned, output, how, beam, progress, by_mesh(planned.warnings)))
 
 
 @takes(asked=ReshardOptions)
-def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> ReshardPlan:
+def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> Reshard:
     """Plans a reshard; problems stay in the plan. See `reshard`; `slots` as `plan_reshard` has it.
 
     Raises:
@@ -201,7 +176,7 @@ def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> Res
         around = surroundings(checkpoint)
         model = find_model(checkpoint, options.like, options.maxtext_config, options.maxtext_model)
         with refusing(MeshError):
-            return ReshardPlan(plan_reshard(options, checkpoint, around, model, adapters, slots))
+            return plan_reshard(options, checkpoint, around, model, adapters, slots)
 
 
 def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
@@ -316,10 +291,6 @@ def _model_of_maxtext(step: Store, files: Mapping[str, bytes], name: str | None,
         raise Refused(f"{of}: {e}") from e
 
 
-def _rounded(planned: Reshard) -> Counter[str]:
-    return Counter(array.lossy for array in planned.plan.arrays if array.lossy)
-
-
 def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iterator[tuple[str, str]]:
     """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound
     on memory.
@@ -350,8 +321,8 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
         scratch = sum(array.nbytes for array in planned.unpacked)
         yield "unpacked", f"{count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile"
     yield "memory", memory_text(planned, threads, output)
-    for title, reasons in (("rounded", _rounded(planned)), ("left out", Counter(plan.dropped.values()))):
-        for reason, times in reasons.items():
+    for title, reasons in (("rounded", plan.lossy), ("left out", plan.dropped)):
+        for reason, times in Counter(reasons.values()).items():
             yield title, f"{count(times, 'array')}: {reason}"
 
 
@@ -392,11 +363,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         check_beam(rest, "reshard", {"source": args.source, "output": args.output})
         asked = asked_of(args, ReshardOptions)
         slots = _slots(asked, rest, args.source, args.output or "", args.resume)
-        shown = dataclasses.replace(
-            plan(args.source, asked=asked, slots=slots), threads=threads_in(rest), output=args.output or ""
-        )
-        say(args, shown)
-        size = human(shown.planned.target_bytes)
-        return conclude(args, rest, shown.planned, asked_of(args, FromHub), size)
+        planned = plan(args.source, asked=asked, slots=slots)
+        table = Table.of(plan_rows(planned, threads_in(rest), args.output or ""))
+        say(args, Intended([table], plan_dict(planned), by_mesh(planned.warnings)))
+        return conclude(args, rest, planned, asked_of(args, FromHub), human(planned.target_bytes))
     say(args, reshard(**keywords_of(args, reshard), beam=rest))
     return 0

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         nbytes = sum(compared_bytes(array, args.sample) for array in arrays)
         sentence = f"would compare {count(len(arrays), 'array')}, {human(nbytes)}, of {items} with {source}"
         figures = {"checkpoint": str(items), "source": source, "arrays": len(arrays), "bytes": nbytes}
-        say(args, Intended(sentence, figures))
+        say(args, Intended([sentence], figures))
         subject.found({}, args.sample).check()
         return 0
     found = verify(**keywords_of(args, verify), beam=rest)

@@ -81,7 +81,7 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     """The whole plan: arrays (alike layers collapsed), what is rounded, drops, warnings and totals."""
     plan = conversion.plan
     yield _arrays_table(conversion)
-    if rounded := Counter(array.lossy for array in plan.arrays if array.lossy):
+    if rounded := Counter(plan.lossy.values()):
         yield from ("", _rounded_table(rounded))
     if plan.dropped:
         yield from ("", _dropped_table(plan.dropped))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.model_mappings.values import Value
@@ -46,16 +46,17 @@ class Shown(Value):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Intended(Shown):
-    """What a dry run of a command that only reads says: what it would do, in a sentence, and as figures."""
+    """What a dry run says: what the command would do, for a person, and the same as figures."""
 
-    sentence: str
+    seen: Sequence[tables.Block]
     figures: Mapping[str, Any]
+    warnings: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.figures)
 
-    def blocks(self) -> list[str]:
-        return [self.sentence]
+    def blocks(self) -> list[tables.Block]:
+        return [*self.seen, *(f"warning: {warning}" for warning in self.warnings)]
 
 
 def _worded(blocks: Iterable[tables.Block]) -> Iterator[tables.Block]:

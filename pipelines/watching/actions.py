@@ -256,9 +256,8 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     from weightbeam.pipelines.running.problems import refuse
 
     _opened(open_orbax, source)
-    made = reshard.plan(source, asked=asked)
-    refuse(made.problems)
-    planned = made.planned
+    planned = reshard.plan(source, asked=asked)
+    refuse(planned.plan.problems)
     return {
         "plan": planned.hash,
         "read": digest(planned.sources[0]),

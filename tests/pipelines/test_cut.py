@@ -453,7 +453,7 @@ def test_what_is_kept_identifies_a_plan(tmp_path: Path) -> None:
     assert plans[0].hash == plans[1].hash != plans[2].hash
     cuts = [merge.plan(source, MergeOptions(layers=layers, vocab_rows=8)) for layers in ("0:2", "2:4")]
     wb.convert(source, str(tmp_path / "ckpt"), maxtext_model="llama2-7b", progress=False)
-    resharded = [reshard.plan(str(tmp_path / "ckpt"), layers=layers).planned for layers in ("0:2", "2:4")]
+    resharded = [reshard.plan(str(tmp_path / "ckpt"), layers=layers) for layers in ("0:2", "2:4")]
     for planned in (*plans, *cuts, *resharded):
         assert load(planned.stage()).hash == planned.hash
     assert len({planned.hash for planned in (*plans, *cuts, *resharded)}) == 6

@@ -44,9 +44,9 @@ def test_every_array_is_taken(generated: Path, tmp_path: Path, case: str, versio
     assert bool(repeated) == (version == VERSIONS[0] and case in DIFFERENT[:3])
 
     for state in ("full", "params"):
-        assert held <= {array.key for array in reshard.plan(str(made), state=state).planned.plan.arrays}
+        assert held <= {array.key for array in reshard.plan(str(made), state=state).plan.arrays}
     for other in ({"state": "params"}, {"maxtext": VERSIONS[1]}, {"maxtext": VERSIONS[0]}):
-        found = reshard.plan(str(made), **other).planned.plan
+        found = reshard.plan(str(made), **other).plan
         assert not found.problems
         assert held <= {key for array in found.arrays for key in array.parts[0].tensors} | set(found.dropped)
         assert held & set(found.dropped) <= repeated

@@ -21,7 +21,7 @@ release, fp8, ckpt, lora = sys.argv[1:]
 for plan in (
     merge.plan(fp8, MergeOptions(dequantize=True)), merge.plan(fp8, MergeOptions(lora=((lora, 1.0),))), merge.plan(release, MergeOptions(lora=((lora, 1.0),))),
     quantize.plan(release), quantize.plan(ckpt),
-    export.plan(ckpt, lora=lora, unit_bytes=30000), reshard.plan(ckpt, mesh="fsdp=2", unit_bytes=30000).planned,
+    export.plan(ckpt, lora=lora, unit_bytes=30000), reshard.plan(ckpt, mesh="fsdp=2", unit_bytes=30000),
 ):
     print(plan.hash)
 """

@@ -89,7 +89,7 @@ def test_every_plan_is_cut_for_its_slots(source: Path, checkpoint: Path) -> None
     plans = {
         "export": lambda slots: export.plan(str(checkpoint), slots=slots),
         "quantize": lambda slots: quantize.plan(str(source), slots=slots),
-        "reshard": lambda slots: reshard.plan(str(checkpoint), mesh="fsdp=4", slots=slots).planned,
+        "reshard": lambda slots: reshard.plan(str(checkpoint), mesh="fsdp=4", slots=slots),
     }
     for kind, plan in plans.items():
         none, few, many = plan(None), plan(1), plan(4)

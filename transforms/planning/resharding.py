@@ -328,10 +328,7 @@ class Reshard(FromCheckpoint):
                 "tree": self.tree.kind,
             },
             "axes": {array.key: array.logical_axes for array in self.plan.arrays},
-            "lossy": {
-                **before.get("lossy", {}),
-                **{array.key: array.lossy for array in self.plan.arrays if array.lossy},
-            },
+            "lossy": {**before.get("lossy", {}), **self.plan.lossy},
             "left_out": dict(self.plan.dropped),
             "source_digests": before.get("digests", {}),
         }
