@@ -99,7 +99,7 @@ class TinyPlan(ToRelease):
         if not stage(self, staging, how):
             staging.publish(overwrite)
             return 0
-        done = staging.done()
+        done = staging.ledger.done()
         for unit, tensor in enumerate(self.layout.tensors.values()):
             if unit not in done:
                 box = whole(tensor.shape)

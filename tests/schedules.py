@@ -274,7 +274,7 @@ def act_as_convert(
         staging.aside.write("release", plan.encode())
         worker: Staging = pickle.loads(pickle.dumps(staging))
         submitted()
-        done = worker.done()
+        done = worker.ledger.done()
         for unit in range(UNITS):
             if unit not in done:
                 write_unit(worker, unit, [(SPEC, unit, plan)], format)  # type: ignore[arg-type]

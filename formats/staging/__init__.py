@@ -7,10 +7,10 @@ from typing import Any
 
 from weightbeam.formats.staging.bucket import BucketStaging
 from weightbeam.formats.staging.folder import FolderStaging, holds_plan
+from weightbeam.formats.staging.ledger import BYTES, IncompleteError
 from weightbeam.formats.staging.staging import (
     ASIDE,
     ATTEMPT,
-    BYTES,
     GROWING,
     ITEMS,
     JOB,
@@ -18,7 +18,6 @@ from weightbeam.formats.staging.staging import (
     MARKER,
     PLAN,
     UNPACKED,
-    IncompleteError,
     Staging,
     TakenOverError,
 )

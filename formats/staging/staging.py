@@ -8,9 +8,6 @@ their engine does with a cancelled job, they notice before the next unit, and pu
 
 In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last
 (`bucket.py`).
-
-A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once. One
-that can't be read, as a machine that crashed or a full disk may leave it, is none.
 """
 
 from __future__ import annotations
@@ -19,10 +16,11 @@ import abc
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.staging import lease
+from weightbeam.formats.staging.ledger import Ledger
 from weightbeam.formats.storage import StorageError, Store
 
 MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
@@ -32,24 +30,9 @@ JOB = "job.json"  # beside the staged plan: the job that is at work on it, where
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
 UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile; an assembly may be repeated as long as they do
 WORKERS = f"{UNITS}/workers"  # a file of each worker elsewhere that has said it can do the job
-BYTES = "bytes"  # what an entry of the ledger calls those that its unit wrote, of values
-WITHDRAWN = "withdrawn.json"  # in the ledger: which units were taken out of it, and why
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
 LOCK = ".__lock"  # how the names of TensorStore's lock files end
-
-
-def _entry(data: bytes) -> dict[str, Any] | None:
-    """What an entry of the ledger says; None where it can't be read."""
-    try:
-        entry = json.loads(data)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
-
-
-class IncompleteError(ValueError):
-    """What is staged doesn't make up the result."""
 
 
 class TakenOverError(StorageError):
@@ -286,6 +269,11 @@ class Staging(abc.ABC):
 
     # --- the ledger
 
+    @property
+    def ledger(self) -> Ledger:
+        """Which units are done."""
+        return Ledger(self.plan_folder, self.units)
+
     def enter(self, unit: int, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Enters a unit in the ledger; returns the entry that counts, this one or an earlier one.
 
@@ -299,67 +287,6 @@ class Staging(abc.ABC):
             raise self.taken_over() from e
         self.check()
         return dict(entry) if made else json.loads(self.plan_folder.read(name))
-
-    def done(self) -> dict[int, tuple[str, int]]:
-        """Committed units -> version and inode of their ledger entry."""
-        files = self.plan_folder.list(f"{self.units}/")
-        names = {
-            file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files
-        }
-        return {int(name): mark for name, mark in names.items() if name.isdecimal()}
-
-    def ledger(self) -> dict[int, dict[str, Any]]:
-        """For each unit that counts, the `attempt` that made it, the `bytes` it wrote, and its shares in the arrays'
-        `digests`.
-        """
-        units = sorted(self.done())
-        read = map(_entry, self.plan_folder.read_many([f"{self.units}/{unit}.json" for unit in units]))
-        return {unit: entry for unit, entry in zip(units, read, strict=True) if entry is not None}
-
-    def bytes_done(self) -> int:
-        """Bytes that the units that count have written, of values."""
-        return sum(entry.get(BYTES, 0) for entry in self.ledger().values())
-
-    def drop_unreadable(self) -> None:
-        """Removes what can't be read of the ledger and the notes that lie there, before somebody goes on with the plan:
-        it is made anew.
-        """
-        names = [file.name for file in self.plan_folder.list(f"{self.units}/") if file.name.endswith(".json")]
-        for name, data in zip(names, self.plan_folder.read_many(names), strict=True):
-            if _entry(data) is None:
-                self.plan_folder.delete(name)
-
-    def drop(self, units: Iterable[int]) -> None:
-        """Takes units out of the ledger before somebody goes on with the plan: they are made anew."""
-        for unit in units:
-            self.plan_folder.delete(f"{self.units}/{unit}.json")
-
-    def withdraw(self, units: Iterable[int], why: str) -> None:
-        """Takes units out of the ledger: they are to be made anew."""
-        withdrawn = sorted(units)
-        self.plan_folder.write(f"{self.units}/{WITHDRAWN}", json.dumps({"units": withdrawn, "why": why}).encode())
-        for unit in withdrawn:
-            self.plan_folder.delete(f"{self.units}/{unit}.json")
-
-    def whole_ledger(self, units: int) -> dict[int, dict[str, Any]]:
-        """The ledger, which has every unit of so many.
-
-        Raises:
-          IncompleteError: some are missing.
-          StorageError: those that are missing were withdrawn; says why.
-        """
-        ledger = self.ledger()
-        if missing := set(range(units)) - set(ledger):
-            if why := self._why_missing(missing):  # an engine tries again what failed for it
-                raise StorageError(why)
-            raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
-        return ledger
-
-    def _why_missing(self, units: Collection[int]) -> str:
-        """Why units aren't in the ledger any more, where all of them were withdrawn; else empty."""
-        name = f"{self.units}/{WITHDRAWN}"
-        noted = (_entry(self.plan_folder.read(name)) if self.plan_folder.exists(name) else None) or {}
-        return noted.get("why", "") if set(units) <= set(noted.get("units", ())) else ""
 
     # --- workers elsewhere
 

@@ -181,7 +181,7 @@ class OrbaxTarget(Target[Staging]):
         """Bytes that are still to be written; 0 where all but the name is there."""
         if resume and place.is_complete():
             return 0
-        return made_bytes - (place.bytes_done() if resume else 0)
+        return made_bytes - (place.ledger.bytes_done() if resume else 0)
 
 
 def _weights_in(output: Store) -> list[str]:
@@ -223,7 +223,7 @@ def _deletes(others: Sequence[str], another: str, what: str = "what is no checkp
 
 def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
     """Makes a whole checkpoint of what is staged: the arrays, then what describes them, the markers last."""
-    done, ledger = staging.done(), staging.whole_ledger(units)
+    done, ledger = staging.ledger.done(), staging.ledger.whole(units)
     concluded = conclude(ledger)
     objects = _objects(target, staging.step)
     if target.format.use_ocdbt:
@@ -304,7 +304,7 @@ def _put_record(staging: Staging, target: OrbaxTarget, record: Mapping[str, Any]
 
 def _check_same(staging: Staging, done: Mapping[int, Any]) -> None:
     """Makes sure that the ledger is the one that was read."""
-    if staging.done() != done:
+    if staging.ledger.done() != done:
         raise staging.taken_over()
 
 

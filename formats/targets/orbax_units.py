@@ -114,7 +114,7 @@ def find_changed(staging: Staging, format: Format) -> list[int]:
 
     Of a checkpoint without a database in a bucket nobody knows.
     """
-    noted = {unit: entry for unit, entry in staging.ledger().items() if STATE in entry}
+    noted = {unit: entry for unit, entry in staging.ledger.entries().items() if STATE in entry}
     if not noted:
         return []
     if format.use_ocdbt:

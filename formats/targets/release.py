@@ -82,7 +82,7 @@ class ReleaseTarget(Target[ReleasePlace]):
     def complete(self, place: ReleasePlace, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
         """Adds the files that `self.gather` makes of the ledger's entries, and the record."""
         if not place.is_complete():
-            ledger = place.whole_ledger(units)
+            ledger = place.ledger.whole(units)
             place.check()
             concluded = conclude(ledger)
             place.seal(self.files, ledger)

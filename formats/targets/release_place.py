@@ -147,7 +147,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         held = {name: self.checkpoint.stat(name) for name, *_ in files}
         sizes = {name: size for name, _, size in files}
         changed = {name for name, file in held.items() if file is None or file.size != sizes[name]}
-        return [unit for unit, entry in self.ledger().items() if changed.intersection(entry.get(INTO, ()))]
+        return [unit for unit, entry in self.ledger.entries().items() if changed.intersection(entry.get(INTO, ()))]
 
     def seal(self, files: Iterable[tuple[str, bytes, int]], ledger: Mapping[int, Mapping[str, Any]]) -> None:
         """Makes sure that the files are as long as they should be, and durable."""

@@ -52,7 +52,7 @@ from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
-from weightbeam.pipelines.terminal.keywords import check_known, read_convert_options
+from weightbeam.pipelines.terminal.keywords import check_known, read_options
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
@@ -211,7 +211,7 @@ def _ask(
     with refusals.kept():
         chosen = choose(options)
     with refusals.kept():
-        read = read_convert_options({"unit_bytes": unit_bytes})
+        read = read_options(ConvertOptions, {"unit_bytes": unit_bytes})
     with refusals.kept():
         report = reporter(progress if jax.process_index() == 0 else False)
     refusals.check()

@@ -15,7 +15,7 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
-from weightbeam.formats.safetensors import HfCheckpoint, open_hf
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import PREFIX, Problem, is_float
@@ -27,7 +27,7 @@ from weightbeam.pipelines.loading.source import ArraySource
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_adapters, plan_with, reading
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_convert_options
+from weightbeam.pipelines.terminal.keywords import as_place, check_known, read_options
 from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import AUTO, CODED, ConvertOptions
 from weightbeam.transforms.planning.tree_layouts import find_parts
@@ -51,7 +51,7 @@ def choose(given: Mapping[str, Any]) -> ConvertOptions:
       Refused: a value can't be meant.
     """
     check_known(given, sorted(CHOICES))
-    return read_convert_options(given)
+    return read_options(ConvertOptions, given)
 
 
 def find_commits(
@@ -110,8 +110,7 @@ def find_source(
         )
     with reading(where := as_place("source", where)):
         store = open_store(where)
-        store.check_readable()
-        if not any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
+        if not is_release(store):
             _refuse_what_a_release_takes(where, options, given)
             found = Orbax(items := find_items(store), as_is)
             _refuse_what_nothing_follows(where, found, options, set(given) - (OF_A_TABLE if release else set()), as_is)

@@ -121,7 +121,7 @@ def run_units(
                 staging.publish(how.overwrite)
             return 0
         remember(planned)
-        left, begun = planned.made_bytes - staging.bytes_done(), len(staging.done())
+        left, begun = planned.made_bytes - staging.ledger.bytes_done(), len(staging.ledger.done())
         with as_in_a_script():
             budget = at_a_time * planned.unit_bytes
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)

@@ -168,17 +168,6 @@ def asked_of(args: argparse.Namespace, kind: type[Kind]) -> Kind:
     return read_options(kind, {each.name: getattr(args, each.name) for each in options_of(kind)})
 
 
-def read_convert_options(given: Mapping[str, Any]) -> ConvertOptions:
-    """The options of a conversion that keywords ask for.
-
-    Raises:
-      Refused: a value can't be meant, or the file of sharding rules can't be read.
-      TypeError: there is no such option.
-    """
-    check_known(given, [each.name for each in options_of(ConvertOptions)])
-    return read_options(ConvertOptions, given)
-
-
 def check_known(given: Iterable[str], known: Sequence[str]) -> None:
     """Raises `TypeError` for a keyword that isn't known."""
     for name in given:

@@ -26,7 +26,7 @@ from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.model_mappings.trust import code_of
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import read_convert_options, read_options, read_value
+from weightbeam.pipelines.terminal.keywords import read_options, read_value
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import meshes_of
@@ -154,7 +154,7 @@ def _read_target(given: Any) -> TargetConfig:
     problems = _find_misnamed(name)
     right = _read_each(ConvertOptions, OPTIONS, asked, problems)
     try:
-        options = read_convert_options(right)
+        options = read_options(ConvertOptions, right)
         meshes_of(options)
         if not problems:
             return TargetConfig(str(name), right, options)

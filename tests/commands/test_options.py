@@ -11,8 +11,9 @@ from support import call
 from weightbeam.pipelines.running.beam_options import check_options
 from weightbeam.pipelines.terminal.arguments.parser import is_boolean, make_parser, parse
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import read_convert_options
+from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.watching.config import read_config
+from weightbeam.transforms.planning.options import ConvertOptions
 
 COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
 BOOLEANS = [
@@ -120,15 +121,15 @@ def test_what_was_meant(words: str, told: str, capsys: pytest.CaptureFixture[str
 def test_a_dtype_by_its_short_name(given: str, dtype: str) -> None:
     assert parse(["convert", "a", "b", "--save_dtype", given])[0].save_dtype == dtype
     assert parse(["reshard", "a", "b", "--moment-dtype", given])[0].moment_dtype == dtype
-    assert read_convert_options({"save_dtype": given}).save_dtype == dtype
+    assert read_options(ConvertOptions, {"save_dtype": given}).save_dtype == dtype
     assert parse(["export", "a", "b", "--save_dtype", "fp16"])[0].save_dtype == "float16"
 
 
 def test_keywords_take_what_options_take() -> None:
     """`"false"` isn't true."""
-    assert read_convert_options({"virtual": "false", "mtp": True}).virtual is False
+    assert read_options(ConvertOptions, {"virtual": "false", "mtp": True}).virtual is False
     with pytest.raises(Refused, match="save_dtype='fp8' should be bfloat16 or float32"):
-        read_convert_options({"save_dtype": "fp8"})
+        read_options(ConvertOptions, {"save_dtype": "fp8"})
 
 
 def test_a_commands_line_reads_back(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_units_become_a_checkpoint(tmp_path: Path, format: Format) -> None:
     """In every format: partial chunks at the edges, chunks of one array from several units, and stock Orbax reads it."""
     staging = create_staging(tmp_path / "out")
     write_all(staging, format)
-    assert set(staging.done()) == {0, 1, 2, 3}
+    assert set(staging.ledger.done()) == {0, 1, 2, 3}
     finish(staging, format)
     assert_whole(staging)
     metadata = json.loads((Path(staging.final) / "_CHECKPOINT_METADATA").read_bytes())
@@ -132,10 +132,10 @@ def test_of_two_attempts_at_a_unit_one_counts(tmp_path: Path, format: Format) ->
     first = write_unit(staging, 0, units()[0], format)
     assert write_unit(staging, 0, units()[0], format) == first
     write_all(staging, format, done=(0,))
-    assert staging.ledger()[0]["attempt"] == first
+    assert staging.ledger.entries()[0]["attempt"] == first
     if format.use_ocdbt:
         assert len(attempts(staging.items)) == 5
-    counted = {entry["attempt"] for entry in staging.ledger().values()}
+    counted = {entry["attempt"] for entry in staging.ledger.entries().values()}
     finish(staging, format)
     assert_whole(staging)
     if format.use_ocdbt:
@@ -196,15 +196,15 @@ def test_an_entry_that_cant_be_read_is_none(tmp_path: Path, kind: str) -> None:
             stack.enter_context(asking(stack.enter_context(FakeGcs("bucket"))))
         staging = create_staging(tmp_path / "out" if kind == "folder" else "gs://bucket/out")
         write_all(staging, Format())
-        attempt = staging.ledger()[2]["attempt"]
+        attempt = staging.ledger.entries()[2]["attempt"]
         staging.plan_folder.write(f"{staging.units}/2.json", b"")
         staging.plan_folder.write(f"{staging.units}/withdrawn.json", b"{")
         with pytest.raises(IncompleteError, match="1 of 4 units are missing"):
             finish(staging)
-        staging.drop_unreadable()
-        assert set(staging.done()) == {0, 1, 3}
+        staging.ledger.drop_unreadable()
+        assert set(staging.ledger.done()) == {0, 1, 3}
         assert write_unit(staging, 2, units()[2], Format()) != attempt
-        assert set(staging.ledger()) == {0, 1, 2, 3}
+        assert set(staging.ledger.entries()) == {0, 1, 2, 3}
 
 
 def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     """
     staging = create_staging(tmp_path / "out")
     write_all(staging, Format())
-    lost = Path(staging.items) / f"{ATTEMPT}{staging.ledger()[2]['attempt']}"
+    lost = Path(staging.items) / f"{ATTEMPT}{staging.ledger.entries()[2]['attempt']}"
     lost.rename(tmp_path / "elsewhere")
     with pytest.raises(IncompleteError, match="missing"):
         finish(staging)
@@ -262,7 +262,7 @@ def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format
     new.create(b"the new plan")
     with pytest.raises(TakenOverError):
         write_unit(old, 0, [(spec, box, array + 100) for spec, box, array in units()[0]], format)
-    assert new.done() == {}
+    assert new.ledger.done() == {}
     write_all(new, format)
     finish(new, format)
     assert_whole(new)
@@ -326,7 +326,7 @@ def test_an_attempt_that_dies_before_its_ledger_entry_doesnt_count(
 ) -> None:
     """Its data was written and nothing entered: the unit is missing, and its remains are deleted in the end."""
     format, staging = dead[0], dead[1][None]
-    assert staging.done() == {}
+    assert staging.ledger.done() == {}
     remains = attempts(staging.items)
     assert len(remains) == (1 if format.use_ocdbt else 0)
     write_all(staging, format, done=(0,))
@@ -344,7 +344,7 @@ def test_kills_at_any_moment_leave_nothing_that_counts_halfway(
 ) -> None:
     """Whatever the ledger names after a SIGKILL is whole."""
     format, staging = dead[0], dead[1][moment]
-    done = staging.done()
+    done = staging.ledger.done()
     assert 0 in done
     for unit in [number for number in done if number >= 4]:  # beyond the four of the checkpoint: not in this one
         staging.plan_folder.delete(f"{staging.units}/{unit}.json")

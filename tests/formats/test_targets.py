@@ -71,7 +71,7 @@ class NpyTarget(Target[Staging]):
         overwrite: bool = False,
         conclude: Conclude = nothing,
     ) -> None:
-        ledger = place.ledger()
+        ledger = place.ledger.entries()
         if missing := set(range(units)) - set(ledger):
             raise StorageError(f"{len(missing)} units are missing")
         place.put(RECORD, json.dumps({**record, **conclude(ledger)}).encode())

@@ -17,6 +17,7 @@ from support import QWEN3_MOE, call, convert, make_release
 import weightbeam as wb
 from weightbeam.formats.orbax.unpacking import share_name
 from weightbeam.formats.staging import UNPACKED, FolderStaging
+from weightbeam.formats.staging.ledger import Ledger
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.commands.export import plan as plan_export
@@ -246,9 +247,9 @@ def test_a_shard_that_is_read_in_part_has_no_share(checkpoints: dict[str, Path])
 def test_the_ways_are_what_they_are_called(checkpoints: dict[str, Path]) -> None:
     assert plan_export(str(checkpoints["compressed"]), unit_bytes="6K").chunks
     assert plan_export(str(checkpoints["packed"]), unit_bytes="6K").chunks
-    ways = plan_reshard(str(checkpoints["packed"])).planned.by_way()
+    ways = plan_reshard(str(checkpoints["packed"])).by_way()
     assert ways.keys() == {"copied"}
-    ways = plan_reshard(str(checkpoints["packed"]), state="params", mesh="fsdp=4").planned.by_way()
+    ways = plan_reshard(str(checkpoints["packed"]), state="params", mesh="fsdp=4").by_way()
     assert "re-cut" in ways
 
 
@@ -325,7 +326,7 @@ def test_a_stop_while_damage_is_withdrawn(
     arguments = ("export", checkpoints["compressed"], tmp_path / "out", *UNPACKING["export"])
     with monkeypatch.context() as patched:
         patched.setattr(from_checkpoint, "unpack", damage_share)
-        patched.setattr(FolderStaging, "withdraw", stop)
+        patched.setattr(Ledger, "withdraw", stop)
         assert call(*arguments) == 1
     capsys.readouterr()
     assert call(*arguments, "--resume") == 1

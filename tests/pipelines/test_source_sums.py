@@ -125,7 +125,7 @@ def test_an_assembly_that_is_tried_again_says_what_was_damaged(gcs: FakeGcs, tmp
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     with pytest.raises(StorageError, match=r"what was read of it has the crc32c .* damaged on its way"):
         conversion.assemble(staging, overwrite=False)
-    staging.withdraw([], "nothing")  # and where units are missing for another reason, that is said
+    staging.ledger.withdraw([], "nothing")  # and where units are missing for another reason, that is said
     with pytest.raises(IncompleteError, match="units are missing"):
         conversion.assemble(staging, overwrite=False)
 

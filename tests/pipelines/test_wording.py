@@ -17,10 +17,11 @@ from weightbeam.pipelines import api
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import make_parser
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
-from weightbeam.pipelines.terminal.keywords import read_convert_options
+from weightbeam.pipelines.terminal.keywords import read_options
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import Block, Table
 from weightbeam.pipelines.terminal.wording import FUNCTIONS, KEYWORDS, at_the_shell, worded
+from weightbeam.transforms.planning.options import ConvertOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,4 +166,4 @@ def test_tables_and_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("value", [True, False])
 def test_true_of_an_option_with_more_than_two_values(value: bool) -> None:
     """As messages advise it."""
-    assert read_convert_options({"check_source": value}).check_source == str(value).lower()
+    assert read_options(ConvertOptions, {"check_source": value}).check_source == str(value).lower()

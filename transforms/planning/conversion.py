@@ -258,7 +258,7 @@ class Conversion(Transfer):
         try:
             checked = check_reads(self.source, ledger) if self._summed else frozenset()
         except DamagedError as e:
-            place.withdraw(e.units, str(e))
+            place.ledger.withdraw(e.units, str(e))
             raise
         odd = odd_values.conclude(
             (found for entry in ledger.values() for found in entry.get(SEEN, ())), self.plan.arrays
@@ -278,11 +278,7 @@ class Conversion(Transfer):
         """What the record says of the files: what tells them from others, and whether their hash was `checked` or is
         the store's word.
         """
-        identity = ("name", "size", "version", "sha256", "crc32c")
-        shards = [
-            {field: value for field in identity if (value := getattr(shard, field)) is not None}
-            for shard in self.source.shards
-        ]
+        shards = [shard.record() for shard in self.source.shards]
         for shard in shards:
             if shard.keys() & {"sha256", "crc32c"}:
                 shard["hash"] = (
@@ -298,7 +294,7 @@ class Conversion(Transfer):
             "family": self.plan.family,
             "model": self.plan.model,
             "axes": {array.key: array.logical_axes for array in self.plan.arrays},
-            "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
+            "lossy": self.plan.lossy,
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
             "config": {key: value for key, value in self.source.config.items() if is_coded or key not in QUANT_CONFIGS},

@@ -95,7 +95,7 @@ class FromCheckpoint(Transfer):
         of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
         units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
         why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
-        staging.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
+        staging.ledger.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
         for array in {array for array, _ in own if array.key in keys}:
             folder.delete_folder(f"{UNPACKED}/{array.key}")
         raise DamagedError(why, units)

@@ -33,14 +33,14 @@ def stage(planned: Transfer, staging: Staging, how: Delivery) -> bool:
     resumed = how.resume and staging.is_staged()
     if resumed:
         staging.write_plan(planned.stage())
-        staging.drop_unreadable()
+        staging.ledger.drop_unreadable()
         if changed := planned.target.find_changed(staging):
             LOG.warning(
                 "%s: %d of the staged units aren't as they were written, and are made anew",
                 staging.plan_folder,
                 len(changed),
             )
-            staging.drop(changed)
+            staging.ledger.withdraw(changed)
     else:
         staging.create(planned.stage())
     LOG.debug("%s in %s", "goes on" if resumed else "staged", staging.plan_folder)

@@ -219,7 +219,7 @@ class _ExpandFn(beam.DoFn):
 
     def setup(self) -> None:
         # once: asking for each unit would take a bucket longer than all of the rest
-        self.done = self.at_work.staging.done()
+        self.done = self.at_work.staging.ledger.done()
 
     def process(self, units: int) -> Iterator[tuple[int, bool]]:
         if not self.at_work.is_published():  # else this bundle is a repeated one

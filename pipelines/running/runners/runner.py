@@ -46,7 +46,8 @@ class Job:
         """Bytes written of those that were left, by how many units the ledger has."""
         if not self.staging.is_staged():
             return self.left
-        return self.left * (len(self.staging.done()) - self.begun) // max(1, len(self.planned.units) - self.begun)
+        done = len(self.staging.ledger.done()) - self.begun
+        return self.left * done // max(1, len(self.planned.units) - self.begun)
 
 
 class Runner:
