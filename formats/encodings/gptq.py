@@ -27,7 +27,7 @@ from weightbeam.formats.encodings.packed import (
     width,
     words,
 )
-from weightbeam.formats.encodings.quantization import SECOND_GPTQ, is_size
+from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
@@ -243,8 +243,7 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         parts.get(".g_idx"),
         parts.quantization.fields,
     )
-    of_packing = "gptq_v2" if fields.get("packing_format") == SECOND_GPTQ else "gptq"
-    version = fields.get("checkpoint_format") or fields.get("format") or of_packing
+    version = next(iter(parts.quantization.said("checkpoint_format").values()), "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
     # GPTQModel's `dynamic` gives modules bits, groups and an order of their own, AutoRound's `extra_config` bits

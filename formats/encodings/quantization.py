@@ -15,10 +15,10 @@ from weightbeam.model_mappings.config import MAX_SIZE
 from weightbeam.model_mappings.plan import Problem
 
 AUTOROUND = ("auto-round", "intel/auto-round")
-# AutoRound's `packing_format`s that are another one's: GPTQ's first version, its second, AWQ (intel/auto-round,
+# AutoRound's `packing_format`s that are another one's: versions of GPTQ, and AWQ (intel/auto-round,
 # auto_round/inference/backend.py; vLLM takes them so, quantization/auto_round.py)
-SECOND_GPTQ = "auto_round:gptqmodel"
-PACKINGS = {"auto_round:auto_gptq": "gptq", SECOND_GPTQ: "gptq", "auto_round:auto_awq": "awq"}
+VERSIONS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2"}
+PACKINGS = dict.fromkeys(VERSIONS, "gptq") | {"auto_round:auto_awq": "awq"}
 # Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ
 # before 2024).
 PLACES = (
@@ -26,8 +26,15 @@ PLACES = (
     (HF_QUANT_CONFIG, "quantization"), (GPTQ_CONFIG,), (AWQ_CONFIG,),
 )  # fmt: skip
 
-# Fields that settle values where no tensor does (`desc_act`: g_idx), by the names that writers give each (`w_bit`, `q_group_size`: AutoAWQ).
-SETTLING = (("quant_algo",), ("checkpoint_format", "format"), ("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",))  # fmt: skip
+# Fields that settle values where no tensor does (`desc_act`: g_idx), by the names that writers give each (`w_bit`,
+# `q_group_size`: AutoAWQ); a packing by the version that it is.
+SETTLING = {
+    "quant_algo": ("quant_algo",),
+    "checkpoint_format": ("checkpoint_format", "format", "packing_format"),
+    "bits": ("bits", "w_bit"),
+    "group_size": ("group_size", "q_group_size"),
+    "sym": ("sym",),
+}
 
 
 def is_size(value: object, least: int = 1) -> TypeGuard[int]:
@@ -92,8 +99,16 @@ class Quantization:
 
     @classmethod
     def contradictions(cls, config: Mapping[str, Any]) -> Iterator[Problem]:
-        """The places of a checkpoint's config that say other things than the first does of what settles values."""
+        """What a checkpoint's config says twice, and otherwise, of what settles values: in one place, or in one that isn't
+        the first.
+        """
         first, *others = tuple(cls.all_of(config)) or (cls(),)
+        for place in (first, *others):
+            for said in map(place.said, SETTLING):
+                meant, *again = [_folded(value) for value in said.values()] or [None]
+                if any(value != meant for value in again):
+                    both = " and ".join(f"{name} {reprlib.repr(place.fields[name])}" for name in said)
+                    yield Problem("quantised", place.file, f"{place.where} says {both}; remove the wrong one")
         for other in others:
             theirs = other._settling()
             if unlike := [
@@ -108,10 +123,13 @@ class Quantization:
         """What it says of the fields that settle values."""
         # ModelOpt's is a tool, which writes FP8 as others do
         found: dict[str, Any] = {} if self.method in (None, "modelopt") else {"quant_method": self.method}
-        for names in SETTLING:
-            said = next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
-            if said is not None:
-                found[names[0]] = said
+        return found | {name: next(iter(said.values())) for name in SETTLING if (said := self.said(name))}
+
+    def said(self, name: str) -> dict[str, Any]:
+        """What it says of one of `SETTLING`, by the names of the fields that say it; the first is meant."""
+        found = {field: self.fields[field] for field in SETTLING[name] if self.fields.get(field) is not None}
+        if (packing := found.pop("packing_format", None)) is not None and (version := VERSIONS.get(str(packing))):
+            found["packing_format"] = version
         return found
 
     @staticmethod

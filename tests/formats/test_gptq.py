@@ -281,6 +281,28 @@ def test_files_of_their_own(tmp_path: Path, file: str, tensors: dict[str, np.nda
     assert [problem.subject for problem in open_hf(tmp_path).problems] == [file]
 
 
+@pytest.mark.parametrize(
+    ("tensors", "fields", "words"),
+    [
+        (gptq_tensors(), dict(checkpoint_format="gptq", format="gptq_v2"), "checkpoint_format 'gptq' and format 'gptq_v2'"),
+        (
+            gptq_tensors(),
+            dict(checkpoint_format="gptq", quant_method="auto-round", packing_format="auto_round:gptqmodel"),
+            "checkpoint_format 'gptq' and packing_format 'auto_round:gptqmodel'",
+        ),
+        (awq_tensors(), awq(q_group_size=64), "group_size 32 and q_group_size 64"),
+        (gptq_tensors(), dict(checkpoint_format="gptq_v2", format="GPTQ_V2", w_bit=4), ""),
+    ],
+)  # fmt: skip
+def test_one_place_that_says_two_things(
+    tmp_path: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any], words: str
+) -> None:
+    """Either may be meant, and the values would be others."""
+    problems = source_of(tmp_path, tensors, gptq() | fields).problems
+    wanted = [f"quantization_config of config.json says {words}; remove the wrong one"] if words else []
+    assert [problem.message for problem in problems] == wanted
+
+
 def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:
     """With `desc_act` any inputs need the scales of all groups; the axis of the values that holds them isn't cut."""
     assert encoding_of(tmp_path / "any", gptq_tensors(index=True), gptq(desc_act=True)).indivisible == {1}
