@@ -110,8 +110,11 @@ def no_window(default: int | None = None) -> Line:
     """A window that MaxText's layers haven't got."""
 
     def limit(c: Config, model: str | None) -> str | None:
-        window = c.get("sliding_window", default) and c.size("sliding_window", default)
-        if window is not None and window < c.size("max_position_embeddings", MAX_SIZE):
+        window = c.get("sliding_window", default)
+        if window is None or window is False:
+            return None
+        tokens = 0 if window == 0 else c.size("sliding_window", default)
+        if tokens < c.size("max_position_embeddings", MAX_SIZE):
             return f"sliding_window is {window}: {NO_WINDOW}"
         return None
 

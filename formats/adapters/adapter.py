@@ -135,6 +135,10 @@ class AdaptedModule:
         if unknown := kinds - pair - {"bias", "magnitude"}:
             messages.append(f"a module can't have {', '.join(sorted(unknown))} too")
         messages += [*self._check_matrices(), *self._check_flags(config), *self._check_vectors()]
+        if field := config.left_out_by(self.module):
+            messages.append(
+                f"its module has no factors by {field}, and PEFT passes over it; mend {field}, or remove it"
+            )
         return [Problem("adapter", first, message) for message in messages]
 
     def _check_matrices(self) -> Iterator[str]:

@@ -6,11 +6,12 @@ The fields are those of PEFT's `LoraConfig` (peft, tuners/lora/config.py, 0.21.2
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from weightbeam.formats.adapters.patterns import MAX_TOTAL, PatternError, Patterns, parse
@@ -21,12 +22,12 @@ CONFIG = "adapter_config.json"
 USED = frozenset({
     "peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "bias", "fan_in_fan_out",
     "target_parameters", "modules_to_save", "init_lora_weights", "base_model_name_or_path", "revision",
-    "ensure_weight_tying",
+    "ensure_weight_tying", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
 })  # fmt: skip
 
-# What was trained is told by the tensors; the rest is of training or initialisation alone.
+# Of training or initialisation alone.
 HARMLESS = frozenset({
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type", "inference_mode", "auto_mapping",
+    "lora_dropout", "task_type", "inference_mode", "auto_mapping",
     "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
 })  # fmt: skip
 
@@ -36,7 +37,55 @@ HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 MAX_PATTERNS = 10_000  # of ranks, and of alphas
 MAX_RANK = 1 << 16
+MAX_PARTS = 100  # of a module's name that is looked for among names
 UNTOLD_VERSION = re.compile(r"dev|rc|a\d|b\d|\+|@")
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Which modules have factors: PEFT passes over those of others, with a warning (peft, tuners/tuners_utils.py,
+    `check_target_module_exists`, 0.21.2).
+
+    Attributes:
+      modules, excluded: ends of the names of modules, or an expression for the whole name; None where nothing is said, or
+        what no expression of ours can match.
+      layers: the numbers of the layers, the first number in a module's name; None for all.
+      lists: the names of lists of layers, in front of that number; empty for any.
+    """
+
+    modules: frozenset[str] | Patterns | None = None
+    excluded: frozenset[str] | Patterns | None = None
+    layers: frozenset[int] | None = None
+    lists: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Targets:
+        """What a configuration that `_check` has nothing against says."""
+        layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern") or ()
+        lists = (lists,) if isinstance(lists, str) else tuple(lists)
+        layers = frozenset([layers] if isinstance(layers, int) else layers or ()) or None
+        if not all(map(str.isidentifier, lists)):  # expressions
+            layers, lists = None, ()
+        return cls(_names(fields.get("target_modules")), _names(fields.get("exclude_modules")), layers, lists)
+
+    def leaves_out(self, module: str) -> str | None:
+        """The field that says that a module has no factors; None where it may have, or where to look takes too long."""
+        with contextlib.suppress(PatternError):
+            return self._leaves_out(module)
+        return None
+
+    def _leaves_out(self, module: str) -> str | None:
+        if self.excluded is not None and _is_among(module, self.excluded):
+            return "exclude_modules"
+        if self.modules is not None and not _is_among(module, self.modules):
+            return "target_modules"
+        is_named_whole = isinstance(self.modules, frozenset) and module in self.modules
+        if self.layers is not None and not is_named_whole:
+            lists = rf"(?:^|.*?\.)(?:{'|'.join(self.lists)})" if self.lists else r".*?\.[^.]*"
+            found = re.match(rf"{lists}\.(\d{{1,9}})\.", module)
+            if found is None or int(found[1]) not in self.layers:
+                return "layers_to_transform"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +102,7 @@ class AdapterConfig:
       target_parameters: ends of the names of parameters that aren't modules.
       modules_to_save: ends of the names of modules that were trained as a whole, each a copy beside the base's own.
       ensure_weight_tying: whether what adapts the embedding adapts a head that is tied to it as one; from PEFT 0.18 on.
+      targets: which modules have factors.
       base: `base_model_name_or_path`, as it is.
       version: of PEFT, (major, minor); None where that isn't told, or a version between two releases is.
     """
@@ -68,6 +118,7 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
+    targets: Targets = dataclasses.field(default_factory=Targets)
     base: str | None = None
     version: tuple[int, int] | None = None
 
@@ -80,9 +131,20 @@ class AdapterConfig:
         rank = self.rank(module)
         return self._alphas.find(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def left_out_by(self, module: str) -> str | None:
+        """The field by which a module has no factors, unless a parameter, or a tie to the embedding, gives it some."""
+        module = re.sub(r"(\.base_layer)+$", "", module)
+        return None if _is_among(module, self._besides) else self.targets.leaves_out(module)
+
     def alpha_of(self, scaling: float, rank: int) -> float:
         """The alpha that stands in the file for alpha / rank."""
         return next(alpha for alpha in (self.alpha, *self.alpha_pattern.values()) if alpha / rank == scaling)
+
+    @functools.cached_property
+    def _besides(self) -> frozenset[str]:
+        """Ends of the names of modules that `target_modules` needn't name."""
+        tied = ("embed_tokens", "lm_head") if self.ensure_weight_tying else ()
+        return frozenset((*(parameter.rpartition(".")[0] for parameter in self.target_parameters), *tied))
 
     @functools.cached_property
     def _ranks(self) -> Patterns:
@@ -111,6 +173,7 @@ def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]
         target_parameters=tuple(get("target_parameters") or ()),
         modules_to_save=tuple(name for name in saved if isinstance(name, str)) if isinstance(saved, list) else (),
         ensure_weight_tying=bool(get("ensure_weight_tying")),
+        targets=Targets.of(fields),
         base=get("base_model_name_or_path") if isinstance(get("base_model_name_or_path"), str) else None,
         version=_version(get("peft_version")),
     )
@@ -139,6 +202,13 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
         isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
     ):
         yield "target_parameters should be a list of names"
+    for field in ("target_modules", "exclude_modules"):
+        if not isinstance(said := fields.get(field), str | None) and not _is_list(said, str):
+            yield f"{field} is {str(said)[:80]!r}; it should be a list of names, or an expression"
+    if not isinstance(said := fields.get("layers_pattern"), str | None) and not _is_list(said, str):
+        yield f"layers_pattern is {str(said)[:80]!r}; it should be a name, or a list of them"
+    if not isinstance(said := fields.get("layers_to_transform"), int | None) and not _is_list(said, int):
+        yield f"layers_to_transform is {str(said)[:80]!r}; it should be a number, or a list of them"
     init = fields.get("init_lora_weights")
     if not any(init is known if isinstance(known, bool | None) else init == known for known in HARMLESS_INITS):
         yield (
@@ -148,6 +218,29 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
     for field, value in fields.items():
         if field not in USED | HARMLESS and not _is_off(value):
             yield f"{field} is {str(value)[:80]!r}; it isn't supported"
+
+
+def _is_list(value: object, of: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, of) for each in value)
+
+
+def _names(said: str | Sequence[str] | None) -> frozenset[str] | Patterns | None:
+    """What `target_modules` or `exclude_modules` says: names, or an expression for the whole name of a module."""
+    if not said or said == "all-linear":
+        return None
+    if not isinstance(said, str):
+        return frozenset(said)
+    try:
+        return Patterns({f"^(?:{said})$": True})
+    except PatternError:
+        return None
+
+
+def _is_among(module: str, names: frozenset[str] | Patterns) -> bool:
+    if isinstance(names, Patterns):
+        return names.find(module, False)
+    parts = module.split(".")
+    return len(parts) > MAX_PARTS or any(".".join(parts[at:]) in names for at in range(len(parts)))
 
 
 def _check_patterns(field: str, patterns: object, good: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightbeam.formats.adapters.adapter import AdaptedModule, Adapter
+from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MergedWeight, OwnBase, Replaced, Shifted
 from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, ModuleFiles, WeightPart
@@ -243,6 +244,10 @@ def _apply_whole(
 ) -> Iterator[tuple[str, str]]:
     """`_apply` of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
     contents = adapter.contents
+    for saved in adapter.config.modules_to_save:
+        kept = any(f"{saved}." in name for name in contents.whole)
+        if not kept and any(f".{saved}." in f".{name}" for name in files.encodings):
+            yield CONFIG, f"modules_to_save names {saved}, of which the adapter holds no tensor"
     for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
         for name, tensor in tensors.items():
             base = files.find(name)

@@ -6,8 +6,6 @@ import os
 import re
 from urllib.parse import urlsplit
 
-from weightbeam.formats.text.printable import without_user
-
 ENDPOINT = "https://huggingface.co"
 
 
@@ -22,7 +20,7 @@ def check_endpoint(asked: bool = False) -> None:
       asked: whether the hub is to be asked, which takes a whole address.
 
     Raises:
-      EndpointError: it isn't. What is behind a `?` isn't shown: it may be a token.
+      EndpointError: it isn't. One that may hold a password or a token isn't shown.
     """
     address = os.environ.get("HF_ENDPOINT", ENDPOINT)
     try:
@@ -33,5 +31,5 @@ def check_endpoint(asked: bool = False) -> None:
         if asked and (found.query or found.fragment):
             raise ValueError("it ends with a host or a path")
     except ValueError as e:
-        shown = without_user(re.split("[?#]", address)[0])
-        raise EndpointError(f"HF_ENDPOINT={shown}: is no address of a hub ({e}); mend it, or unset it") from e
+        shown = "" if re.search("[@?#]", address) else f"={address}"
+        raise EndpointError(f"HF_ENDPOINT{shown}: is no address of a hub ({e}); mend it, or unset it") from e

@@ -93,6 +93,72 @@ def test_harmless_fields_pass() -> None:
     assert read_config(LORA | fields)[1] == []
 
 
+MODULES = [
+    *(f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1, 11) for name in ("q_proj", "v_proj", "pre_q_proj")),
+    "model.layers.1.mlp.experts.3.w1",
+    "model.visual.blocks.1.attn.q_proj",
+    "layers.0.self_attn.q_proj",
+    "model.embed_tokens",
+    "lm_head",
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(target_modules=["q_proj"]),
+        dict(target_modules=["self_attn.q_proj", "w1", "model.embed_tokens", "head"]),
+        dict(target_modules=r".*\.layers\.\d+\.self_attn\.[qv]_proj"),
+        dict(target_modules="model.*proj", exclude_modules=r".*visual.*"),
+        dict(target_modules=["q_proj", "v_proj"], exclude_modules=["model.layers.1.self_attn.q_proj", "proj"]),
+        dict(target_modules=["q_proj", "lm_head"], layers_to_transform=[0, 11]),
+        dict(target_modules=["q_proj", "lm_head"], layers_to_transform=1),
+        dict(target_modules=["q_proj"], layers_to_transform=[1], layers_pattern="blocks"),
+        dict(target_modules=["q_proj"], layers_to_transform=[0, 1], layers_pattern=["layers", "h"]),
+        dict(target_modules=["q_proj"], layers_to_transform=-1),
+        dict(target_modules=["q_proj"], layers_to_transform=[]),
+    ],
+)
+def test_which_modules_have_factors(fields: dict) -> None:
+    """Those to which PEFT gives some."""
+    import peft
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    theirs, (ours, found) = peft.LoraConfig(**fields), read_config(LORA | fields)
+    assert found == []
+    for module in MODULES:
+        assert (ours.left_out_by(module) is None) == bool(check_target_module_exists(theirs, module)), module
+
+
+def test_factors_that_peft_passes_over(written: Path, tmp_path: Path) -> None:
+    """By any of the fields that say which modules have some; what can't be matched, and names nobody, leaves none out."""
+    for number, (fields, name) in enumerate([
+        (dict(target_modules=["v_proj"]), "target_modules"),
+        (dict(exclude_modules=["q_proj"]), "exclude_modules"),
+        (dict(layers_to_transform=[7]), "layers_to_transform"),
+    ]):  # fmt: skip
+        adapter = copy_adapter(written / "plain" / "adapter", tmp_path / f"{number}", **fields)
+        said = problems(written / "plain" / "base", adapter)
+        assert f"{Q}.lora_A.weight: its module has no factors by {name}, and PEFT passes over it" in said
+    for fields in (
+        dict(target_modules=r"^(?!.*visual).*proj"),
+        dict(target_modules="all-linear"),
+        dict(target_modules=None),
+    ):
+        assert read_config(LORA | fields)[0].left_out_by("visual.q_proj") is None
+
+
+def test_a_module_that_was_to_be_saved_and_isnt_there(written: Path, tmp_path: Path) -> None:
+    """PEFT ends with a KeyError. What the base hasn't got isn't missed: PEFT names classifiers by itself."""
+    for number, saved in enumerate((["norm"], ["score", "classifier"])):
+        adapter = copy_adapter(written / "plain" / "adapter", tmp_path / f"{number}", modules_to_save=saved)
+        if number:
+            assert open_adapter(adapter).problems == []
+        else:
+            said = problems(written / "plain" / "base", adapter)
+            assert "adapter_config.json: modules_to_save names norm, of which the adapter holds no tensor" in said
+
+
 def test_ranks_must_agree(written: Path, tmp_path: Path) -> None:
     """Of the two factors with each other, and with the configuration; all of them are said."""
     a = copy_adapter(
