@@ -10,6 +10,7 @@ import gc
 import importlib
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
 NO_MEMORY = "failed to map segment"  # what the loader of libraries says then
+NO_THREAD = r"can.t start new thread|Resource temporarily unavailable"  # Python; TensorStore, by its pool
 RESEND_DELAY = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -199,6 +201,10 @@ def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | Non
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY in str(error)):
         said = (isinstance(error, MemoryError) and str(error)) or "the system gives no more memory"
         call.tell("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
+        return 1
+    if not isinstance(error, OSError) and re.search(NO_THREAD, str(error)):
+        limits = "raise the limit on processes and threads (ulimit -u; a container's pids limit)"
+        call.tell("failed", RuntimeError(f"  the system starts no more threads; {limits}"))
         return 1
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -33,8 +33,9 @@ class StoppablePool(concurrent.futures.Executor):
         self._tasks.put((future, functools.partial(function, *given, **named)))
         if len(self._threads) < self._most:
             thread = threading.Thread(target=self._work, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            with contextlib.suppress(RuntimeError) if self._threads else contextlib.nullcontext():
+                thread.start()  # where the system has no more of them, those that there are do it
+                self._threads.append(thread)
         return future
 
     def _work(self) -> None:

@@ -399,17 +399,29 @@ def _import_too_much() -> None:
     raise ImportError("_rust.abi3.so: failed to map segment from shared object")
 
 
-@pytest.mark.parametrize("fails", [lambda: bytearray(1 << 60), _import_too_much])
-def test_no_more_memory_is_said(
-    fails: Callable[[], Any], source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def _start_too_many() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (lambda: bytearray(1 << 60), "the system gives no more memory; raise the limit on it (ulimit -v)"),
+        (_import_too_much, "the system gives no more memory; raise the limit on it (ulimit -v)"),
+        (_start_too_many, "the system starts no more threads; raise the limit on processes and threads (ulimit -u; "),
+    ],
+)
+def test_what_the_system_has_no_more_of_is_said(
+    fails: Callable[[], Any],
+    words: str,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step = convert(source, source.parent / "out")
     monkeypatch.setattr("zstandard.ZstdDecompressor", fails)
     assert call("inspect", step) == 1
-    assert (
-        "inspect: failed\n  the system gives no more memory; raise the limit on it (ulimit -v)"
-        in capsys.readouterr().err
-    )
+    assert f"inspect: failed\n  {words}" in capsys.readouterr().err
 
 
 def test_a_file_that_config_json_names_is_refused(source: Path, refused: Refused) -> None:
