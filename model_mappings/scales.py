@@ -121,8 +121,11 @@ def _check_axis(axis: Sequence[str], sizes: Mapping[str, int], shares: Mapping[s
     """A block of a tensor's axis must be a range of one axis of the array. Raises BlockError where it is several
     ranges, or lies on several axes, such as heads that are smaller than a block.
     """
-    if math.prod(shares[word] for word in axis) not in (1, *block):
-        raise BlockError(f"a block of {_times(block)} isn't one of {_named(axis, sizes)}, an axis of MaxText's array")
+    share = math.prod(shares[word] for word in axis)
+    if share not in (1, *block):
+        can = " or ".join(f"{size:,}" for size in dict.fromkeys((1, *block)))
+        message = f"a block of {_times(block)} covers {share:,} of {_named(axis, sizes)}, an axis of MaxText's array; it can cover {can}"
+        raise BlockError(message)
     inside = True  # whether all factors so far lie within a block
     for word in reversed(axis):
         if shares[word] > 1 and not inside:
