@@ -108,10 +108,14 @@ class Interrupted(KeyboardInterrupt):
 
 def reworded(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Problems as their reader would say them."""
-    return tuple(
-        dataclasses.replace(problem, subject=worded(f"{problem.subject}:")[:-1], message=worded(problem.message))
-        for problem in problems
-    )
+    return tuple(map(_reworded, problems))
+
+
+def _reworded(problem: Problem) -> Problem:
+    subject, message = worded(f"{problem.subject}:")[:-1], worded(problem.message)
+    if (subject, message) == (problem.subject, problem.message):  # of a million most are
+        return problem
+    return dataclasses.replace(problem, subject=subject, message=message)
 
 
 def _read(text: str) -> Problem:
