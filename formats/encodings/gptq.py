@@ -295,8 +295,11 @@ def _group(parts: QuantizedTensor, size: object, inputs: int, exact: int | None 
     scale = parts[".scales"]
     if is_size(size) or size == -1:
         group = size if is_size(size) else max(1, inputs)
-        told = scale.shape[0] == 1 or inputs % group == 0 or parts.get(".g_idx")
-        if -(-inputs // group) == scale.shape[0] and told:
+        if -(-inputs // group) == scale.shape[0]:
+            if scale.shape[0] > 1 and inputs % group and not parts.get(".g_idx"):
+                raise MismatchError(
+                    f"{scale.name} {scale.shape}: group_size {group} doesn't divide {inputs} inputs, and no g_idx says which group is smaller"
+                )
             return group
     if exact is None:
         raise MismatchError(
