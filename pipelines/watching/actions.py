@@ -63,13 +63,12 @@ def plan(source: str, asked: ConvertOptions) -> dict[str, Any]:
         raise Failed(describe(made.problems))
     made.check()
     conversion = made.conversion
-    return {
-        "plan": conversion.hash,
-        "family": conversion.plan.family,
-        "target_bytes": conversion.target_bytes,
-        "warnings": list(conversion.warnings),
-        "made_of": _made_of(conversion),
-    }
+    return _about(conversion, conversion.plan.family, conversion.target_bytes) | {"made_of": _made_of(conversion)}
+
+
+def _about(planned: Any, family: str, size: int) -> dict[str, Any]:
+    """What is worth knowing of any plan; `size`: bytes of what is written."""
+    return {"plan": planned.hash, "family": family, "target_bytes": size, "warnings": list(planned.warnings)}
 
 
 def _made_of(conversion: Any) -> str:
@@ -173,14 +172,7 @@ def _planned(planned: Any) -> dict[str, Any]:
     refuse(planned.plan.problems)
     reasons = Counter(planned.lossy.values())
     rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
-    size = planned.files.size if planned.files else 0
-    about = {
-        "plan": planned.hash,
-        "family": planned.plan.family,
-        "target_bytes": size,
-        "warnings": list(planned.warnings),
-    }
-    return about | {
+    return _about(planned, planned.plan.family, planned.files.size if planned.files else 0) | {
         "read": digest(planned.sources[0]),
         "rounded": rounded,
         "form": planned.like.root,
@@ -258,13 +250,7 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     _opened(open_orbax, source)
     planned = reshard.plan(source, asked=asked)
     refuse(planned.plan.problems)
-    return {
-        "plan": planned.hash,
-        "read": digest(planned.sources[0]),
-        "family": planned.tree.kind,
-        "target_bytes": planned.target_bytes,
-        "warnings": list(planned.warnings),
-    }
+    return _about(planned, planned.tree.kind, planned.target_bytes) | {"read": digest(planned.sources[0])}
 
 
 def verify_reshard(a: str, b: str) -> dict[str, Any]:
