@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, rewrite, run_asked
+from weightbeam.pipelines.commands.merge import Merged, plan, plan_rows
+from weightbeam.pipelines.commands.releases import make_release, run_release
 from weightbeam.pipelines.terminal.arguments.parser import refuse_unknown
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
@@ -34,7 +35,7 @@ def cut(
       >>> wb.cut("models/qwen3", "one_layer", layers="0:1", progress=False)
       <weightbeam.Merged: .../one_layer: 14 tensors in 1 file, ...>
     """
-    return rewrite("cut", source, output, _as_merge(asked), how, beam, progress)
+    return Merged(*make_release("cut", source, output, _as_merge(asked), how, beam, progress, plan))
 
 
 def _as_merge(asked: CutOptions) -> MergeOptions:
@@ -49,4 +50,4 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = asked_of(args, CutOptions)
     if not asked.cut:  # what isn't known was meant to say it, rather than for Beam
         refuse_unknown(args, rest)
-    return run_asked(args, rest, _as_merge(asked), cut)
+    return run_release(args, rest, _as_merge(asked), cut, plan, plan_rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from weightbeam.pipelines.commands.merge import Merged, rewrite, run_asked
+from weightbeam.pipelines.commands.merge import Merged, plan, plan_rows
+from weightbeam.pipelines.commands.releases import make_release, run_release
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.transforms.planning.options import DequantizeOptions, MergeOptions, ToHub, options_as
@@ -38,7 +39,7 @@ def dequantize(
       >>> wb.dequantize("models/qwen3-fp8", "plain", save_dtype="float32", progress=False)
       <weightbeam.Merged: .../plain: 25 tensors in 1 file, ...>
     """
-    return rewrite("dequantize", source, output, _as_values(asked), how, beam, progress)
+    return Merged(*make_release("dequantize", source, output, _as_values(asked), how, beam, progress, plan))
 
 
 def _as_values(asked: DequantizeOptions) -> MergeOptions:
@@ -47,4 +48,4 @@ def _as_values(asked: DequantizeOptions) -> MergeOptions:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Dequantises, and says what came of it; with `--dry_run` whether it could."""
-    return run_asked(args, rest, _as_values(asked_of(args, DequantizeOptions)), dequantize)
+    return run_release(args, rest, _as_values(asked_of(args, DequantizeOptions)), dequantize, plan, plan_rows)

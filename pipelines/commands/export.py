@@ -23,14 +23,12 @@ from weightbeam.pipelines.commands.releases import (
     adapter_facts,
     going_to,
     loading,
+    make_release,
     make_small_files,
     run_release,
-    slots_for,
 )
-from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.like import Form, find_form, read_maxtext_config, read_tokenizer, with_tokenizer
-from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters
-from weightbeam.pipelines.running.token_secret import use_secret
+from weightbeam.pipelines.running.sources import check_named, open_adapters
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -100,11 +98,7 @@ def export(
       >>> wb.diff("models/qwen3", "tuned", progress=False).ok
       True
     """
-    check_places(beam, "export", source=source, output=output)
-    use_secret(how.hf_token_secret)
-    slots = slots_for(asked, beam, source, output, how.resume)
-    planned = plan(source, asked=asked, output=output, slots=slots)
-    written = carry(planned, output, how, beam, progress)
+    planned, written = make_release("export", source, output, asked, how, beam, progress, plan)
     return ExportedAdapter(planned, written) if isinstance(planned, AdapterExport) else Exported(planned, written)
 
 
@@ -274,9 +268,4 @@ def _sum_up(reasons: Mapping[str, str]) -> str:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
-    asked = asked_of(args, ExportOptions)
-
-    def planned(slots: int | None) -> Export:
-        return plan(args.source, asked=asked, output=args.output, slots=slots)
-
-    return run_release(args, rest, asked, export, planned, plan_rows)
+    return run_release(args, rest, asked_of(args, ExportOptions), export, plan, plan_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weightbeam.formats.release.config_text import ConfigEdits
 from weightbeam.formats.release.small_files import carried_files, files_of
@@ -14,16 +14,13 @@ from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.commands.releases import (
     Released,
     adapter_facts,
-    check_stays,
     going_to,
     loading,
+    make_release,
     make_small_files,
     run_release,
-    slots_for,
 )
-from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.sources import check_named, check_places, open_adapters, open_release
-from weightbeam.pipelines.running.token_secret import use_secret
+from weightbeam.pipelines.running.sources import check_named, open_adapters, open_release
 from weightbeam.pipelines.terminal.errors import refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -82,24 +79,7 @@ def merge(
       >>> wb.merge("models/qwen3", "merged", lora="adapter,0.5", progress=False)  # at half its weight
       <weightbeam.Merged: .../merged: 25 tensors in 1 file, ...>
     """
-    return rewrite("merge", source, output, asked, how, beam, progress)
-
-
-def rewrite(
-    command: str,
-    source: str,
-    output: str,
-    asked: MergeOptions,
-    how: ToHub,
-    beam: Sequence[str],
-    progress: bool | Report,
-) -> Merged:
-    """Makes a release of a release; see `plan`."""
-    check_places(beam, command, source=source, output=output)
-    use_secret(how.hf_token_secret)
-    planned = plan(source, asked, output=output, slots=slots_for(asked, beam, source, output, how.resume))
-    check_stays(source, planned.source.root, output, how.create_pr)
-    return Merged(planned, carry(planned, output, how, beam, progress))
+    return Merged(*make_release("merge", source, output, asked, how, beam, progress, plan))
 
 
 def plan(
@@ -145,15 +125,6 @@ def plan_rows(planned: Merge) -> Iterator[tuple[str, str]]:
         yield "left out", f"{count(len(planned.plan.dropped), 'tensor')}: {CODES}"
 
 
-def run_asked(
-    args: argparse.Namespace, rest: Sequence[str], asked: MergeOptions, function: Callable[..., Merged]
-) -> int:
-    """Makes a release of a release, and says what came of it; with `--dry_run` whether it could."""
-    return run_release(
-        args, rest, asked, function, lambda slots: plan(args.source, asked, None, args.output, slots), plan_rows
-    )
-
-
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it; with `--dry_run` whether it could."""
-    return run_asked(args, rest, asked_of(args, MergeOptions), merge)
+    return run_release(args, rest, asked_of(args, MergeOptions), merge, plan, plan_rows)

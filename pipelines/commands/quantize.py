@@ -10,11 +10,9 @@ from weightbeam.formats.storage import open_store, reason
 from weightbeam.pipelines.commands import export, merge
 from weightbeam.pipelines.commands.export import Exported
 from weightbeam.pipelines.commands.merge import Merged
-from weightbeam.pipelines.commands.releases import check_stays, run_release, slots_for
-from weightbeam.pipelines.running.carry import carry
+from weightbeam.pipelines.commands.releases import make_release, run_release
 from weightbeam.pipelines.running.like import open_given
-from weightbeam.pipelines.running.sources import check_named, check_places
-from weightbeam.pipelines.running.token_secret import use_secret
+from weightbeam.pipelines.running.sources import check_named
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
 from weightbeam.pipelines.terminal.progress import Report
@@ -59,12 +57,7 @@ def quantize(
       >>> wb.quantize("models/qwen3", "smaller", progress=False)
       <weightbeam.Merged: .../smaller: 39 tensors in 1 file, ...>
     """
-    check_places(beam, "quantize", source=source, output=output)
-    use_secret(how.hf_token_secret)
-    slots = slots_for(asked, beam, source, output, how.resume)
-    planned = plan(source, asked=asked, output=output, slots=slots)
-    check_stays(source, planned.source.root, output, how.create_pr)
-    written = carry(planned, output, how, beam, progress)
+    planned, written = make_release("quantize", source, output, asked, how, beam, progress, plan)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
 
 
@@ -104,12 +97,7 @@ def plan(source: str, *, asked: QuantizeOptions, output: str | None = None, slot
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
-    asked = asked_of(args, QuantizeOptions)
-
-    def planned(slots: int | None) -> Merge | Export:
-        return plan(args.source, asked=asked, output=args.output, slots=slots)
-
-    return run_release(args, rest, asked, quantize, planned, _plan_rows)
+    return run_release(args, rest, asked_of(args, QuantizeOptions), quantize, plan, _plan_rows)
 
 
 def _plan_rows(planned: Export | Merge) -> Iterator[tuple[str, str]]:

@@ -20,13 +20,15 @@ from weightbeam.formats.safetensors import Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
+from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.slots import slots_of, slots_of_release
-from weightbeam.pipelines.running.sources import check_beam
+from weightbeam.pipelines.running.sources import check_beam, check_places
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import DONE, Made, Written
 from weightbeam.pipelines.terminal.errors import Refused, refusing
 from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of
+from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.report import memory_text, units_text
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Intended
@@ -140,12 +142,48 @@ class Released(Made):
         raise NotImplementedError
 
 
+def make_release(
+    command: str,
+    source: str,
+    output: str,
+    asked: ReleaseOptions,
+    how: ToHub,
+    beam: Sequence[str],
+    progress: bool | Report,
+    plan: Callable[..., Release],
+) -> tuple[Release, Written]:
+    """Plans a release, and carries the plan out; the arguments are the command's. `plan` as `plan_release` calls it."""
+    check_places(beam, command, source=source, output=output)
+    planned = plan_release(source, output, asked, how, beam, plan)
+    return planned, carry(planned, output, how, beam, progress)
+
+
+def plan_release(
+    source: str,
+    output: str | None,
+    asked: ReleaseOptions,
+    how: ToHub,
+    beam: Sequence[str],
+    plan: Callable[..., Release],
+) -> Release:
+    """Plans a release that is to be carried out so: `plan(source, asked=…, output=…, slots=…)`.
+
+    Raises:
+      Refused: there is nothing to plan, or the release is made of what it goes to.
+    """
+    use_secret(how.hf_token_secret)
+    slots = slots_for(asked, beam, source, output, how.resume)
+    planned = plan(source, asked=asked, output=output, slots=slots)
+    check_stays(source, planned.source.root, output, how.create_pr)
+    return planned
+
+
 def run_release(
     args: argparse.Namespace,
     rest: Sequence[str],
     asked: ReleaseOptions,
     function: Callable[..., Released],
-    plan: Callable[[int | None], Release],
+    plan: Callable[..., Release],
     rows: Callable[[Release], Iterable[tuple[str, str]]],
 ) -> int:
     """Makes a release, and says what came of it; with `--dry_run` the plan, all that stands against it, and else the
@@ -153,7 +191,7 @@ def run_release(
 
     Args:
       function: makes the release.
-      plan: makes the plan, its units cut for so many at a time.
+      plan: makes the plan, as `plan_release` calls it.
       rows: say of it to a person what they don't of every release.
 
     Raises:
@@ -163,14 +201,13 @@ def run_release(
         say(args, function(**keywords_of(args, function), beam=rest))
         return 0
     check_beam(rest, args.command, {"source": args.source, "output": args.output})
-    use_secret(args.hf_token_secret)
-    planned = plan(slots_for(asked, rest, args.source, args.output, args.resume))
-    check_stays(args.source, planned.source.root, args.output, args.create_pr)
+    how = asked_of(args, ToHub)
+    planned = plan_release(args.source, args.output, asked, how, rest, plan)
     table = Table.of((*rows(planned), *size_rows(planned, threads_in(rest), args.output)))
     say(args, Intended([table], to_dict(planned), planned.warnings))
     check_hub(args.output, args.create_pr)
     size = planned.files.size if planned.files else 0
-    return conclude(args, rest, planned, asked_of(args, ToHub), human(size))
+    return conclude(args, rest, planned, how, human(size))
 
 
 def check_hub(output: str | None, create_pr: bool) -> None:
