@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.text.printable import printable
-from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.model_mappings.trees import TreeError, recognize
@@ -34,7 +32,7 @@ from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_release, reading
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import keywords_of, sharding_rules, takes
-from weightbeam.pipelines.terminal.report import count_arrays
+from weightbeam.pipelines.terminal.report import count_arrays, grouped
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.pipelines.terminal.tables import CELL, SAID, Block, Table, count, human, shape_text
@@ -94,25 +92,15 @@ class OrbaxInspection(Inspection):
             ">bytes",
             spare=("shard", "arrays", "dtype", "bytes", "chunk"),
         )
-        groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
-        for array in self.arrays:
+
+        def facts(array: CheckpointArray) -> tuple[str, str, str, str]:
             spec = array.spec
-            groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(
-                spec
-            )
-        for (_, shape, dtype, chunk, shard, compressed), specs in groups.items():
-            name = specs[0].key if len(specs) == 1 else f"{specs[0].key} …"
-            packed = shape_text(shard) if shard != chunk else "= chunk"
-            stored = dtype + (" compressed" if compressed else "")
-            rows.add_row(
-                name,
-                shape_text(shape),
-                stored,
-                shape_text(chunk),
-                packed,
-                str(len(specs)),
-                human(sum(map(_nbytes, specs))),
-            )
+            stored = spec.dtype.name + (" compressed" if array.compressed else "")
+            packed = shape_text(spec.shard) if spec.shard != spec.chunk else "= chunk"
+            return shape_text(spec.shape), stored, shape_text(spec.chunk), packed
+
+        for name, cells, same in grouped(self.arrays, lambda array: array.spec.key, facts):
+            rows.add_row(name, *cells, str(len(same)), human(sum(_nbytes(array.spec) for array in same)))
         yield rows
         held = count_arrays([array.spec.key for array in self.arrays])
         kind = f" ({self.kind})" if self.kind else ""
@@ -150,12 +138,9 @@ class SafetensorsInspection(Inspection):
     def blocks(self) -> Iterator[Block]:
         checkpoint = self.checkpoint
         rows = Table("tensor", "shape", "dtype", ">tensors", ">bytes", spare=("tensors",))
-        groups = defaultdict(list)
-        for tensor in checkpoint.tensors.values():
-            groups[pattern(tensor.name), tensor.shape, tensor.dtype.name].append(tensor)
-        for (_, shape, dtype), tensors in groups.items():
-            name = tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} …"
-            rows.add_row(name, shape_text(shape), dtype, str(len(tensors)), human(sum(t.nbytes for t in tensors)))
+        groups = grouped(checkpoint.tensors.values(), lambda t: t.name, lambda t: (shape_text(t.shape), t.dtype.name))
+        for name, cells, same in groups:
+            rows.add_row(name, *cells, str(len(same)), human(sum(tensor.nbytes for tensor in same)))
         yield rows
         nbytes, kind = sum(tensor.nbytes for tensor in checkpoint.tensors.values()), checkpoint.config.get("model_type")
         held = f"{count(len(checkpoint.tensors), 'tensor')} in {count(len(checkpoint.shards), 'file')}"
@@ -304,21 +289,21 @@ def _load(items: Store, asked: InspectOptions) -> LoadInspection:
         raise Refused(
             f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}"
         )
-    groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
-    for spec in known:
-        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(
-            spec
-        )
-    rows = [(mesh, [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()]) for mesh in meshes]
+
+    def facts(spec: ArraySpec) -> tuple[Any, ...]:
+        return spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])
+
+    groups = list(grouped(known, lambda spec: spec.key, facts))
+    rows = [(mesh, [_row(mesh, rules, name, names, specs) for name, (*_, names), specs in groups]) for mesh in meshes]
     return LoadInspection(str(items), rows, sorted({spec.key for spec in arrays} - {spec.key for spec in known}))
 
 
-def _row(mesh: Mesh, rules: Rules, names: Sequence[str | None], specs: Sequence[ArraySpec]) -> LoadRow:
+def _row(mesh: Mesh, rules: Rules, name: str, names: Sequence[str | None], specs: Sequence[ArraySpec]) -> LoadRow:
     spec, assignments = specs[0], partition_spec(names, rules)
     over = [",".join(axis for axis in axes_of(axes) if mesh.sizes.get(axis, 1) > 1) or "-" for axes in assignments]
-    name = (spec.key if len(specs) == 1 else f"{spec.key} …").removeprefix(PARAMETERS)
     uneven = any(size % mesh.ways(axes) for size, axes in zip(spec.shape, assignments, strict=True))
-    return LoadRow(name, spec, " × ".join(over), len(specs), load_of(spec, assignments, mesh) * len(specs), uneven)
+    load = load_of(spec, assignments, mesh) * len(specs)
+    return LoadRow(name.removeprefix(PARAMETERS), spec, " × ".join(over), len(specs), load, uneven)
 
 
 def _figures(load: Load) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax.zarr import Format
@@ -15,7 +15,7 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.families import identity
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
-from weightbeam.model_mappings.plan import PARAMETERS, ArrayPlan, Problem
+from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.pipelines.terminal.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.pipelines.terminal.wording import worded
@@ -40,6 +40,8 @@ LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>
 EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULTS = ConvertOptions()
 NAMED = 20  # files in a line
+Item = TypeVar("Item")
+Facts = TypeVar("Facts", bound=Hashable)
 
 
 def collapse(lines: Iterable[str]) -> list[str]:
@@ -48,6 +50,19 @@ def collapse(lines: Iterable[str]) -> list[str]:
     for line in lines:
         groups[pattern(line)].append(line)
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
+
+
+def grouped(
+    items: Iterable[Item], name: Callable[[Item], str], facts: Callable[[Item], Facts]
+) -> Iterator[tuple[str, Facts, list[Item]]]:
+    """Items whose names differ only in numbers, and whose facts are the same: the first one's name, with `…` where there
+    are more, the facts, and the items.
+    """
+    groups: dict[tuple[str, Facts], list[Item]] = defaultdict(list)
+    for item in items:
+        groups[pattern(name(item)), facts(item)].append(item)
+    for (_, shared), same in groups.items():
+        yield name(same[0]) + (" …" if len(same) > 1 else ""), shared, same
 
 
 def kind_and_layer(name: str) -> tuple[str, int]:
@@ -102,17 +117,17 @@ def count_arrays(keys: Collection[str]) -> str:
 def _arrays_table(conversion: Conversion) -> Table:
     """The arrays; those that differ only in the numbers of their names are one row."""
     grids = {grid.spec.key: grid for grid in conversion.grids}
-    groups: dict[tuple, list[str]] = defaultdict(list)
-    for array in conversion.plan.arrays:
+
+    def facts(array: Array) -> tuple[str, str, str, str, str | None]:
         grid = grids.get(array.key)
         chunk = shape_text(grid.spec.chunk) if grid else "–"
         axes = " ".join(name or "-" for name in array.logical_axes)
-        groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
+        return shape_text(array.shape), array.dtype.name, axes, chunk, array.lossy
+
     spare = ("logical axes", "dtype", "exact", "arrays", "chunk")
     table = Table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact", spare=spare)
-    for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
-        name = (keys[0] if len(keys) == 1 else f"{keys[0]} …").removeprefix(PARAMETERS)
-        table.add_row(name, shape_text(shape), dtype, axes, chunk, str(len(keys)), "rounded" if lossy else "yes")
+    for name, (*cells, lossy), same in grouped(conversion.plan.arrays, lambda array: array.key, facts):
+        table.add_row(name.removeprefix(PARAMETERS), *cells, str(len(same)), "rounded" if lossy else "yes")
     return table
 
 
