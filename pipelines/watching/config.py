@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
@@ -469,6 +470,11 @@ class WatchConfig(pydantic.BaseModel):
         return _arguments(options, flags=True)
 
 
+def cached_for(url: str) -> Path:
+    """The folder, in this user's cache, of what a watcher keeps for a place that can't hold it."""
+    return cache_folder("watch", hashlib.sha256(url.encode()).hexdigest()[:12])
+
+
 def config_of_run(run: str, like: str | None, output: str, every: int | None, target: Mapping[str, Any]) -> WatchConfig:
     """The configuration of one run that options name, made into one thing in one place.
 
@@ -484,7 +490,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
     try:
         place = records = read_place(output)
         if place.startswith("hf://"):
-            records = str(cache_folder("watch", hashlib.sha256(place.encode()).hexdigest()[:12]))
+            records = str(cached_for(place))
     except ValueError as e:
         problems.append(f"--output={output}: {e}")
     about = {

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from weightbeam.formats.record.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
-from weightbeam.formats.storage.local import cache_folder
-from weightbeam.pipelines.watching.config import Run, RunTarget, WatchConfig
+from weightbeam.pipelines.watching.config import Run, RunTarget, WatchConfig, cached_for
 from weightbeam.pipelines.watching.marks import Marks
 from weightbeam.pipelines.watching.places import Place, open_place, owner_of, told_other_run
 from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, History, find_history
@@ -200,4 +199,4 @@ def _scratch_of(output: Store) -> Path:
     """A folder of this machine for what can't be made where it is published."""
     if isinstance(output, LocalFolder):
         return output.folder / ".weightbeam" / "work"
-    return cache_folder("watch", hashlib.sha256(output.url.encode()).hexdigest()[:12])
+    return cached_for(output.url)
