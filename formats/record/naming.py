@@ -57,8 +57,8 @@ def is_named(said: object, source: NamedSource) -> bool:
     return is_name(said) and str(said).rpartition("@")[2] == digest(source)
 
 
-def name_of(url: str, told: str = "") -> str:
-    """The name of what lies at a URL; `told` identifies its content."""
+def name_of(url: str, digest: str = "") -> str:
+    """The name of what lies at a URL; `digest` is that of its content."""
     if match := CACHED.search(url):
         return f"{HUB}{match[1]}/{match[2]}@{match[3]}"
     parts = [part for part in url.partition("://")[2 if "://" in url else 0].split("/") if part]
@@ -69,7 +69,7 @@ def name_of(url: str, told: str = "") -> str:
         while len(parts) > 1 and parts[-1] in GENERIC:
             parts.pop()
         last = f"{parts[-1]}/{last}" if parts else last
-    return f"{last}@{told}" if told else last
+    return f"{last}@{digest}" if digest else last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Naming:
 
     def knowing(self, known: Mapping[str, str]) -> Naming:
         """The same, with what identifies more sources, by their URLs."""
-        return dataclasses.replace(self, known={**self.known, **{url: told for url, told in known.items() if told}})
+        return dataclasses.replace(
+            self, known={**self.known, **{url: digest for url, digest in known.items() if digest}}
+        )
 
     def name(self, url: str) -> str:
         """What a source is called."""

@@ -75,8 +75,8 @@ def _made_of(conversion: Any) -> str:
     """What tells the content of a conversion's sources, and how its arrays are made of them, however its units are cut."""
     from weightbeam.formats.record.naming import digest
 
-    told = [[digest(source) for source in conversion.sources], conversion.making]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    facts = [[digest(source) for source in conversion.sources], conversion.making]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def convert(
@@ -159,8 +159,8 @@ def _planned_adapter(checkpoint: Any, asked: ExportOptions, merged: Sequence[Any
     planned = export.plan(checkpoint, asked=dataclasses.replace(asked, max_shard_size=None, family=None))
     about = _planned(planned)
     if merged:
-        told = [about["plan"], about["form_told"], *merged]
-        about["plan"] = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        facts = [about["plan"], about["form_told"], *merged]
+        about["plan"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return about | {"family": "an adapter", "lora": True}
 
 
@@ -176,7 +176,7 @@ def _planned(planned: Any) -> dict[str, Any]:
         "read": digest(planned.sources[0]),
         "rounded": rounded,
         "form": planned.like.root,
-        "form_told": planned.like.told,
+        "form_told": planned.like.digest,
     }
 
 
@@ -202,8 +202,8 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
 
     Args:
       command: `export`, `quantize`, `merge` or `reshard`.
-      keywords: of it, and what tells what it was planned with: `read` the content of the step, `told` that of the
-        release that the result is to be like, or to be merged into.
+      keywords: of it, and the digests of what it was planned with: `read` of the step, `form_digest` of the release that
+        the result is to be like, or to be merged into.
 
     Raises:
       Failed: it was made of others; nothing of it is kept, and the next attempt plans anew.
@@ -214,7 +214,8 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
     from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
 
     function = getattr(importlib.import_module(f"weightbeam.pipelines.commands.{command}"), command)
-    read, told, output = keywords.pop("read", ""), keywords.pop("told", ""), open_store(keywords["output"])
+    read, form_digest = keywords.pop("read", ""), keywords.pop("form_digest", "")
+    output = open_store(keywords["output"])
     try:
         made = function(**keywords, progress=False)
     except Refused as e:
@@ -227,7 +228,7 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
         made = function(**{**keywords, "how": how}, progress=False)
     print(made)
     held, (root, now) = [digest(source) for source in made.planned.sources], made.planned.pattern
-    changed = [root] if told and now and now != told else []
+    changed = [root] if form_digest and now and now != form_digest else []
     if read and read not in held:
         changed.append(keywords["source"])
     if changed:

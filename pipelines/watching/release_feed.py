@@ -184,12 +184,12 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             "verified": facts.get("verified"),
             "history": history.outline,
         }
-        told = json.dumps(history.naming().apply(report), indent=1).encode()
+        content = json.dumps(history.naming().apply(report), indent=1).encode()
         name = self._report_of(checkpoint)
         unknown = f"{checkpoint} was being published; it is if {RELEASE_REPORT} is there"
         try:
             is_there = uninterrupted(
-                lambda: self.output.create(name, told) or self._report(checkpoint) is not None,
+                lambda: self.output.create(name, content) or self._report(checkpoint) is not None,
                 lambda is_there: f"but {checkpoint} is published" if is_there else "",
                 unknown,
             )

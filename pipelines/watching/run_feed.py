@@ -376,9 +376,9 @@ class RunFeed(Feed[RunStep, RunTarget]):
         newest step, which was published at `url`.
         """
         report = {**self.places.of(history).report(url), "checkpoint": url}
-        said = json.dumps(history.naming().apply(report), indent=1).encode()
+        content = json.dumps(history.naming().apply(report), indent=1).encode()
         pointer = self.places.pointer(history.first["target"])
-        point(self.output, pointer, lambda: (url, said) if self._is_newest_by_now(history) else None)
+        point(self.output, pointer, lambda: (url, content) if self._is_newest_by_now(history) else None)
 
     def _is_pointed_at(self, history: History) -> bool:
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to

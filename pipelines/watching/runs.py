@@ -168,9 +168,9 @@ def mark_of(run: Store) -> str:
 
 def _seen(mark: File) -> SeenStep | None:
     folder = mark.name.rpartition("/")[0]
-    told = json.dumps([mark.size, mark.version, mark.inode])
+    version = json.dumps([mark.size, mark.version, mark.inode])
     match = STEP.fullmatch(folder)
-    return SeenStep(int(match[2]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
+    return SeenStep(int(match[2]), folder, hashlib.sha256(version.encode()).hexdigest()[:12]) if match else None
 
 
 def growing_steps(run: Store) -> bool:

@@ -140,8 +140,8 @@ class StepTasks:
         before, like = self._before(history), self._like_of(history)
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
-        told = history.facts.get("form_told", "")
-        return _write(command, made, how=how, beam=self._config.runner_arguments(), told=told)
+        form_digest = history.facts.get("form_told", "")
+        return _write(command, made, how=how, beam=self._config.runner_arguments(), form_digest=form_digest)
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""

@@ -72,18 +72,18 @@ class Like:
       root: its URL; empty where there is none.
       config: its `config.json`.
       tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
-      told: what its name says of its content, see `naming.digest`; empty where it wasn't opened.
+      digest: of its content, as its name has it, see `naming.digest`; empty where it wasn't opened.
       coded: whether its weights are codes and scales as MaxText keeps them, too.
     """
 
     root: str
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
-    told: str = ""
+    digest: str = ""
     coded: bool = False
 
     @classmethod
-    def of(cls, checkpoint: HfCheckpoint, told: str = "") -> Like:
+    def of(cls, checkpoint: HfCheckpoint, digest: str = "") -> Like:
         """A release, by its headers."""
         source = open_source(checkpoint)
         tensors = {}
@@ -91,7 +91,7 @@ class Like:
             dtype = values_dtype(encoding, RELEASED_VALUES)
             tensors[name] = (dtype.name, encoding.shape, encoding.weight.path.rpartition("/")[2])
         coded = any(isinstance(one, Scaled) and one.square for one in source.encodings.values())
-        return cls(checkpoint.root, checkpoint.config, tensors, told, coded)
+        return cls(checkpoint.root, checkpoint.config, tensors, digest, coded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,10 +237,10 @@ class Export(FromCheckpoint, ToRelease):
 
     @property
     def pattern(self) -> tuple[str, str]:
-        return self.like.root, self.like.told
+        return self.like.root, self.like.digest
 
     def naming(self, place: str) -> Naming:
-        return super().naming(place).knowing({self.like.root: self.like.told})
+        return super().naming(place).knowing({self.like.root: self.like.digest})
 
     def facts(self) -> dict[str, Any]:
         return {
