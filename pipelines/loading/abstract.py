@@ -54,13 +54,13 @@ class Abstract:
         return {target.key for target in self.targets}
 
     def prefixed(self, prefix: str) -> Abstract:
-        """The same with keys that begin with `prefix`."""
+        """The same arrays, with `prefix` before the keys of parameters; the keys of other variables stay as they are."""
         return self.renamed(
             {target.key: prefix + target.key for target in self.targets if not target.key.startswith(COLLECTIONS)}
         )
 
     def renamed(self, names: Mapping[str, str]) -> Abstract:
-        """The same with other keys, where there are any."""
+        """The same arrays, with the keys that `names` has for theirs; a key that it lacks stays as it is."""
         return dataclasses.replace(
             self,
             targets=tuple(

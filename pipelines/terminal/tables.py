@@ -99,7 +99,7 @@ class Table:
             self.rows.append((f"… and more than {ROWS:,} others", *("" for _ in cells[1:])))
 
     def worded(self, word: Callable[[str], str]) -> Table:
-        """The same table with each cell in its reader's words."""
+        """A copy of the table, with `word` applied to each cell of its rows; the headings stay."""
         same = copy.copy(self)
         same.rows = [tuple(map(word, row)) for row in self.rows]
         return same

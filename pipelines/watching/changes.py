@@ -49,7 +49,7 @@ def summarize(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any
 
 
 def as_json(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same as JSON takes it, which has no NaN."""
+    """What `summarize` returns, with NaN and infinities as texts, since JSON has no such numbers."""
 
     def plain(value: Any) -> Any:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
