@@ -50,7 +50,7 @@ class Targets:
       modules, excluded: ends of the names of modules, or an expression for the whole name; None where nothing is said, or
         what no expression of ours can match.
       layers: the numbers of the layers, the first number in a module's name; None for all.
-      lists: the names of lists of layers, in front of that number; empty for any.
+      lists: the paths of lists of layers, in front of that number, in the order in which they are tried; empty for any.
     """
 
     modules: frozenset[str] | Patterns | None = None
@@ -61,12 +61,15 @@ class Targets:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Targets:
         """What a configuration that `_check` has nothing against says."""
-        layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern") or ()
+        modules, layers = _names(fields.get("target_modules")), fields.get("layers_to_transform")
+        if not fields.get("target_modules") and fields.get("target_parameters"):
+            modules = frozenset()  # parameters alone
+        lists = fields.get("layers_pattern") or ()
         lists = (lists,) if isinstance(lists, str) else tuple(lists)
         layers = frozenset([layers] if isinstance(layers, int) else layers or ()) or None
-        if not all(map(str.isidentifier, lists)):  # expressions
+        if not all(re.fullmatch(r"[\w.]+", each) for each in lists):  # expressions
             layers, lists = None, ()
-        return cls(_names(fields.get("target_modules")), _names(fields.get("exclude_modules")), layers, lists)
+        return cls(modules, _names(fields.get("exclude_modules")), layers, lists)
 
     def leaves_out(self, module: str) -> str | None:
         """The field that says that a module has no factors; None where it may have, or where to look takes too long."""
@@ -81,9 +84,9 @@ class Targets:
             return "target_modules"
         is_named_whole = isinstance(self.modules, frozenset) and module in self.modules
         if self.layers is not None and not is_named_whole:
-            lists = rf"(?:^|.*?\.)(?:{'|'.join(self.lists)})" if self.lists else r".*?\.[^.]*"
-            found = re.match(rf"{lists}\.(\d{{1,9}})\.", module)
-            if found is None or int(found[1]) not in self.layers:
+            lists = [rf"(?:^|.*?\.){each}" for each in self.lists] or [r".*?\.[^.]*"]
+            found = filter(None, (re.match(rf"{each}\.(\d{{1,9}})\.", module) for each in lists))
+            if (first := next(found, None)) is None or int(first[1]) not in self.layers:
                 return "layers_to_transform"
         return None
 
@@ -133,6 +136,8 @@ class AdapterConfig:
 
     def left_out_by(self, module: str) -> str | None:
         """The field by which a module has no factors, unless a parameter, or a tie to the embedding, gives it some."""
+        if any("." not in parameter for parameter in self.target_parameters):
+            return None  # any module may have a parameter of that name; so PEFT writes fused experts of `all-linear`
         module = re.sub(r"(\.base_layer)+$", "", module)
         return None if _is_among(module, self._besides) else self.targets.leaves_out(module)
 
@@ -226,7 +231,7 @@ def _is_list(value: object, of: type) -> bool:
 
 def _names(said: str | Sequence[str] | None) -> frozenset[str] | Patterns | None:
     """What `target_modules` or `exclude_modules` says: names, or an expression for the whole name of a module."""
-    if not said or said == "all-linear":
+    if not said or (isinstance(said, str) and said.lower() == "all-linear"):
         return None
     if not isinstance(said, str):
         return frozenset(said)

@@ -146,6 +146,9 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
              target_parameters=[f"block_sparse_moe.{name}" for name in ("experts.gate_up_proj", "experts.down_proj", "router.weight")]),
     ),
     "gpt_neox": (GPT_NEOX, dict(r=4, lora_alpha=6, target_modules=["query_key_value", "lm_head"])),
+    # PEFT makes parameters' names of them, without a module's
+    "experts-all-linear": (MIXTRAL, dict(r=3, lora_alpha=6, target_modules="all-linear")),
+    "experts-as-modules": (QWEN3_MOE, dict(r=3, lora_alpha=6, target_modules=LINEAR)),
 }  # fmt: skip
 PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixtral": (MIXTRAL, ("w1", "w3", "w2"))}
 

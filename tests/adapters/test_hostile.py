@@ -117,6 +117,9 @@ MODULES = [
         dict(target_modules=["q_proj"], layers_to_transform=[0, 1], layers_pattern=["layers", "h"]),
         dict(target_modules=["q_proj"], layers_to_transform=-1),
         dict(target_modules=["q_proj"], layers_to_transform=[]),
+        dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="model.layers"),
+        dict(target_modules=["q_proj", "w1"], layers_to_transform=3, layers_pattern=["experts", "layers"]),
+        dict(target_parameters=["mlp.experts.gate_up_proj"]),
     ],
 )
 def test_which_modules_have_factors(fields: dict) -> None:

@@ -31,7 +31,7 @@ CASES = (
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
     "experts-gpt_oss", "router-mixtral", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18", "embedding-own-rows", "weight-patterns", "weight-of-module",
     "fan_in_fan_out-linear", "untied-tying", "llava", "qwen2_vl",
-    "qwen2_5_vl", "mllama", "phimoe", "granitemoe", "gpt_neox",
+    "qwen2_5_vl", "mllama", "phimoe", "granitemoe", "gpt_neox", "experts-all-linear", "experts-as-modules",
 )  # fmt: skip
 
 
