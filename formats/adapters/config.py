@@ -35,6 +35,8 @@ HARMLESS = frozenset({
 # aren't known.
 HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
+EMBEDDINGS = ("embed_tokens", "lm_head")  # peft, utils/constants.py, EMBEDDING_LAYER_NAMES
+
 MAX_PATTERNS = 10_000  # of ranks, and of alphas
 MAX_RANK = 1 << 16
 MAX_PARTS = 100  # of a module's name that is looked for among names
@@ -134,6 +136,13 @@ class AdapterConfig:
         rank = self.rank(module)
         return self._alphas.find(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    @property
+    def ties_saved(self) -> bool:
+        """Whether an embedding or a head in `modules_to_save` takes its tied one along: PEFT knows both by their names
+        (peft, tuners/tuners_utils.py, `_check_tied_modules`, 0.21.2).
+        """
+        return self.ensure_weight_tying and any(name.rpartition(".")[2] in EMBEDDINGS for name in self.modules_to_save)
+
     def left_out_by(self, module: str) -> str | None:
         """The field by which a module has no factors, unless a parameter, or a tie to the embedding, gives it some."""
         if any("." not in parameter for parameter in self.target_parameters):
@@ -148,7 +157,7 @@ class AdapterConfig:
     @functools.cached_property
     def _besides(self) -> frozenset[str]:
         """Ends of the names of modules that `target_modules` needn't name."""
-        tied = ("embed_tokens", "lm_head") if self.ensure_weight_tying else ()
+        tied = EMBEDDINGS if self.ensure_weight_tying else ()
         return frozenset((*(parameter.rpartition(".")[0] for parameter in self.target_parameters), *tied))
 
     @functools.cached_property

@@ -284,7 +284,7 @@ def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
     """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base:
     `modules_to_save` makes a copy of one, everything else is loaded into the weight of both.
     """
-    if adapter.config.ensure_weight_tying:
+    if adapter.config.ties_saved:
         return False
     module = name.removesuffix(".weight")
     is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)

@@ -47,6 +47,7 @@ class StoppablePool(concurrent.futures.Executor):
                 except BaseException as e:
                     future.set_exception(e)
             del task, future, function  # what came of it is his who asked
+        self._tasks.put(None)  # for the next one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -55,8 +56,7 @@ class StoppablePool(concurrent.futures.Executor):
             with contextlib.suppress(queue.Empty):
                 while task := self._tasks.get_nowait():
                     task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._tasks.put(None)
         if kind is None or issubclass(kind, Exception):
             for thread in self._threads:
                 thread.join()

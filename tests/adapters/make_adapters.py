@@ -149,6 +149,8 @@ CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     # PEFT makes parameters' names of them, without a module's
     "experts-all-linear": (MIXTRAL, dict(r=3, lora_alpha=6, target_modules="all-linear")),
     "experts-as-modules": (QWEN3_MOE, dict(r=3, lora_alpha=6, target_modules=LINEAR)),
+    # PEFT knows embeddings by two names, and this isn't one
+    "saved-wte-tying": (GPT2, dict(r=4, target_modules=["c_attn"], modules_to_save=["wte"], ensure_weight_tying=True)),
 }  # fmt: skip
 PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixtral": (MIXTRAL, ("w1", "w3", "w2"))}
 

@@ -103,6 +103,14 @@ def test_every_way_is_peft_s(written: Path, tmp_path: Path, case: str, with_head
         assert exported[HEAD].tobytes() == exported[EMBEDDING].tobytes()
 
 
+def test_an_embedding_that_peft_doesnt_know_is_refused(written: Path) -> None:
+    """GPT-2's `wte` isn't tied by `ensure_weight_tying`, which goes by names: PEFT's merge changes it alone."""
+    case = written / "saved-wte-tying"
+    wanted = read_file(case / "merged.safetensors")
+    assert (wanted["transformer.wte.weight"] != wanted[HEAD]).any()
+    assert "the base's head is tied to the embedding: PEFT changes" in merge_problems(case / "base", case / "adapter")
+
+
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_peft_unties_is_refused(written: Path, tmp_path: Path, case: str, with_head: bool) -> None:
