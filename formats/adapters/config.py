@@ -40,6 +40,8 @@ EMBEDDINGS = ("embed_tokens", "lm_head")  # peft, utils/constants.py, EMBEDDING_
 MAX_PATTERNS = 10_000  # of ranks, and of alphas
 MAX_RANK = 1 << 16
 MAX_PARTS = 100  # of a module's name that is looked for among names
+MAX_LISTS = 16  # of layers
+WRAPPED = ".base_layer"  # behind a module's name, as often as PEFT has wrapped it
 UNTOLD_VERSION = re.compile(r"dev|rc|a\d|b\d|\+|@")
 
 
@@ -69,7 +71,7 @@ class Targets:
         lists = fields.get("layers_pattern") or ()
         lists = (lists,) if isinstance(lists, str) else tuple(lists)
         layers = frozenset([layers] if isinstance(layers, int) else layers or ()) or None
-        if not all(re.fullmatch(r"[\w.]+", each) for each in lists):  # expressions
+        if len(lists) > MAX_LISTS or not all(re.fullmatch(r"[\w.]{1,100}", each) for each in lists):  # expressions
             layers, lists = None, ()
         return cls(modules, _names(fields.get("exclude_modules")), layers, lists)
 
@@ -147,7 +149,8 @@ class AdapterConfig:
         """The field by which a module has no factors, unless a parameter, or a tie to the embedding, gives it some."""
         if any("." not in parameter for parameter in self.target_parameters):
             return None  # any module may have a parameter of that name; so PEFT writes fused experts of `all-linear`
-        module = re.sub(r"(\.base_layer)+$", "", module)
+        while module.endswith(WRAPPED):
+            module = module.removesuffix(WRAPPED)
         return None if _is_among(module, self._besides) else self.targets.leaves_out(module)
 
     def alpha_of(self, scaling: float, rank: int) -> float:

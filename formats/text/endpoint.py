@@ -6,8 +6,6 @@ import os
 import re
 from urllib.parse import urlsplit
 
-ENDPOINT = "https://huggingface.co"
-
 
 class EndpointError(ValueError):
     """`HF_ENDPOINT` isn't an address."""
@@ -22,14 +20,18 @@ def check_endpoint(asked: bool = False) -> None:
     Raises:
       EndpointError: it isn't. One that may hold a password or a token isn't shown.
     """
-    address = os.environ.get("HF_ENDPOINT", ENDPOINT)
+    if (address := os.environ.get("HF_ENDPOINT")) is None:
+        return
+    why = ""
     try:
         found = urlsplit(address)
         _ = found.port
         if asked and not (found.scheme in ("http", "https") and found.hostname):
-            raise ValueError("it begins with https:// or http://, and a host")
-        if asked and (found.query or found.fragment):
-            raise ValueError("it ends with a host or a path")
-    except ValueError as e:
+            why = "it begins with https:// or http://, and a host"
+        elif asked and (found.query or found.fragment):
+            why = "it ends with a host or a path"
+    except ValueError:  # whose message may have a part of a password
+        why = "its host or its port is none"
+    if why:
         shown = "" if re.search("[@?#]", address) else f"={address}"
-        raise EndpointError(f"HF_ENDPOINT{shown}: is no address of a hub ({e}); mend it, or unset it") from e
+        raise EndpointError(f"HF_ENDPOINT{shown}: is no address of a hub ({why}); mend it, or unset it")
