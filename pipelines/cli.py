@@ -10,7 +10,6 @@ import gc
 import importlib
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import NoReturn
 from weightbeam.formats.storage.uninterrupted import IMPATIENCE, PUBLISHED
 from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
 from weightbeam.formats.text.printable import printable
+from weightbeam.pipelines.running.threads import LIMITS, refuses_a_thread
 from weightbeam.pipelines.running.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS
 from weightbeam.pipelines.terminal.arguments.parser import parse, refuse_unknown
@@ -33,7 +33,6 @@ from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
 NO_MEMORY = "failed to map segment"  # what the loader of libraries says then
-NO_THREAD = r"can.t start new thread|Resource temporarily unavailable"  # Python; TensorStore, by its pool
 RESEND_DELAY = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -202,9 +201,8 @@ def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | Non
         said = (isinstance(error, MemoryError) and str(error)) or "the system gives no more memory"
         call.tell("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
         return 1
-    if not isinstance(error, OSError) and re.search(NO_THREAD, str(error)):
-        limits = "raise the limit on processes and threads (ulimit -u; a container's pids limit)"
-        call.tell("failed", RuntimeError(f"  the system starts no more threads; {limits}"))
+    if interrupts.came is None and refuses_a_thread(error):
+        call.tell("failed", RuntimeError("; ".join([f"  the system refuses another thread; {LIMITS}", *PUBLISHED])))
         return 1
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from weightbeam.formats.adapters.patterns import MAX_TOTAL, PatternError, Patterns, parse
@@ -39,7 +39,9 @@ EMBEDDINGS = ("embed_tokens", "lm_head")  # peft, utils/constants.py, EMBEDDING_
 
 MAX_PATTERNS = 10_000  # of ranks, and of alphas
 MAX_RANK = 1 << 16
+MAX_NAMES = 1_000  # of parameters, and of modules that were trained as a whole
 MAX_PARTS = 100  # of a module's name that is looked for among names
+TARGET_STEPS = 1_000_000  # of matching `target_modules` with the modules' names, which is given up then: some seconds
 MAX_LISTS = 16  # of layers
 WRAPPED = ".base_layer"  # behind a module's name, as often as PEFT has wrapped it
 UNTOLD_VERSION = re.compile(r"dev|rc|a\d|b\d|\+|@")
@@ -51,8 +53,8 @@ class Targets:
     `check_target_module_exists`, 0.21.2).
 
     Attributes:
-      modules, excluded: ends of the names of modules, or an expression for the whole name; None where nothing is said, or
-        what no expression of ours can match.
+      modules, excluded: ends of the names of modules, or an expression for the whole name; None where nothing is said, and
+        where we can't match what is (lookaround).
       layers: the numbers of the layers, the first number in a module's name; None for all.
       lists: the paths of lists of layers, in front of that number, in the order in which they are tried; empty for any.
     """
@@ -66,8 +68,8 @@ class Targets:
     def of(cls, fields: Mapping[str, Any]) -> Targets:
         """What a configuration that `_check` has nothing against says."""
         modules, layers = _names(fields.get("target_modules")), fields.get("layers_to_transform")
-        if not fields.get("target_modules") and fields.get("target_parameters"):
-            modules = frozenset()  # parameters alone
+        if fields.get("target_modules") == [] and fields.get("target_parameters"):
+            modules = frozenset()  # parameters alone; null is what PEFT has for the model's type
         lists = fields.get("layers_pattern") or ()
         lists = (lists,) if isinstance(lists, str) else tuple(lists)
         layers = frozenset([layers] if isinstance(layers, int) else layers or ()) or None
@@ -143,14 +145,26 @@ class AdapterConfig:
         """Whether an embedding or a head in `modules_to_save` takes its tied one along: PEFT knows both by their names
         (peft, tuners/tuners_utils.py, `_check_tied_modules`, 0.21.2).
         """
-        return self.ensure_weight_tying and any(name.rpartition(".")[2] in EMBEDDINGS for name in self.modules_to_save)
+        return self.ensure_weight_tying and _names_embedding(self.modules_to_save)
+
+    @functools.cached_property
+    def ties_factors(self) -> bool:
+        """The same of an embedding or a head that has factors."""
+        if not self.ensure_weight_tying or self.ties_saved:
+            return False
+        named = self.targets.modules
+        if isinstance(named, frozenset):
+            return _names_embedding(named)
+        return named is None or any(_is_among(name, named) for name in EMBEDDINGS)
 
     def left_out_by(self, module: str) -> str | None:
         """The field by which a module has no factors, unless a parameter, or a tie to the embedding, gives it some."""
-        if any("." not in parameter for parameter in self.target_parameters):
-            return None  # any module may have a parameter of that name; so PEFT writes fused experts of `all-linear`
-        while module.endswith(WRAPPED):
-            module = module.removesuffix(WRAPPED)
+        if "" in self._besides:  # any module may have that parameter; so PEFT writes fused experts of `all-linear`
+            return None
+        end = len(module)
+        while module.endswith(WRAPPED, 0, end):
+            end -= len(WRAPPED)
+        module = module[:end]
         return None if _is_among(module, self._besides) else self.targets.leaves_out(module)
 
     def alpha_of(self, scaling: float, rank: int) -> float:
@@ -159,8 +173,8 @@ class AdapterConfig:
 
     @functools.cached_property
     def _besides(self) -> frozenset[str]:
-        """Ends of the names of modules that `target_modules` needn't name."""
-        tied = EMBEDDINGS if self.ensure_weight_tying else ()
+        """Ends of the names of modules that `target_modules` needn't name; empty for a parameter of any module."""
+        tied = EMBEDDINGS if self.ties_factors else ()
         return frozenset((*(parameter.rpartition(".")[0] for parameter in self.target_parameters), *tied))
 
     @functools.cached_property
@@ -219,6 +233,9 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
         isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
     ):
         yield "target_parameters should be a list of names"
+    for field in ("target_parameters", "modules_to_save"):
+        if isinstance(said := fields.get(field), list) and len(said) > MAX_NAMES:
+            yield f"{field} has more than {MAX_NAMES:,} names, which can't be meant"
     for field in ("target_modules", "exclude_modules"):
         if not isinstance(said := fields.get(field), str | None) and not _is_list(said, str):
             yield f"{field} is {str(said)[:80]!r}; it should be a list of names, or an expression"
@@ -248,9 +265,13 @@ def _names(said: str | Sequence[str] | None) -> frozenset[str] | Patterns | None
     if not isinstance(said, str):
         return frozenset(said)
     try:
-        return Patterns({f"^(?:{said})$": True})
+        return Patterns({f"^(?:{said})$": True}, TARGET_STEPS)
     except PatternError:
         return None
+
+
+def _names_embedding(names: Iterable[str]) -> bool:
+    return any(name.rpartition(".")[2] in EMBEDDINGS for name in names)
 
 
 def _is_among(module: str, names: frozenset[str] | Patterns) -> bool:

@@ -218,7 +218,7 @@ def _apply_factors(
         except (_RefusedError, PatternError) as e:
             yield target.a.name, str(e)
             continue
-        if adapter.config.ensure_weight_tying and {*files.tied.values()}.intersection(tensor for tensor, _ in deltas):
+        if adapter.config.ties_factors and {*files.tied.values()}.intersection(tensor for tensor, _ in deltas):
             yield (
                 target.a.name,
                 "adapts the embedding and the head that is tied to it as one (ensure_weight_tying), and PEFT's own merge adds it to "
@@ -244,9 +244,9 @@ def _apply_whole(
 ) -> Iterator[tuple[str, str]]:
     """`_apply` of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
     contents = adapter.contents
+    whole, base = ("\n".join(f".{name}" for name in names) for names in (contents.whole, files.encodings))
     for saved in adapter.config.modules_to_save:
-        kept = any(f"{saved}." in name for name in contents.whole)
-        if not kept and any(f".{saved}." in f".{name}" for name in files.encodings):
+        if f"{saved}." not in whole and f".{saved}." in base:
             yield CONFIG, f"modules_to_save names {saved}, of which the adapter holds no tensor"
     for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
         for name, tensor in tensors.items():

@@ -53,7 +53,8 @@ class Patterns:
       PatternError: one isn't understood.
     """
 
-    def __init__(self, values: Mapping[str, Any]):
+    def __init__(self, values: Mapping[str, Any], most: int = MOST_STEPS):
+        """`most`: parts of expressions that are followed in all."""
         self._values = list(values.values())
         # most are names, from a module's beginning on or its end alone: by that and their length, by the places that may
         # be any character, and by the others
@@ -61,7 +62,7 @@ class Patterns:
             lambda: defaultdict(dict)
         )
         self._others: list[tuple[int, list[Part], str]] = []  # with what a module's name must have for them
-        self._left, self._most = MAX_STEPS, MOST_STEPS
+        self._left, self._most = MAX_STEPS, most
         self._found: dict[str, int] = {}
         for number, text in enumerate(values):
             parts = parse(text)

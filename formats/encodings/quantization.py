@@ -127,7 +127,7 @@ class Quantization:
 
     def said(self, name: str) -> dict[str, Any]:
         """What it says of one of `SETTLING`, by the names of the fields that say it; the first is meant."""
-        found = {field: self.fields[field] for field in SETTLING[name] if self.fields.get(field) is not None}
+        found = {field: self.fields[field] for field in SETTLING[name] if self.fields.get(field) not in (None, "")}
         if (packing := found.pop("packing_format", None)) is not None and (version := VERSIONS.get(str(packing))):
             found["packing_format"] = version
         return found

@@ -22,7 +22,7 @@ def check_endpoint(asked: bool = False) -> None:
     """
     if (address := os.environ.get("HF_ENDPOINT")) is None:
         return
-    why = ""
+    why, is_shown = "", not re.search("[@?#]", address)
     try:
         found = urlsplit(address)
         _ = found.port
@@ -31,7 +31,7 @@ def check_endpoint(asked: bool = False) -> None:
         elif asked and (found.query or found.fragment):
             why = "it ends with a host or a path"
     except ValueError:  # whose message may have a part of a password
-        why = "its host or its port is none"
+        why, is_shown = "its host or its port isn't one", False
     if why:
-        shown = "" if re.search("[@?#]", address) else f"={address}"
+        shown = f"={address}" if is_shown else ""
         raise EndpointError(f"HF_ENDPOINT{shown}: is no address of a hub ({why}); mend it, or unset it")

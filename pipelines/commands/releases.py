@@ -80,14 +80,14 @@ def said_of(removed: Sequence[str], replaced: Sequence[str]) -> list[str]:
 
 def to_dict(planned: ToRelease, written: Written | None = None) -> dict[str, Any]:
     """What `--json` writes of a release that is planned or written."""
-    plan, files = planned.plan, planned.files
+    plan, files, lossy = planned.plan, planned.files, planned.lossy
     tensors = files.tensors if files else {}
     about = {
         "inputs": [url for url in planned.inputs if url],
         "family": plan.family,
         "model": plan.model,
         "tensors": {
-            name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": planned.lossy.get(name)}
+            name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": lossy.get(name)}
             for name, t in tensors.items()
         },
         "files": {file.name: file.size for file in files.files} if files else {},

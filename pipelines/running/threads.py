@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from weightbeam.pipelines.terminal.tables import count, human
 
 NO_THREAD = "can't start new thread"  # what Python says
+NO_MORE = "Resource temporarily unavailable"  # what C++ says of a thread
 # addresses that the C library reserves for a thread: 8 MiB of stack, 64 MiB for what it allocates
 THREAD_BYTES = 72 << 20
-MORE_ROOM = (
-    "raise the limit on memory (ulimit -v) or on processes (ulimit -u), or take fewer threads with --direct_num_workers"
-)
+LIMITS = "raise the limit on memory (ulimit -v) or on processes (ulimit -u)"
+MORE_ROOM = f"{LIMITS}, or take fewer threads with --direct_num_workers"
 
 
 class ThreadError(Exception):
@@ -46,12 +46,17 @@ def check_addresses(threads: int, stage_bytes: int = 0) -> None:
         raise ThreadError(f"{wanted} more than the limit of this process leaves; {MORE_ROOM}") from e
 
 
+def refuses_a_thread(error: BaseException) -> bool:
+    """Whether an error says that the system starts no more threads."""
+    return NO_THREAD in str(error) or (isinstance(error, RuntimeError) and str(error) == NO_MORE)
+
+
 @contextlib.contextmanager
 def telling_of_threads() -> Iterator[None]:
     """Context manager: a thread that can't be started is a `ThreadError`, which says what to do."""
     try:
         yield
     except RuntimeError as e:
-        if NO_THREAD not in str(e):
+        if not refuses_a_thread(e):
             raise
         raise ThreadError(f"the system refuses another thread; {MORE_ROOM}") from e

@@ -176,7 +176,7 @@ def _planned(planned: Any) -> dict[str, Any]:
         "read": digest(planned.sources[0]),
         "rounded": rounded,
         "form": planned.like.root,
-        "form_told": planned.like.digest,
+        "form_told": planned.like.digest,  # as records call it
     }
 
 

@@ -64,6 +64,10 @@ def problems(base: Path, *adapters: Path, weight: float = 1.0) -> str:
         ({"alpha_pattern": [1]}, "alpha_pattern should be an object"),
         ({"bias": "some"}, "bias is 'some'"),
         ({"target_parameters": "experts"}, "target_parameters should be a list"),
+        ({"modules_to_save": ["norm"] * 1001}, "modules_to_save has more than 1,000 names"),
+        ({"target_modules": 5}, "target_modules is '5'"),
+        ({"layers_to_transform": "all"}, "layers_to_transform is 'all'"),
+        ({"layers_pattern": [1]}, "layers_pattern is '[1]'"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is '[[0, 2]]'"),
@@ -119,7 +123,7 @@ MODULES = [
         dict(target_modules=["q_proj"], layers_to_transform=[]),
         dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="model.layers"),
         dict(target_modules=["q_proj", "w1"], layers_to_transform=3, layers_pattern=["experts", "layers"]),
-        dict(target_parameters=["mlp.experts.gate_up_proj"]),
+        dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
     ],
 )
 def test_which_modules_have_factors(fields: dict) -> None:

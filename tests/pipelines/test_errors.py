@@ -408,7 +408,10 @@ def _start_too_many() -> None:
     [
         (lambda: bytearray(1 << 60), "the system gives no more memory; raise the limit on it (ulimit -v)"),
         (_import_too_much, "the system gives no more memory; raise the limit on it (ulimit -v)"),
-        (_start_too_many, "the system starts no more threads; raise the limit on processes and threads (ulimit -u; "),
+        (
+            _start_too_many,
+            "the system refuses another thread; raise the limit on memory (ulimit -v) or on processes (ulimit -u)",
+        ),
     ],
 )
 def test_what_the_system_has_no_more_of_is_said(
