@@ -54,7 +54,7 @@ class Targets:
 
     Attributes:
       modules, excluded: ends of the names of modules, or an expression for the whole name; None where nothing is said, and
-        where we can't match what is (lookaround).
+        where we can't match what is (flags, references back).
       layers: the numbers of the layers, the first number in a module's name; None for all.
       lists: the paths of lists of layers, in front of that number, in the order in which they are tried; empty for any.
     """

@@ -4,7 +4,8 @@ PEFT matches each with the end of a module's name by `re`, whose time may double
 Here an expression is followed from all places of the name at once, as bits of an integer, so that the time is at most
 the expression's length times the name's for each level of repetition; and there is a limit for all of them together.
 
-Names, escapes, `.`, sets, groups, alternatives, repetitions and anchors are understood; nothing that looks around or back.
+Names, escapes, `.`, sets, groups, alternatives, repetitions, anchors and what looks around are understood; no flags, and
+nothing that refers back.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _CATEGORIES = {
     of.CATEGORY_SPACE: re.compile(r"\s"),
     of.CATEGORY_NOT_SPACE: re.compile(r"\S"),
 }
+_WORD = (of.IN, ((of.CATEGORY, of.CATEGORY_WORD),))
 _ONE = (of.LITERAL, of.NOT_LITERAL, of.ANY, of.IN)  # character
 _STARTS, _ENDS = (of.AT_BEGINNING, of.AT_BEGINNING_STRING), (of.AT_END, of.AT_END_STRING)
+_BOUNDS = (of.AT_BOUNDARY, of.AT_NON_BOUNDARY)  # of words
+_LOOKS = (of.ASSERT, of.ASSERT_NOT)
 
 Part = tuple[Any, Any]  # of an expression, as Python's own parser has it
 
@@ -126,11 +130,20 @@ class Patterns:
             elif kind is of.SUBPATTERN:
                 starts = self._ends(about[3], text, starts)
             elif kind is of.AT:
-                starts &= 1 if about in _STARTS else 1 << len(text)
+                starts &= _anchors(about, text)
+            elif kind in _LOOKS:
+                found = self._looks(*about, text, starts)
+                starts &= found if kind is of.ASSERT else ~found
             else:
                 least, most, body = about
                 starts = self._repeated(least, most, body, text, starts)
         return starts
+
+    def _looks(self, direction: int, body: Iterable[Part], text: str, starts: int) -> int:
+        """Behind which of `starts` a part follows; with the direction -1, all places in front of which it stands."""
+        if direction < 0:
+            return self._ends(body, text, (2 << len(text)) - 1)
+        return sum(1 << at for at in range(len(text) + 1) if starts >> at & 1 and self._ends(body, text, 1 << at))
 
     def _repeated(self, least: int, most: int, body: Iterable[Part], text: str, starts: int) -> int:
         """The same of a repetition. What may be empty only adds places, all else moves on: both come to an end."""
@@ -174,7 +187,9 @@ def _check(parts: Iterable[Part], depth: int) -> None:
             below = [about[3]]
         elif kind in (of.MAX_REPEAT, of.MIN_REPEAT):
             below = [about[2]]
-        elif kind in _ONE or (kind is of.AT and about in (*_STARTS, *_ENDS)):
+        elif kind in _LOOKS and (about[0] > 0 or len(set(about[1].getwidth())) == 1):  # `re`'s own condition
+            below = [about[1]]
+        elif kind in _ONE or (kind is of.AT and about in (*_STARTS, *_ENDS, *_BOUNDS)):
             below = []
         else:
             raise PatternError(f"isn't a regular expression that is supported: it has {kind}".lower())
@@ -206,6 +221,15 @@ def _literals(parts: Iterable[Part]) -> list[str]:
     """The texts that stand in an expression, outside of groups and repetitions."""
     runs = itertools.groupby(parts, key=lambda part: part[0])
     return ["".join(chr(about) for _, about in run) for kind, run in runs if kind is of.LITERAL]
+
+
+def _anchors(kind: Any, text: str) -> int:
+    """Where in a text an anchor is, as bits."""
+    if kind in _BOUNDS:
+        words = _places(_WORD, text)
+        bounds = words ^ words << 1
+        return bounds if kind is of.AT_BOUNDARY else ~bounds
+    return 1 if kind in _STARTS else 1 << len(text)
 
 
 def _frozen(about: Any) -> Any:

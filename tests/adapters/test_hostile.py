@@ -106,6 +106,12 @@ MODULES = [
     "lm_head",
 ]
 
+# as Unsloth's `get_peft_regex` makes it for a language model alone
+UNSLOTH = (
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn).*?(?:q_proj|v_proj).*?)|"
+    r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn)\.(?:(?:q_proj|v_proj)))"
+)
+
 
 @pytest.mark.parametrize(
     "fields",
@@ -124,6 +130,8 @@ MODULES = [
         dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="model.layers"),
         dict(target_modules=["q_proj", "w1"], layers_to_transform=3, layers_pattern=["experts", "layers"]),
         dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+        dict(target_modules=r"(?!.*visual)(?!.*layers\.1\.).*\b[qv]_proj(?<!pre_q_proj)"),
+        dict(target_modules=UNSLOTH),
     ],
 )
 def test_which_modules_have_factors(fields: dict) -> None:
@@ -147,11 +155,7 @@ def test_factors_that_peft_passes_over(written: Path, tmp_path: Path) -> None:
         adapter = copy_adapter(written / "plain" / "adapter", tmp_path / f"{number}", **fields)
         said = problems(written / "plain" / "base", adapter)
         assert f"{Q}.lora_A.weight: its module has no factors by {name}, and PEFT passes over it" in said
-    for fields in (
-        dict(target_modules=r"^(?!.*visual).*proj"),
-        dict(target_modules="all-linear"),
-        dict(target_modules=None),
-    ):
+    for fields in (dict(target_modules=r"(?i:.*K_PROJ)"), dict(target_modules="all-linear"), dict(target_modules=None)):
         assert read_config(LORA | fields)[0].left_out_by("visual.q_proj") is None
 
 
