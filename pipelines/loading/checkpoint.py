@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,6 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.orbax import grains, leaves, ocdbt, open_arrays, read_tree, record_of
+from weightbeam.formats.record.provenance import RECORD
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.identity import Files, folders_of, hash_files, same_folders
@@ -212,6 +215,8 @@ class Orbax(ArraySource):
     def identity(self) -> dict[str, str]:
         remote = "://" in self.url
         told = {file.name: f"{file.size:,} bytes{f', {file.version}' if remote else ''}" for file in self._files.files}
+        said = json.dumps([self._record.get(field) for field in ("digests", "axes")], sort_keys=True).encode()
+        told[f"what {RECORD} says of its arrays"] = hashlib.sha256(said).hexdigest()[:16]
         return told | ({"the source": self.url} if remote else {"bytes of its files": self._blocks})
 
     @functools.cached_property

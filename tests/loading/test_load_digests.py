@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterable
@@ -69,13 +70,18 @@ def test_a_copy_that_is_damaged_on_one_host(tmp_path: Path) -> None:
     release = make_release(tmp_path / "hf", MODEL | dict(hidden_size=256, intermediate_size=1024))
     step = convert(release, tmp_path / "cut", "--mesh", "fsdp=2")
     other = damaged(step, tmp_path)[0]
-    sources = {"good": step, "damaged": [step, other, step, other]}
+    without = Path(shutil.copytree(step, tmp_path / "without" / "0"))
+    record = json.loads((step / "conversion.json").read_bytes())
+    (without / "conversion.json").write_text(json.dumps(record | {"digests": {}}))
+    sources = {"good": step, "damaged": [step, other, step, other], "without": [step, step, without, step]}
     loads = {name: dict(source=source, mesh="fsdp=2,data=4") for name, source in sources.items()}
     told, ended = run_job(4, loads, tmp_path)
     assert all("shards" in said for said in told["good"]), [each.stderr[-3000:] for each in ended]
     assert len(told["damaged"]) == 4
     for said in told["damaged"]:
         assert "some processes read other values than others of" in said.get("failed", ""), said
+    for said in told["without"]:  # before anything is read
+        assert "what conversion.json says of its arrays is" in said.get("refused", ""), said
 
 
 def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
