@@ -82,6 +82,13 @@ def checkpoint_metadata(custom: Mapping[str, Any], handlers: Mapping[str, Any]) 
     }
 
 
+def stores_all(tree: Mapping[str, Any]) -> bool:
+    """Whether all chunks of a tree's arrays are stored. Orbax leaves chunks of zeros out where it doesn't say so
+    (orbax-checkpoint, _src/metadata/tree.py, `store_array_data_equal_to_fill_value`, 0.12.8).
+    """
+    return bool(tree.get("store_array_data_equal_to_fill_value"))
+
+
 def read_tree(items: Store) -> dict[str, Any]:
     """`_METADATA`, as far as its form goes: what `leaves` takes.
 

@@ -24,6 +24,7 @@ from weightbeam.formats.orbax.metadata import (
     leaves,
     read_tree,
     record_of,
+    stores_all,
 )
 from weightbeam.formats.orbax.references import read_references
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
@@ -186,7 +187,7 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     """
     check_files(items)
     tree = read_tree(items)
-    opened = open_stores(items, tree, complete and tree.get("store_array_data_equal_to_fill_value", False))
+    opened = open_stores(items, tree, complete and stores_all(tree))
     for key, store in opened.items():
         check_memory(items, key, _nbytes(store, grains(store)[0]))
     return opened

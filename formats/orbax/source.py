@@ -32,6 +32,7 @@ from weightbeam.formats.orbax import (
     record_of,
     zarr,
 )
+from weightbeam.formats.orbax.metadata import stores_all
 from weightbeam.formats.orbax.reading import is_compressed
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -59,6 +60,7 @@ class OrbaxArray(InOrder):
       shard: what was written whole, and has a share in the array's digest.
       folders: in which TensorStore opens its files, as they were planned with; none where that isn't known.
       inner: what can be read by itself: `chunk`, or a chunk of it where that is a shard of several.
+      sparse: whether a chunk that isn't there is one of zeros, not a damage.
     """
 
     items: str
@@ -72,6 +74,7 @@ class OrbaxArray(InOrder):
     shard: tuple[int, ...]
     folders: tuple[Folder, ...] = ()
     inner: tuple[int, ...] = ()
+    sparse: bool = False
     label = None
 
     @property
@@ -155,8 +158,7 @@ def _opened(array: OrbaxArray) -> ts.TensorStore:
     with _OPENING:
         context, opened = _context(array.items)
         if array.key not in opened:
-            opening = _open(open_store(array.items), array.key, array.driver, array.use_ocdbt, context)
-            opened[array.key] = result_of(array, opening)
+            opened[array.key] = result_of(array, _open(array, context))
         return opened[array.key]
 
 
@@ -180,12 +182,11 @@ def opened_store(array: OrbaxArray) -> ts.KvStore:
         return _kvstore(array.items, array.use_ocdbt)
 
 
-def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Context) -> ts.Future:
-    kvstore = ocdbt.database(items) if use_ocdbt else items.kvstore()
-    fill = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
-    return ts.open(
-        {"driver": driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=context
-    )
+def _open(array: OrbaxArray, context: ts.Context) -> ts.Future:
+    items = open_store(array.items)
+    kvstore = zarr.below(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), array.key)
+    spec = {"driver": array.driver, "kvstore": kvstore, "fill_missing_data_reads": array.sparse}
+    return ts.open(spec, open=True, read=True, context=context)
 
 
 def close_all() -> None:
@@ -351,6 +352,7 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
             tuple(shard),
             folders,
             tuple(inner),
+            not stores_all(staged["metadata"]),
         )
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard, inner) in staged["arrays"].items()
     }
@@ -405,6 +407,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
                 shard,
                 folders,
                 read,
+                not stores_all(metadata),
             )
         said = item_metadata(items), record_of(items)
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, *said, arrays, item_handler(items))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from measured import Measure
 from pairs import each, some
 from strangers import DATABASES, LITTLE, bare, database_of, item, node_of, sharded, tree, varints, zarr2, zarr3
-from support import assert_same_bits, call, convert, flatten, make_release, read_tensors
+from support import LLAMA, assert_same_bits, call, convert, flatten, make_release, random_tensors, read_tensors, save
 
 import weightbeam as wb
 from weightbeam.formats.orbax import state as orbax_state
@@ -454,6 +454,36 @@ def test_a_database_with_settings_of_its_own(
         for place in (step, database)
     )
     assert_same_bits(loaded, wanted)
+
+
+@pytest.mark.parametrize("zarr3", ["true", "false"])
+def test_zeros_that_an_older_orbax_left_out(zarr3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its metadata don't say that all chunks are stored: one that isn't there is of zeros for every command, as for
+    Orbax. Where they say so, it is a damage.
+    """
+    tensors = random_tensors(LLAMA)
+    tensors["model.norm.weight"][:] = 0
+    release = save(tmp_path / "hf", LLAMA, tensors)
+    step = convert(release, tmp_path / "ckpt", "--use_ocdbt", "false", "--use_zarr3", zarr3, "--mesh", "fsdp=2")
+    whole = Path(shutil.copytree(step, tmp_path / "whole" / "0"))
+    (place,) = (step / "items").glob("*.decoder_norm.scale")
+    for chunk in [path for path in place.rglob("*") if path.is_file() and not path.name.startswith((".", "zarr"))]:
+        chunk.unlink()
+    assert call("reshard", step, tmp_path / "damaged") == 1
+    assert "is missing" in capsys.readouterr().err
+    metadata = step / "items" / "_METADATA"
+    said = json.loads(metadata.read_text())
+    assert said.pop("store_array_data_equal_to_fill_value")
+    metadata.write_text(json.dumps(said))
+    for command in (
+        ["diff", whole, step],
+        ["reshard", step, tmp_path / "same", "--mesh", "fsdp=2"],
+        ["reshard", step, tmp_path / "other", "--mesh", "fsdp=8"],
+        *(["diff", step, tmp_path / name] for name in ("same", "other")),
+        ["export", step, tmp_path / "exported", "--like", release],
+        ["verify", whole, tmp_path / "exported"],
+    ):
+        assert call(*command) == 0, (command, capsys.readouterr().err)
 
 
 def test_shapes_as_large_as_may_be(files: Path, tmp_path: Path, measure: Measure) -> None:
