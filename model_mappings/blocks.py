@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weightbeam.model_mappings.config import TIE, Config, ConfigError, Layout, said_of_tie
+from weightbeam.model_mappings.family import Beyond
 from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.rules import PARAMS, Rule, Segment, Stack, rule, stack
 
@@ -224,7 +225,7 @@ def beyond_vocabulary(c: Config, layout: Layout, *names: str) -> dict[str, str]:
     """
     if not layout.vocab or layout.vocab >= c.size("vocab_size"):
         return {}
-    return {f"{name}[{layout.vocab}:]": f"beyond --vocab_size={layout.vocab}" for name in names}
+    return {f"{name}[{layout.vocab}:]": Beyond.of(name, layout.vocab) for name in names}
 
 
 def top(

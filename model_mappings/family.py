@@ -35,6 +35,24 @@ class Prediction(str):
     """Why layers of multi-token prediction are left out."""
 
 
+class Beyond(str):
+    """Why the last rows of a tensor, such as the embedding's, are left out.
+
+    Attributes:
+      tensor: its name.
+      kept: how many rows are kept.
+    """
+
+    tensor: str
+    kept: int
+
+    @classmethod
+    def of(cls, tensor: str, kept: int) -> Self:
+        made = cls(f"beyond --vocab_size={kept}")
+        made.tensor, made.kept = tensor, kept
+        return made
+
+
 class Variable(str):
     """Why a tensor that isn't a parameter in MaxText is left out: the checkpoint hasn't got it."""
 

@@ -13,6 +13,7 @@ from weightbeam.formats.record.extremes import NOT_FINITE
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import ChangedError
 from weightbeam.formats.text.printable import printable
+from weightbeam.model_mappings.family import Beyond
 from weightbeam.pipelines.commands.plan import Plan, placed
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
@@ -82,7 +83,7 @@ class Converted(Made):
         if rounded := Counter(conversion.plan.lossy.values()):
             lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
         # a vocabulary that is cut was a warning
-        if left_out := [name for name in conversion.plan.dropped if not report.CUT.fullmatch(name)]:
+        if left_out := [why for why in conversion.plan.dropped.values() if not isinstance(why, Beyond)]:
             lines.append(f"{count(len(left_out), 'tensor')} left out on purpose; weightbeam plan says which and why")
         if self.stated:
             lines.append(

@@ -13,12 +13,14 @@ from weightbeam.formats.orbax.zarr import Format
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.families import identity
+from weightbeam.model_mappings.family import Beyond
 from weightbeam.model_mappings.keeping import is_scale
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Array, ArrayPlan, Problem
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.pipelines.terminal.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.pipelines.terminal.wording import worded
+from weightbeam.transforms.cutting.grid import Uneven
 from weightbeam.transforms.cutting.mesh import base_rules, model_rules
 from weightbeam.transforms.planning.conversion import Conversion, format_of, rules_of
 from weightbeam.transforms.planning.makespan import Estimate
@@ -26,11 +28,6 @@ from weightbeam.transforms.planning.memory import base_bytes, memory_bound, spar
 from weightbeam.transforms.planning.options import ConvertOptions
 from weightbeam.transforms.planning.transfer import Transfer
 
-# `grid.py`
-UNEVEN = re.compile(
-    r"(?P<key>.*): (?P<axis>\S+) = (?P<size>\d+) doesn't divide over (?P<mesh>.*); MaxText will refuse that mesh"
-)
-CUT = re.compile(r"(?P<tensor>.*)\[(?P<kept>\d+):\]")  # a vocabulary's rows from there on, as `blocks.py` drops them
 # of MaxText's keys those that say which checkpoint, and how it is stored
 SHORT = {
     *("load_parameters_path", "load_full_state_path", "scan_layers", "model_name"),
@@ -277,14 +274,13 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
         others.append(
             f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.source.root)} merges it"
         )
-    for name in conversion.plan.dropped:
-        if found := CUT.fullmatch(name):
-            rows = conversion.encodings[found["tensor"]].shape[0] if found["tensor"] in conversion.encodings else 0
-            if rows:
-                kept = int(found["kept"])
-                cut.append(
-                    f"{found['tensor']}: {rows - kept:,} of {rows:,} rows ({(rows - kept) / rows:.0%}) are cut off, as --vocab_size={kept} asks"
-                )
+    for why in conversion.plan.dropped.values():
+        if isinstance(why, Beyond) and why.tensor in conversion.encodings:
+            rows = conversion.encodings[why.tensor].shape[0]
+            off = rows - why.kept
+            cut.append(
+                f"{why.tensor}: {off:,} of {rows:,} rows ({off / rows:.0%}) are cut off, as --vocab_size={why.kept} asks"
+            )
     return tuple(map(worded, collapse([*cut, *by_mesh(conversion.warnings), *others])))
 
 
@@ -293,8 +289,8 @@ def by_mesh(warnings: Iterable[str]) -> list[str]:
     uneven: dict[str, list[str]] = defaultdict(list)  # mesh -> the axes that it doesn't divide
     others = []
     for warning in warnings:
-        if found := UNEVEN.fullmatch(warning):
-            uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
+        if isinstance(warning, Uneven):
+            uneven[warning.mesh].append(warning.axis)
         else:
             others.append(warning)
     meshes = [
@@ -306,7 +302,7 @@ def by_mesh(warnings: Iterable[str]) -> list[str]:
 
 def refused_meshes(conversion: Conversion) -> list[str]:
     """The meshes that don't divide an axis which they shard: JAX makes no array of such a sharding, so MaxText stops."""
-    return list(dict.fromkeys(found["mesh"] for found in map(UNEVEN.fullmatch, conversion.warnings) if found))
+    return list(dict.fromkeys(each.mesh for grid in conversion.grids for each in grid.uneven))
 
 
 def rules_text(conversion: Conversion) -> str:

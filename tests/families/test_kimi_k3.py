@@ -16,6 +16,7 @@ import pytest
 from facts.kimi_k3 import LINEAR, MXFP4, PREFIX, TEXT, config_of, shapes_of
 from support import assert_same_bits, call, converted, read_tensors, save
 
+import weightbeam as wb
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import kimi_k3
 from weightbeam.model_mappings.plan import expand
@@ -127,7 +128,9 @@ def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_arrays_are_those_of_maxtexts_layers(tmp_path: Path) -> None:
+    """And the zeros behind the heads' decays aren't rows of a vocabulary that is cut."""
     tensors = random_tensors(TINY)
+    assert "cut off" not in " ".join(wb.plan(str(write(tmp_path / "asked", tensors)), scan_layers=False).warnings)
     assert_same_bits(converted(write(tmp_path / "hf", tensors), tmp_path / "out", *OPTIONS), expected(tensors))
 
 

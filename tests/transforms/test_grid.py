@@ -110,7 +110,7 @@ def test_a_chunk_divides_the_shards_of_every_mesh(config: dict[str, Any], meshes
                     expected.add((array.key, mesh, array.logical_axes[axis]))
                 elif parts > 1:
                     assert array.shape[axis] // parts % shard[axis] == 0, (array.key, mesh, axis)
-    assert sum(len(grid.warnings) for grid in conversion.grids) == len(expected)
+    assert sum(len(grid.uneven) for grid in conversion.grids) == len(expected)
     for key, mesh, axis in expected:
         assert any(key in text and mesh in text and axis in text for text in conversion.warnings)
 

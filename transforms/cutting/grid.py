@@ -40,6 +40,24 @@ EXPERTS = "exp"  # MaxText's logical name of the axis
 Beside = tuple[tuple[frozenset[int], int], ...]  # axes of an array, and bytes for each index along them
 
 
+class Uneven(str):
+    """A warning that a mesh doesn't divide an axis of an array.
+
+    Attributes:
+      axis: its name and extent: `embed = 4097`.
+      mesh: as the user wrote it.
+    """
+
+    axis: str
+    mesh: str
+
+    @classmethod
+    def of(cls, key: str, axis: str, mesh: str) -> Uneven:
+        made = cls(f"{key}: {axis} doesn't divide over {mesh}; MaxText will refuse that mesh")
+        made.axis, made.mesh = axis, mesh
+        return made
+
+
 class UnitBytesError(ValueError):
     """`--unit_bytes` is too small for the smallest unit that an array can be cut into, which needs `needed` bytes."""
 
@@ -75,7 +93,7 @@ class Grid:
       whole_axes: axes that a unit never cuts: else rows of the source are cut, and their bytes are read twice.
       growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
       element_bytes: working memory for each element of the array: source, decoded values and target.
-      warnings: what the user should know.
+      uneven: the axes that meshes don't divide.
       beside: working memory beside that of the elements: for each index along these axes so many bytes.
     """
 
@@ -84,7 +102,7 @@ class Grid:
     whole_axes: frozenset[int]
     growth: tuple[int, ...]
     element_bytes: int
-    warnings: tuple[str, ...]
+    uneven: tuple[Uneven, ...]
     beside: Beside = ()
 
     def working_bytes(self, extents: Sequence[int]) -> int:
@@ -211,7 +229,7 @@ def uneven_scales(grids: Iterable[Grid]) -> Iterator[Problem]:
     keys = {grid.spec.key for grid in grids}
     for grid in grids:
         if is_scale(grid.spec.key, keys):
-            yield from (Problem("blocks", "--mesh", warning) for warning in grid.warnings)
+            yield from (Problem("blocks", "--mesh", each) for each in grid.uneven)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +279,7 @@ def cut_array(
     """
     shape, itemsize = array.shape, array.dtype.itemsize
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
-    finest, warnings = _finest_shard(array, assignments, meshes, packed, experts)
+    finest, uneven = _finest_shard(array, assignments, meshes, packed, experts)
     selecting = selecting_axes(array)
     # a ragged last chunk does no harm
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting
@@ -270,7 +288,7 @@ def cut_array(
     element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
-    grid = Grid(spec, partition, reading.whole_axes, reading.growth, element_bytes, warnings, reading.beside)
+    grid = Grid(spec, partition, reading.whole_axes, reading.growth, element_bytes, uneven, reading.beside)
 
     if packed or array.nbytes > MIN_CHUNK or _is_sharded(array, assignments, meshes, finest):
         chunk = _good_chunk(array, finest, grid, uncut, packed, bool(meshes))
@@ -283,7 +301,7 @@ def cut_array(
 
 def _finest_shard(
     array: Array, assignments: Sequence[Assignment] | None, meshes: Sequence[Mesh], packed: bool, experts: int
-) -> tuple[list[int], tuple[str, ...]]:
+) -> tuple[list[int], tuple[Uneven, ...]]:
     """The finest shard of the meshes, or of the common ones if none is named, and warnings."""
     if meshes and assignments is not None:
         return finest_device_shard(array, assignments, meshes)
@@ -324,22 +342,20 @@ def _good_chunk(
 
 def finest_device_shard(
     array: Array, assignments: Sequence, meshes: Sequence[Mesh]
-) -> tuple[list[int], tuple[str, ...]]:
+) -> tuple[list[int], tuple[Uneven, ...]]:
     """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't
     divide.
     """
-    finest, warnings = list(array.shape), []
+    finest, uneven = list(array.shape), []
     for mesh in meshes:
         for axis, size in enumerate(array.shape):
             ways = mesh.ways(assignments[axis])
             if size % ways:
                 name = array.logical_axes[axis] or f"axis {axis}"
-                warnings.append(
-                    f"{array.key}: {name} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh"
-                )
+                uneven.append(Uneven.of(array.key, f"{name} = {size}", mesh.text))
             else:
                 finest[axis] = math.gcd(finest[axis], size // ways)
-    return finest, tuple(warnings)
+    return finest, tuple(uneven)
 
 
 def _even_device_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:

@@ -324,7 +324,7 @@ def _cut(
     problems: list[Problem] = []
     try:
         grids = _grids(options, arrays, encodings, meshes)
-        warnings = [warning for grid in grids for warning in grid.warnings]
+        warnings: list[str] = [each for grid in grids for each in grid.uneven]
         problems += uneven_scales(grids)
         if options.virtual:
             placements = place_arrays(arrays, encodings, meshes, grids)

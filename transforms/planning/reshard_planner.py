@@ -245,7 +245,7 @@ class _Planner:
             spec = ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape)
             return Way(Grid(spec, {}, frozenset(), growth, 1, ()), "re-cut", array.shape)
         way, needed = next((each for each in ways if each[1] <= self.options.unit_bytes), ways[0])
-        self.warnings += way.grid.warnings
+        self.warnings += way.grid.uneven
         if needed <= self.options.unit_bytes:
             return way
         if why := next(filter(None, (why_whole(self.source.arrays[key]) for key in part.tensors)), ""):
