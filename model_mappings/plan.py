@@ -50,7 +50,7 @@ class Problem:
     Attributes:
       kind: missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, …
         (`docs/reference/plan.md`).
-      subject: the name of a tensor, an array or a file.
+      subject: the name of a tensor, an array or a file; empty where the message names it.
       message: what was expected, what was found, and what to do.
       is_array: whether the subject is an array.
     """
@@ -61,7 +61,7 @@ class Problem:
     is_array: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.subject}: {self.message}"
+        return ": ".join(filter(None, (self.kind, self.subject, self.message)))
 
     def to_dict(self) -> dict[str, str]:
         """As `--json` writes it."""

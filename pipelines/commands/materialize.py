@@ -98,7 +98,7 @@ def _plan(items: Store, asked: MaterializeOptions) -> Conversion:
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     if damaged := source.find_damage():
-        raise Refused(f"the files that the checkpoint refers to have changed:\n{describe(damaged)}", damaged)
+        raise Refused(f"the files that the checkpoint refers to have changed:\n{describe(damaged)}", problems=damaged)
     LOG.info(found)
     with reading(items.url):
         given = {name: value for name, value in vars(asked).items() if value not in (None, ())}

@@ -78,7 +78,7 @@ def new_family(name: str, like: str) -> Drafted:
     held = open_source(release)
     if problems := [*release.problems, *held.problems]:
         found = "\n".join(map(str, problems))
-        raise Refused(f"{like}: {count(len(problems), 'problem')}\n{found}", problems)
+        raise Refused(f"{like}: {count(len(problems), 'problem')}\n{found}", problems=problems)
     specs = held.specs()
     with refusing(ConfigError):
         made = draft(

@@ -117,7 +117,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         problems += _find_problems(settled, command, places or {})
         problems = problems or list(runner_of(settled).find_unreachable(settled))  # last: it asks the network
     if problems:
-        raise Refused("\n".join(problems))
+        raise Refused(*problems)
 
 
 def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, str | None]) -> Iterator[str]:

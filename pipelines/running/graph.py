@@ -15,6 +15,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage.identity import ANEW
 from weightbeam.formats.storage.token import secret
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.beam_options import make_pipeline, pipeline_options
 from weightbeam.pipelines.running.output import AGAIN
 from weightbeam.pipelines.running.runners.failure import OUR_KIND, last_words
@@ -127,7 +128,7 @@ def run_units(
             build(pipeline, planned, staging, how.overwrite, budget, runner.greets, how.compared_with)
             runner.run(pipeline, Job(planned, staging, left, begun, noise, report))
     except LinkError as e:
-        raise Refused(f"  link: {e}") from e
+        raise Refused(Problem("link", "", str(e))) from e
     except Exception as e:
         raise Failed(_failure(e, staging, noise.getvalue())) from e
     return WRITTEN.total - before if runner.waits(options) else None

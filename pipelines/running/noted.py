@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from weightbeam.formats.staging import JOB, Staging
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.beam_options import pipeline_options
 from weightbeam.pipelines.running.runners import dataflow, jobs
 from weightbeam.pipelines.terminal.errors import Refused
@@ -28,7 +29,6 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
     except FileNotFoundError:
         return
     except (ValueError, LookupError, TypeError) as e:
-        raise Refused(
-            f"  output: {staging.plan_folder.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
-        ) from e
+        why = "should name the job that is at work there, and is damaged; delete it if there is none"
+        raise Refused(Problem("output", staging.plan_folder.path(JOB), why)) from e
     site.check(staging, pipeline_options(rest))

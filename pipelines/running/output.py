@@ -54,10 +54,10 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
             staging.output.check_writable()
             stack.enter_context(staging.hold(look))
         except HeldError as e:
-            raise Busy(f"  output: {staging.final}: {e}") from e
+            raise Busy(*problem_at(staging.final, str(e))) from e
         except OSError as e:
             why = reason(e).removeprefix(f"{staging.output}: ")  # a store's own errors name it
-            raise Refused(f"  output: {staging.output}: {why}") from e
+            raise Refused(*problem_at(staging.output, why)) from e
         try:
             yield
         except KeyboardInterrupt as e:
@@ -127,7 +127,7 @@ def check_output(staging: Staging, planned: Transfer, how: Delivery) -> list[Pro
         staging.check_free()
         return _find_problems(staging, planned, how)
     except HeldError as e:
-        raise Busy(f"  output: {staging.final}: {e}") from e
+        raise Busy(*problem_at(staging.final, str(e))) from e
     except OSError as e:
         return [Problem("output", str(staging.output), reason(e).removeprefix(f"{staging.final}: "))]
 

@@ -43,7 +43,7 @@ def refuse(problems: Sequence[Problem], source: object = None, of: str = "") -> 
         what, _, listed = unknown.message.partition("\n")  # the families, which fill a screen
         again = f"{printable(what.removesuffix(' Supported:'), NAME)} " if listed else ""
         message += f"\n{again}weightbeam inspect {shlex.quote(source.root)} lists what it holds."
-    raise Refused(message, problems)
+    raise Refused(message, problems=problems)
 
 
 def inventory(checkpoint: HfCheckpoint) -> str:

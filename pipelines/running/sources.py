@@ -162,7 +162,7 @@ def check_named(command: str, **places: str) -> None:
     output, read = f"the folder that the {result} should lie in", READ.get(command, "the release")
     told = {name: output if name == "output" else read for name, place in places.items() if not place}
     if told:
-        raise Refused("\n".join(f"--{name} is missing: {what}" for name, what in told.items()))
+        raise Refused(*(f"--{name} is missing: {what}" for name, what in told.items()))
 
 
 def check_beam(beam: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:

@@ -15,6 +15,7 @@ from weightbeam.formats.staging.links import LinkError
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.targets.published import changed_in
 from weightbeam.formats.text.printable import listed, printable
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.stopping import stopping
@@ -195,6 +196,6 @@ def _write_at_once(planned: Transfer, staging: Staging, how: Delivery) -> None:
             else:
                 staging.publish(how.overwrite)
     except LinkError as e:
-        raise Refused(f"  link: {e}") from e
+        raise Refused(Problem("link", "", str(e))) from e
     except (OSError, ValueError) as e:
         raise Failed(f"  {e}") from e

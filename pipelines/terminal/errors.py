@@ -13,9 +13,7 @@ from weightbeam.pipelines.terminal.wording import worded
 if TYPE_CHECKING:  # else `--help` would wait for numpy
     from weightbeam.model_mappings.plan import Problem
 
-ANOTHER = re.compile(r"\n(?=\s*(?:--\w|\w+=|output: |link: ))")  # where a message goes on with another problem
 OPTION = re.compile(r"\s*(?:--(?P<named>\w+)|(?P<keyword>\w+)=)")
-PLACE = re.compile(r"\s*(?P<kind>output|link): (?:(?P<place>\S+): )?")
 PATH = re.compile(r"\s*(?P<path>\S*?/.*?|\S+): ")
 
 
@@ -28,18 +26,23 @@ class Told(Exception):  # noqa: N818
 
 
 class Refused(Told):
-    """Refused before any work: what the user can mend. The message says why and what to do (exit status 2)."""
+    """Refused before any work: what the user can mend. The message says why and what to do (exit status 2).
 
-    def __init__(self, message: str, problems: Sequence[Problem] = ()):
-        super().__init__(worded(message))
-        self._message, self._problems = message, tuple(problems)
+    Args:
+      reasons: each a problem, or a text that begins with the option or the path that it is about.
+      problems: those of a checkpoint or its plan, where the reasons are their summary.
+    """
+
+    def __init__(self, *reasons: str | Problem, problems: Sequence[Problem] = ()):
+        super().__init__(worded("\n".join(each if isinstance(each, str) else f"  {each}" for each in reasons)))
+        self._reasons, self._problems = reasons, tuple(problems)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an
-        `option`, an `output`, a `path`, or the `call`.
+        """One for each reason, and so never none: of the checkpoint or its plan, else of an `option`, an `output`, a
+        `path`, or the `call`.
         """
-        return reworded(self._problems or [_read(text) for text in ANOTHER.split(self._message)])
+        return reworded(self._problems or [_read(each) if isinstance(each, str) else each for each in self._reasons])
 
 
 class Refusals:
@@ -61,7 +64,8 @@ class Refusals:
         if len(self._kept) == 1:
             raise self._kept[0]
         if self._kept:
-            raise Refused("\n".join(each._message for each in self._kept))
+            problems = [problem for each in self._kept for problem in each.problems]
+            raise Refused(*(reason for each in self._kept for reason in each._reasons), problems=problems)
 
 
 @contextlib.contextmanager
@@ -119,14 +123,12 @@ def _reworded(problem: Problem) -> Problem:
 
 
 def _read(text: str) -> Problem:
-    """The problem that a message tells."""
+    """The problem that a text tells."""
     from weightbeam.model_mappings.plan import Problem
 
     message = text.strip()
     if found := OPTION.match(text):
         return Problem("option", found["named"] or found["keyword"], message)
-    if found := PLACE.match(text):
-        return Problem(found["kind"], found["place"] or "", text[found.end() :])
     if found := PATH.match(text):
         return Problem("path", found["path"], text[found.end() :])
     return Problem("call", "", message)

@@ -36,7 +36,7 @@ def check_written(args: argparse.Namespace) -> None:
         if (file := getattr(args, option, None)) and (why := _why_not_written(option, file, taken, places, output))
     ]
     if problems:
-        raise Refused("\n".join(problems))
+        raise Refused(*problems)
 
 
 def _named_places(args: argparse.Namespace, written: Collection[str]) -> Iterator[str]:

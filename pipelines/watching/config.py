@@ -503,9 +503,9 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
         config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:
         problems += [f"--run={run}: {_said(error)}" for error in e.errors()]
-        raise Refused("\n".join(problems)) from e
+        raise Refused(*problems) from e
     if problems:
-        raise Refused("\n".join(problems))
+        raise Refused(*problems)
     return config
 
 

@@ -54,7 +54,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
         for folder in missing:  # was made to see whether it can be
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-        raise Refused("\n".join(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
+        raise Refused(*(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
 
 
 def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:

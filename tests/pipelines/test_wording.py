@@ -115,14 +115,12 @@ def test_the_commands_that_are_functions() -> None:
     ("message", "wanted"),
     [
         ("--output is missing: where", [("option", "output")]),
-        ("--source is missing: what\n--output is missing: where", [("option", "source"), ("option", "output")]),
         ("--mesh=fdsp=8: no axis 'fdsp'", [("option", "mesh")]),
         ("sample=2 should be a number", [("option", "sample")]),
         ("like=… or mesh=… is missing: nobody knows", [("option", "like")]),
         ("/a b/c: no such folder; did you mean hf://c?", [("path", "/a b/c")]),
         ("nowhere: no such folder", [("path", "nowhere")]),
         ("hf://a/b: no such repository", [("path", "hf://a/b")]),
-        ("  output: /a/0: another conversion is at work there", [("output", "/a/0")]),
         ("the files have changed:\n  a\n  b", [("call", "")]),
         ("", [("call", "")]),
     ],
@@ -137,13 +135,23 @@ def test_a_refusal_without_problems_has_them(message: str, wanted: list[tuple[st
         assert (str(again), again.problems) == (str(kind(message)), kind(message).problems)
 
 
+def test_several_reasons() -> None:
+    """Are as many lines, and as many problems."""
+    there = Problem("output", "/a/0", "another conversion is at work there")
+    refused = Refused("--source is missing: what", there, Problem("link", "", "a isn't a local file"))
+    assert str(refused).splitlines() == ["source= is missing: what", f"  {there}", "  link: a isn't a local file"]
+    assert [(problem.kind, problem.subject) for problem in refused.problems] == [
+        *(("option", "source"), ("output", "/a/0"), ("link", ""))
+    ]
+
+
 def test_problems_that_are_given() -> None:
     """Are kept, each in its reader's words."""
     given = [Problem("virtual", "--virtual", "leaves the bytes as they are; convert without --virtual")]
-    (told,) = Refused("1 problem:\n…", given).problems
+    (told,) = Refused("1 problem:\n…", problems=given).problems
     assert (told.subject, told.message) == ("virtual", "leaves the bytes as they are; convert without virtual=True")
     with at_the_shell():
-        assert Refused("1 problem:\n…", given).problems == tuple(given)
+        assert Refused("1 problem:\n…", problems=given).problems == tuple(given)
     assert str(Failed("  went wrong; the same command with --resume goes on")).endswith("resume=True goes on")
 
 

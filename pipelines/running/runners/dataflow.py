@@ -24,6 +24,7 @@ from apache_beam.runners.runner import PipelineRunner, PipelineState, create_run
 
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.formats.text.installing import install
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.runners.failure import RunnerError
 from weightbeam.pipelines.running.runners.runner import Job, Runner, job_name, note
 from weightbeam.pipelines.running.without_beam import MAX_THREADS, THREADS_PER_CORE, bring_back_services
@@ -249,8 +250,8 @@ class Site:
         try:
             check_alone(options)
         except Refused as e:
-            told = f"  output: {staging.plan_folder}: {e}; {file} names the job: delete it if that is gone"
-            raise type(e)(told) from e
+            why = f"{e}; {file} names the job: delete it if that is gone"
+            raise type(e)(Problem("output", str(staging.plan_folder), why)) from e
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:

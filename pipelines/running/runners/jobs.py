@@ -30,6 +30,7 @@ from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
 from apache_beam.runners.runner import PipelineState
 
 from weightbeam.formats.staging import JOB, Staging
+from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.runners.failure import IN_A_STAGE, RunnerError, last_words
 from weightbeam.pipelines.running.runners.runner import Job, note
 from weightbeam.pipelines.terminal.errors import Busy, Refused
@@ -131,11 +132,11 @@ class Site:
             active = self.active()
         except OSError as e:
             file = staging.plan_folder.path(JOB)
-            raise Refused(
-                f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {self.how_to_end}; delete {file} if it is gone"
-            ) from e
+            why = f"a job may be at work there, and {e}: {self.how_to_end}; delete {file} if it is gone"
+            raise Refused(Problem("output", str(staging.plan_folder), why)) from e
         if active:
-            raise Busy(f"  output: {staging.plan_folder}: a job is at work there: {self.how_to_end}, or wait for it")
+            why = f"a job is at work there: {self.how_to_end}, or wait for it"
+            raise Busy(Problem("output", str(staging.plan_folder), why))
 
     def _is_alive(self, job: beam_job_api_pb2.JobInfo) -> bool:
         # Prism calls every job `job`
