@@ -35,18 +35,18 @@ WEIGHTS = re.compile(
 FORMER = re.compile(r"consolidated[^/]*\.pth|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack|params\.json")
 
 
-def record_of(release: Store) -> dict[str, Any] | None:
-    """What a release says of where it comes from; None where it isn't whole, or isn't ours."""
+def record_of(release: Store) -> dict[str, Any]:
+    """What a release says of where it comes from; empty where it isn't whole, or isn't ours."""
     try:
         record = read_json(release, RECORD)
     except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
-    record = record_of(release) or {}
+    record = record_of(release)
     plan, digests, files = record.get("plan"), record.get("digests"), record.get("files", {})
     if not isinstance(digests, dict) or not all(_is_hash(DIGEST, digest) for digest in digests.values()):
         return None
@@ -61,7 +61,7 @@ def _is_hash(form: re.Pattern[str], value: Any) -> bool:
 
 def others_in(release: Store) -> list[str]:
     """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
-    record = record_of(release) or {}
+    record = record_of(release)
     files, digests = record.get("files"), record.get("digests")
     own = {RECORD, *([PLAN] if holds_plan(release) else []), *(files if isinstance(files, dict) else ())}
     tensors = digests.keys() if isinstance(digests, dict) else set[str]()
@@ -81,7 +81,7 @@ def changed_in(release: Store) -> list[str]:
     Raises:
       StorageError: one can't be read.
     """
-    files, found = (record_of(release) or {}).get("files"), []
+    files, found = record_of(release).get("files"), []
     for name, digest in files.items() if isinstance(files, dict) else ():
         with contextlib.suppress(FileNotFoundError):
             if hashlib.sha256(release.read(name)).hexdigest() != digest:
@@ -124,7 +124,7 @@ def replaced_in(release: Store, contents: Any) -> list[str]:
 
 def missing_in(release: Store) -> list[str]:
     """The files that a release's record and its index name, and that aren't there; none of what isn't ours."""
-    record, there = record_of(release) or {}, {*release.names()}
+    record, there = record_of(release), {*release.names()}
     files = record.get("files")
     named = [*files] if isinstance(files, dict) else []
     if named:
@@ -167,7 +167,7 @@ def whole_files(release: LocalFolder, beside: Collection[str] = ()) -> dict[str,
     found, tensors = _read_files(release)
     if any(name.endswith(f"/{MARKER}") for name in found):  # of a checkpoint
         return found
-    record = record_of(release) or {}
+    record = record_of(release)
     _check_whole(release, record, found, tensors)
     if not (small := record.get("files")):
         return found

@@ -101,7 +101,7 @@ class ReleaseTarget(Target[ReleasePlace]):
 
     @staticmethod
     def record_of(folder: Store) -> dict[str, Any]:
-        return record_of(folder) or {}
+        return record_of(folder)
 
     @staticmethod
     def made_by(folder: Store) -> str | None:

@@ -257,7 +257,7 @@ def _check_record(release: Store) -> None:
     """Makes sure that the record of a release is whole: one that is damaged may be that of an export, of which more is
     judged than its tensors. Raises Refused where it isn't.
     """
-    record = published.record_of(release) or {}
+    record = published.record_of(release)
     if published.plan_hash_of(release) is None or not (record.get("command") == "export" or "kind" in record):
         raise Refused(
             f"{release.path(RECORD)}: is no record of Weightbeam's, or is damaged; without it nobody knows what "

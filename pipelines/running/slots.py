@@ -8,10 +8,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.orbax import record_of
-from weightbeam.formats.staging import ITEMS, Staging, staging_at
-from weightbeam.formats.targets.published import record_of as record_of_release
-from weightbeam.formats.targets.release import release_staging
+from weightbeam.formats.staging import Staging, staging_at
+from weightbeam.formats.storage import Store
+from weightbeam.formats.targets.orbax import OrbaxTarget
+from weightbeam.formats.targets.release import ReleaseTarget, release_staging
 from weightbeam.pipelines.running.without_beam import THREADS_PER_CORE, is_local, runner_of, said, threads_in
 from weightbeam.transforms.execution.overlap import overlaps
 from weightbeam.transforms.planning.inputs import unpack_inputs
@@ -39,23 +39,23 @@ def slots_of_checkpoint(output: str, step: int, slots: int | None) -> int | None
     """What a command that is to be resumed there has cut its units for, since only these can go on; `slots` where there
     is none.
     """
-    return _before(lambda: staging_at(output, step), lambda place: record_of(place.final / ITEMS), slots)
+    return _before(lambda: staging_at(output, step), OrbaxTarget.record_of, slots)
 
 
 def slots_of_release(output: str, slots: int | None) -> int | None:
     """What a command that writes a release and is to be resumed has cut its units for; `slots` where there is none."""
-    return _before(lambda: release_staging(output), lambda place: record_of_release(place.final), slots)
+    return _before(lambda: release_staging(output), ReleaseTarget.record_of, slots)
 
 
 def _before(
-    find: Callable[[], Staging], record: Callable[[Staging], Mapping[str, Any] | None], slots: int | None
+    find: Callable[[], Staging], record_of: Callable[[Store], Mapping[str, Any]], slots: int | None
 ) -> int | None:
     """The slots that the staged plan in a place was cut for, or the published result's record; `slots` where there is
     neither, or it can't be read.
     """
     try:
         place = find()
-        found = unpack_inputs(place.read_plan()) if place.is_staged() else record(place)
+        found = unpack_inputs(place.read_plan()) if place.is_staged() else record_of(place.final)
     except (OSError, ValueError, EOFError, zlib.error):  # it will be refused with its reason
         return slots
     return found.get("slots") if found else slots

@@ -226,7 +226,8 @@ def _write_card(
     text = "\n".join(lines)
     page = f"{card}\n\n{text}\n".encode(errors="backslashreplace")
     release.write(CARD, page)
-    if (record := record_of(release)) and isinstance(files := record.get("files"), dict):
+    record = record_of(release)
+    if isinstance(files := record.get("files"), dict):
         files[CARD] = hashlib.sha256(page).hexdigest()
         release.write(RECORD, json.dumps(record, indent=1).encode())
 

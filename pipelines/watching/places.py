@@ -477,7 +477,7 @@ class HubPlace(Place):
             card = there.read(CARD)
         except (FileNotFoundError, NoRepositoryError):
             return True
-        files = (record_of(there) or {}).get("files")
+        files = record_of(there).get("files")
         if isinstance(files, dict) and CARD in files:
             return hashlib.sha256(card).hexdigest() == files[CARD]
         return WRITTEN.search(card.decode(errors="replace")) is not None
