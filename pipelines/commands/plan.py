@@ -25,7 +25,7 @@ from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.makespan import Estimate, efforts_of, estimate
 from weightbeam.transforms.planning.memory import memory_bound
-from weightbeam.transforms.planning.options import ConvertOptions, Delivery, Linking, Simulation, Token
+from weightbeam.transforms.planning.options import ConvertOptions, Delivery, Linking, Simulation, Token, Unsaid
 
 UNKNOWN = "unknown"  # the family of a plan that found none
 
@@ -224,8 +224,9 @@ def _plan(
     check_beam(beam)  # not whether its runner can do with them: here they are how `convert` would be called
     workers = simulation.workers
     worker = worker_of(beam, simulation.worker_gbps, simulation.worker_hour_price)
-    simulated = max(workers) * worker.threads if workers else None
-    slots = slots_of(beam, asked.unit_bytes, simulated, source, output or "")
+    slots = slots_of(beam, asked.unit_bytes, source, output or "")
+    if workers and isinstance(asked.unit_bytes, Unsaid):
+        slots = max(workers) * worker.threads
     conversion = plan_source(source, asked, hf_token_secret, slots)
     threads = threads_in(beam)
     estimates: list[Estimate] = []

@@ -246,7 +246,7 @@ def slots_for(
     """
     # what goes to the hub is made in a folder first
     local = output if output and not output.startswith("hf://") else ""
-    slots = slots_of(beam, asked.unit_bytes, None, source, local)
+    slots = slots_of(beam, asked.unit_bytes, source, local)
     return slots_of_release(local, slots) if resume and local else slots
 
 

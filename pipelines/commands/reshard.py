@@ -183,7 +183,7 @@ def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str,
     """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
     be resumed.
     """
-    slots = slots_of(beam, asked.unit_bytes, None, source, output)
+    slots = slots_of(beam, asked.unit_bytes, source, output)
     if not resume:
         return slots
     step = asked.step if asked.step is not None else _step_of(_open(source, None, FULL))

@@ -19,15 +19,13 @@ from weightbeam.transforms.planning.makespan import CLUSTER_SLOTS, CLUSTER_START
 from weightbeam.transforms.planning.options import Unsaid
 
 
-def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None, *places: object) -> int | None:
-    """Units that all workers work on at a time: `simulated`, or by Beam's options.
+def slots_of(arguments: Sequence[str], unit_bytes: object, *places: object) -> int | None:
+    """Units that all workers work on at a time, by Beam's options.
 
     None where nobody says it, where `--unit_bytes` is given, and from disk to disk, which does best with the largest.
     """
     if not isinstance(unit_bytes, Unsaid):
         return None
-    if simulated:
-        return simulated
     if is_local(arguments):
         return threads_in(arguments) if overlaps(*places) else None
     numbers = said(arguments, int, "parallelism", "max_num_workers", "num_workers")

@@ -42,18 +42,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_says_how_many(beam: list[str], slots: int | None) -> None:
-    assert slots_of(beam, UNIT_BYTES, None, *BUCKETS) == slots
+    assert slots_of(beam, UNIT_BYTES, *BUCKETS) == slots
 
 
 def test_a_size_that_is_given_is_kept() -> None:
     """Also where it is that of the default."""
-    assert slots_of(["--parallelism=6"], UNIT_BYTES, None, *BUCKETS)
+    assert slots_of(["--parallelism=6"], UNIT_BYTES, *BUCKETS)
     for given in (int(UNIT_BYTES), "128MiB", "64M"):
-        assert slots_of(["--parallelism=6"], given, 4, *BUCKETS) is None
+        assert slots_of(["--parallelism=6"], given, *BUCKETS) is None
 
 
 def test_from_disk_to_disk_units_are_as_large_as_they_may_be() -> None:
-    assert slots_of(["--direct_num_workers=3"], UNIT_BYTES, None, "/models/llama", "/ckpt") is None
+    assert slots_of(["--direct_num_workers=3"], UNIT_BYTES, "/models/llama", "/ckpt") is None
 
 
 @pytest.mark.usefixtures("small")
