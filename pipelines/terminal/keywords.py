@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -21,6 +20,7 @@ import yaml
 from weightbeam.formats.storage import StorageError, open_store, read_named
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.strict_yaml import parse_yaml
+from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.pipelines.terminal.arguments.parser import spelled
 from weightbeam.pipelines.terminal.errors import Refusals, Refused
 from weightbeam.pipelines.terminal.maxtext_file import MaxTextLoader
@@ -172,8 +172,7 @@ def check_known(given: Iterable[str], known: Sequence[str]) -> None:
     """Raises `TypeError` for a keyword that isn't known."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise TypeError(f"{name!r} isn't an option" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise TypeError(f"{name!r} isn't an option{did_you_mean(name, known)}")
 
 
 def read_options(kind: type[Kind], given: Mapping[str, Any]) -> Kind:

@@ -231,7 +231,7 @@ def test_problems_are_values(source: Path, tmp_path: Path) -> None:
         (dict(unit_bytes="much"), wb.Refused, "unit_bytes"),
         (dict(mesh="fdsp=2"), wb.Refused, "fdsp"),
         (dict(sharding_rules="nowhere.yml"), wb.Refused, "nowhere.yml"),
-        (dict(scan_layer=True), TypeError, "did you mean 'scan_layers'"),
+        (dict(scan_layer=True), TypeError, "did you mean scan_layers"),
         (dict(family=""), wb.Refused, "family='' says nothing; leave it out"),
         (dict(lora=""), wb.Refused, "lora='' says nothing"),
         (dict(lora=["adapter", None]), wb.Refused, "should be a path, or a list of paths"),
