@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import pickle
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from support import LLAMA, random_tensors, save
 import weightbeam as wb
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines import api
+from weightbeam.pipelines.terminal import wording
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.arguments.parser import make_parser
 from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
@@ -90,6 +93,37 @@ def test_both_languages(typed: str, called: str) -> None:
     assert worded(typed) == called == worded(called)
     with at_the_shell():
         assert worded(typed) == typed
+
+
+def literals(file: Path) -> Iterator[str]:
+    """The texts in a module that aren't docstrings; what a text is filled with is X1."""
+    tree = ast.parse(file.read_text())
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inner |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X1" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield node.value
+
+
+def test_every_message_is_reworded() -> None:
+    """Whoever calls functions reads no option of theirs as a shell has it, and no command, in any text of the code."""
+    package = Path(wording.__file__).parents[2]
+    shell = {package / "pipelines" / "terminal" / name for name in ("arguments", "wording.py")}
+    texts = [
+        text
+        for name in ("pipelines", "transforms", "formats", "model_mappings")
+        for file in (package / name).rglob("*.py")
+        if not shell.intersection((file, *file.parents))
+        for text in literals(file)
+    ]
+    asked = [text for text in texts if re.search(r"--[a-z]\w+|weightbeam [a-z]", text)]
+    assert len(asked) > 300
+    for text in asked:
+        called = re.sub(r"weightbeam (?!{})[a-z].*".format("|".join(FUNCTIONS)), "", worded(text))  # of the shell alone
+        assert not KEYWORDS.intersection(re.findall(r"--([a-z]\w+)", called)), text
+        assert not FUNCTIONS.keys() & {*re.findall(r"weightbeam ([a-z]+)", called)}, text
 
 
 def test_the_options_that_are_keywords() -> None:
