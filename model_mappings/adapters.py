@@ -47,6 +47,12 @@ def name_of(rule: Rule, side: str) -> str:
     return f"{rule.source}[{rule.target}].lora_{side}"
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """The tensor of a factor, and its side, by what `name_of` calls it."""
+    tensor, _, rest = name.rpartition("[")
+    return tensor, rest[-1]
+
+
 def factor_rules(rule: Rule) -> tuple[Rule, Rule]:
     """The lines of A and of B.
 

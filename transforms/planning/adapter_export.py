@@ -21,6 +21,7 @@ import numpy as np
 
 from weightbeam.formats.adapters.adapter import PREFIX, WEIGHTS
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint
+from weightbeam.model_mappings.adapters import split_name
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.cells import Cell
 from weightbeam.model_mappings.family import Family, rename
@@ -36,7 +37,6 @@ from weightbeam.transforms.planning.exporting import Export, Like
 from weightbeam.transforms.planning.options import ExportOptions, options_from
 
 SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's
-_NAMED = re.compile(r"(?P<tensor>.+)\[.*\]\.lora_(?P<side>[ab])")  # as `model_mappings.adapters.name_of` names it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,9 +167,8 @@ def _names(
 
 def _split(tensor: str) -> tuple[str, str]:
     """The module of a factor, by the table's name of that, and which of its two it is."""
-    match = _NAMED.fullmatch(tensor)
-    assert match, tensor
-    return match["tensor"].removesuffix(".weight"), match["side"]
+    of, side = split_name(tensor)
+    return of.removesuffix(".weight"), side
 
 
 def _find_used(source: OrbaxCheckpoint, arrays: Iterable[Array]) -> set[str]:
