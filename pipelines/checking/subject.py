@@ -94,10 +94,10 @@ class Subject:
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
             known = known_digests(self.digested.record).keys() & self.digested.arrays.keys() - {COUNTER}
             beside = len(known - {one.key for one in self._summed})
-            lines = [*digests.lines()] if everything else []  # else nothing was read yet
+            gaps = [*digests.gaps()] if everything else []  # else nothing was read yet
             if beside and everything:
-                lines.append(f"{beside:,} of {len(known):,} arrays: nothing here is made of them")
-            notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
+                gaps.append(f"{beside:,} of {len(known):,} arrays: nothing here is made of them")
+            notes += tuple((NOT_COMPARED, gap) for gap in gaps)
         return Verification(
             str(self.items),
             self.conversion,

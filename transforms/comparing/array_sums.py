@@ -73,14 +73,16 @@ class Compared:
             )
         return cls(arrays, not_compared, why if not_compared else "")
 
-    def lines(self) -> list[str]:
-        """The lines that say what wasn't compared."""
-        total, lines = self.arrays + self.not_compared, []
+    def gaps(self) -> Iterator[str]:
+        """What wasn't compared, and why."""
         if self.files:
-            lines.append(f"{NOT_COMPARED} {' and '.join(self.files)}: {RECORD} has no hash of them")
+            yield f"{' and '.join(self.files)}: {RECORD} has no hash of them"
         if self.not_compared:
-            lines.append(f"{NOT_COMPARED} {self.not_compared} of {total} arrays: {self.why}")
-        return lines
+            yield f"{self.not_compared} of {self.arrays + self.not_compared} arrays: {self.why}"
+
+    def lines(self) -> list[str]:
+        """The lines that say so."""
+        return [f"{NOT_COMPARED} {gap}" for gap in self.gaps()]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, without what is empty."""
