@@ -39,8 +39,8 @@ class Refused(Told):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """One for each reason, and so never none: of the checkpoint or its plan, else of an `option`, an `output`, a
-        `path`, or the `call`.
+        """One for each reason, and so never none: of the checkpoint or its plan, else of an `option`, an `output`, a `link`,
+        a `path`, or the `call`.
         """
         return reworded(self._problems or [_read(each) if isinstance(each, str) else each for each in self._reasons])
 
