@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ class Plan(Shown):
         """Where the weights are, at its commit if it is a repository."""
         return self.conversion.source.root
 
-    @property
+    @functools.cached_property
     def problems(self) -> tuple[Problem, ...]:
         """All that stands against it; each has `kind`, `subject` and `message`."""
         return reworded((*self.conversion.plan.problems, *self.against))

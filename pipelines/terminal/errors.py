@@ -116,7 +116,9 @@ def reworded(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _reworded(problem: Problem) -> Problem:
-    subject, message = worded(f"{problem.subject}:")[:-1], worded(problem.message)
+    subject, message = problem.subject, worded(problem.message)
+    if subject.startswith("--"):
+        subject = worded(f"{subject}:")[:-1]
     if (subject, message) == (problem.subject, problem.message):  # of a million most are
         return problem
     return dataclasses.replace(problem, subject=subject, message=message)

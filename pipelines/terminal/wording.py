@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,7 @@ def worded(text: str) -> str:
     return text if _at_the_shell else in_python(text)
 
 
+@functools.lru_cache  # of a million problems most say the same
 def in_python(text: str) -> str:
     """A text about options as who calls functions would say it."""
     for at_the_shell, instead in INSTEAD.items():
