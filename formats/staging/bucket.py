@@ -131,7 +131,7 @@ class BucketStaging(Staging):
         isn't this one's any more.
         """
         left = [name for name in self._left() if not (self.desk / name).exists(PLAN)]
-        self.check_claim()
+        self.check()
         for name in left:
             self.desk.delete_folder(name)
 
@@ -143,10 +143,6 @@ class BucketStaging(Staging):
 
     def check(self) -> None:
         """One request: whoever takes a plan away has taken the claim before."""
-        self.check_claim()
-
-    def check_claim(self) -> None:
-        """Raises TakenOverError if someone else has claimed the place."""
         if not self._claim or self._claim in _STOPPED or not self.desk.exists(f"{self._claim}/{MARKER}"):
             raise self.taken_over()
 
@@ -216,7 +212,7 @@ class BucketStaging(Staging):
         self._id, self._noted = uuid.uuid4().hex[:16], set()
         self._version = self.plan_folder.replace(PLAN, plan, None) or ""
         try:
-            self.check_claim()
+            self.check()
         except StorageError:
             self.plan_folder.delete(PLAN, self._version)  # unless whoever took it over goes on with it by now
             raise
@@ -233,7 +229,7 @@ class BucketStaging(Staging):
         old = self._left()
         doomed = {*map(content_of, self.final.list()), *self._known(old)}
         note = f"{DELETING}{self._claim}"
-        self.check_claim()
+        self.check()
         if doomed:
             (self.desk / note).write(FILES, json.dumps(sorted(doomed, key=str)).encode())
         try:
@@ -251,7 +247,7 @@ class BucketStaging(Staging):
         this one's any more, or somebody goes on with one.
         """
         plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
-        self.check_claim()
+        self.check()
         for found in plans:
             self.desk.delete_all(found)
         if any((self.desk / name).exists(PLAN) for name in old):
@@ -264,7 +260,7 @@ class BucketStaging(Staging):
         for name in old:
             self.desk.delete_folder(f"{name}/{ASIDE}")
         files = self.final.list()
-        self.check_claim()
+        self.check()
         markers = {self.marker, *(f"{folder}{MARKER}" for folder in (f"{ITEMS}/", ""))}
         for names in (markers, self.looked_for, {file.name for file in files} - markers - self.looked_for):
             self.final.delete_all([file for file in files if file.name in names])
@@ -299,7 +295,7 @@ class BucketStaging(Staging):
             for name in sorted(self.looked_for & {file.name for file in files}):
                 self.put(name, self.aside.read(name))  # as the marker: a stop takes the right to it away
         except OSError:
-            self.check_claim()  # who took the place over deletes what lies there
+            self.check()  # who took the place over deletes what lies there
             raise
 
     def announce(self, files: Mapping[str, bytes]) -> None:
@@ -313,7 +309,7 @@ class BucketStaging(Staging):
             self.plan_folder.write(f"{NOTED}/{uuid.uuid4().hex}", json.dumps(sorted(new, key=str)).encode())
             self._noted |= new
         try:
-            self.check_claim()
+            self.check()
         except TakenOverError:
             if not self.is_staged():  # nobody would remove it
                 self.plan_folder.delete_folder()

@@ -102,7 +102,7 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
             [part._replace(name=f"{PARTS}/{part.name}") for part in components],
             joined,
         )
-        self.check_claim()
+        self.check()
         with concurrent.futures.ThreadPoolExecutor(self.parts.at_a_time) as pool:
             list(pool.map(lambda part: self.parts.delete(part.name), components))
         self.plan_folder.delete_folder(joined)

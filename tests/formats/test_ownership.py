@@ -123,7 +123,7 @@ def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) 
     schedule shows it.
     """
     monkeypatch.setattr("weightbeam.formats.staging.FolderStaging._new_name", lambda self: f"{self.name}.0{GROWING}")
-    monkeypatch.setattr("weightbeam.formats.staging.BucketStaging.check_claim", lambda self: None)
+    monkeypatch.setattr("weightbeam.formats.staging.BucketStaging.check", lambda self: None)
     monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
     with pytest.raises(AssertionError):
         list(schedules(kind, range(200)))
