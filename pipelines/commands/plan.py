@@ -24,6 +24,7 @@ from weightbeam.pipelines.terminal.keywords import arguments_of, asked_of, takes
 from weightbeam.pipelines.terminal.shell import STDOUT, say, write_json, write_text
 from weightbeam.pipelines.terminal.shown import Shown
 from weightbeam.transforms.planning.conversion import Conversion
+from weightbeam.transforms.planning.layouts import Untold
 from weightbeam.transforms.planning.makespan import Estimate, efforts_of, estimate
 from weightbeam.transforms.planning.memory import memory_bound
 from weightbeam.transforms.planning.options import ConvertOptions, Delivery, Linking, Simulation, Token, Unsaid
@@ -82,7 +83,7 @@ class Plan(Shown):
         if (found := self.conversion.plan.maxtext) is None:
             raise Refused(
                 next(
-                    (warning for warning in self.warnings if warning.startswith("no maxtext.yml")),
+                    (warning for warning in self.conversion.warnings if isinstance(warning, Untold)),
                     "nothing is known of what MaxText must be told",
                 )
             )

@@ -117,6 +117,10 @@ def config_problem(error: ConfigError | UnknownFamilyError | ModelNameError) -> 
     return Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
 
 
+class Untold(str):
+    """A warning that nobody can tell MaxText what it must be told, and why."""
+
+
 def maxtext_of(
     family: Family, config: Config, layout: Layout, naming: ModelNaming
 ) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
@@ -126,7 +130,7 @@ def maxtext_of(
     try:
         maxtext = maxtext_config(family, config, layout, naming)
     except ConfigError as e:
-        return None, (f"no {FILE}: {e}",)
+        return None, (Untold(f"no {FILE}: {e}"),)
     warnings = [f"MaxText can't express this: {limit}" for limit in maxtext.limits]
     if maxtext.unknown:
         names = listed([printable(name, NAME_LETTERS) for name in maxtext.unknown])
