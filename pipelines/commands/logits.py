@@ -35,6 +35,7 @@ from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progr
 from weightbeam.pipelines.terminal.shell import say, write_bytes
 from weightbeam.pipelines.terminal.shown import Intended
 from weightbeam.pipelines.terminal.tables import count, human
+from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, compare_traces
 from weightbeam.transforms.planning.options import LogitsOptions
 
@@ -272,7 +273,7 @@ def _beside_maxtext(ready: _Ready, planned: Plan, asked: LogitsOptions, progress
     python, config = asked.maxtext or "", planned.maxtext_config()
     LOG.info(_memory([model, model], len(tokens)))
     if version != NEWEST:
-        LOG.warning(f"--maxtext={python}: is MaxText {version}; what is known of it is of {NEWEST}")
+        LOG.warning(worded(f"--maxtext={python}: is MaxText {version}; what is known of it is of {NEWEST}"))
     with tempfile.TemporaryDirectory(prefix="weightbeam-logits-") as folder:
         checkpoint = convert(planned, f"{folder}/checkpoint", progress=progress).path
         mine = _run(model, tokens, True, progress)
