@@ -199,7 +199,7 @@ def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
 
 def make_small(planned: Export, small: Mapping[str, bytes], output: str | None = None) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the release that it is like."""
-    if planned.form is not planned.like:
+    if planned.is_text_alone:
         text = json.dumps(dict(planned.form.config), indent=2, ensure_ascii=False)
         small = {name: small[name] for name in small if role_of(name) != "processor"} | {"config.json": text.encode()}
     files = make_small_files(
@@ -237,7 +237,7 @@ def _dtype(planned: Export) -> str | None:
 def _facts(planned: Export) -> dict[str, str]:
     """What the model card says of where the release comes from; what is empty isn't said."""
     form = ""
-    if planned.form is not planned.like:
+    if planned.is_text_alone:
         form = (
             f"the language model alone, {planned.config_edits['model_type']}; config.json is its part of the release's"
         )

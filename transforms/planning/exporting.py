@@ -144,6 +144,11 @@ class Export(FromCheckpoint, ToRelease):
     kind, doing, title = "export", "exporting", "Export"
 
     @property
+    def is_text_alone(self) -> bool:
+        """Whether it has the form of the language model alone, and `like` has more."""
+        return self.form is not self.like
+
+    @property
     def config(self) -> Mapping[str, Any]:
         return self.like.config
 
