@@ -132,7 +132,7 @@ class Patterns:
             elif kind is of.AT:
                 starts &= _anchors(about, text)
             elif kind in _LOOKS:
-                found = self._looks(*about, text, starts)
+                found = self._looks(about[0], about[1], text, starts)
                 starts &= found if kind is of.ASSERT else ~found
             else:
                 least, most, body = about

@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, reason, sync_folder
+from weightbeam.formats.storage.local import remove_tree
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
@@ -356,7 +356,7 @@ def _strip(sealed: Path, final: Path) -> None:
     for name in (FAILURE, JOB):
         (sealed / name).unlink(missing_ok=True)
     for name in (UNITS, UNPACKED):
-        shutil.rmtree(sealed / name, ignore_errors=True)
+        remove_tree(sealed / name)
         if os.path.lexists(sealed / name):
             LOG.warning("%s can't be removed, and is published with the rest: delete it", final / name)
     for place in (sealed / ITEMS, sealed):
@@ -411,4 +411,4 @@ def _remove(folder: LocalFolder | Path) -> None:
     """Removes a staged folder, its plan first: what is left if this is stopped is no conversion that could go on."""
     with contextlib.suppress(OSError):
         Path(folder, PLAN).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(Path(folder))

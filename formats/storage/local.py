@@ -484,7 +484,7 @@ class LocalFolder(Store):
         (self.folder / name).unlink(missing_ok=True)
 
     def delete_folder(self, name: str = "") -> None:
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        remove_tree(self.folder / name)
 
     def forget(self, name: str) -> None:
         with contextlib.suppress(OSError), os.scandir(self.folder / name) as entries:  # a hint; nothing depends on it
@@ -524,17 +524,35 @@ def file_of(name: str, found: os.stat_result, sha256: str | None = None) -> File
     )
 
 
-def is_mount_point(folder: Path) -> bool:
-    """Whether something is mounted there; Linux's list of mounts also tells what is bound to a folder of the same disk."""
-    if os.path.ismount(folder):
-        return True
+def why_mounted(folder: Path) -> str:
+    """That something is mounted at a folder, or below it, with which it can't be replaced; empty where nothing is."""
+    for place in _mounts_in(folder):
+        return (
+            f"{'is' if place == os.path.realpath(folder) else f'holds {place},'} a mount point, and can't be replaced"
+        )
+    return ""
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder with all that lies in it, as far as that can be removed; nothing where something is mounted in it,
+    which would be emptied.
+    """
+    if not _mounts_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mounts_in(folder: Path) -> list[str]:
+    """Where something is mounted at a folder, and below it; Linux's list of mounts also tells what is bound to a folder of
+    the same disk.
+    """
+    root = os.path.realpath(folder)
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
-        return False
-    places = {line.split(b" ")[4] for line in lines}  # blanks in them are \040
-    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(os.path.realpath(folder)))
-    return escaped in places
+        return [root] if os.path.ismount(root) else []
+    escaped = (line.split(b" ")[4] for line in lines)  # blanks in them are \040
+    places = (re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), place) for place in escaped)
+    return sorted(place for place in map(os.fsdecode, places) if Path(place).is_relative_to(root))
 
 
 def _is_there(folder: Path) -> bool:

@@ -1076,6 +1076,30 @@ def test_a_release_that_is_a_mount_point(source: Path, tmp_path: Path, capsys: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bound to", "disk", "other"]
 
 
+def test_a_mount_within_what_would_be_replaced(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is mounted there is another's, and would be emptied with it; no removal of ours goes through a mount."""
+    safe = Path(shutil.copytree(checkpoint, tmp_path / "safe"))
+    before = sorted((safe / "0" / "items").rglob("*"))
+    shutil.copytree(checkpoint, tmp_path / "out with blanks")
+    shutil.rmtree(tmp_path / "out with blanks" / "0" / "items")
+    with mounted(tmp_path / "out with blanks" / "0" / "items", "--bind", str(safe / "0" / "items")) as items:
+        step = items.parent
+        assert call("convert", source, step.parent, *MODEL, "--overwrite") == 2
+        assert f"{step}: holds {items}, a mount point, and can't be replaced" in capsys.readouterr().err
+        open_store(step.parent).delete_folder("0")
+        assert sorted((safe / "0" / "items").rglob("*")) == before
+    open_store(step.parent).delete_folder("0")
+    assert not step.exists()
+    release = tmp_path / "release"
+    assert call("cut", source, release, "--layers", "0:1") == 0
+    with mounted(release / "more", "--bind", str(safe)) as more:
+        assert call("cut", source, release, "--layers", "0:2", "--overwrite") == 2
+        assert f"holds {more}, a mount point, and can't be replaced" in capsys.readouterr().err
+    assert sorted((safe / "0" / "items").rglob("*")) == before
+
+
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_what_cant_be_removed_behind_a_publication(
     source: Path, checkpoint: Path, command: str, capfd: pytest.CaptureFixture[str]
