@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightbeam import __version__
 from weightbeam.formats.storage import ChangedError, StorageError
 from weightbeam.model_mappings.boxes import slices
 from weightbeam.model_mappings.plan import PARAMETERS
@@ -56,6 +57,7 @@ from weightbeam.pipelines.terminal.keywords import check_known, read_options
 from weightbeam.pipelines.terminal.progress import Report, reporter, watch_progress
 from weightbeam.transforms.cutting.mesh import axes_in
 from weightbeam.transforms.planning.conversion import rules_of
+from weightbeam.transforms.planning.inputs import this_code
 from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of
 from weightbeam.transforms.planning.options import ConvertOptions
 
@@ -173,6 +175,7 @@ class Asked:
             said["lora"] = [weight for _, weight in self.chosen.lora]
         said["mesh"] = self.mesh if isinstance(self.mesh, str) else type(self.mesh).__name__
         said |= {"unit_bytes": self.unit_bytes, "dequantize": self.dequantize}
+        said["weightbeam"] = f"{__version__} ({this_code()[:16]})"  # which cuts a load into steps
         return {name: value if isinstance(value, str) else repr(value) for name, value in said.items()}
 
 

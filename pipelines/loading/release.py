@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from weightbeam import __version__
 from weightbeam.formats.encodings import Encoding, stored_bytes, values_dtype
 from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume
@@ -20,12 +19,11 @@ from weightbeam.transforms.cutting.blocks import find_twins
 from weightbeam.transforms.cutting.units import fetches_for, stacked_axes
 from weightbeam.transforms.execution.boxes import make_boxes
 from weightbeam.transforms.planning.conversion import Conversion
-from weightbeam.transforms.planning.inputs import this_code
 
 
 def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[str, str]:
     """What a release and the adapters that are merged into it hold; see `ArraySource.identity`."""
-    told = {"weightbeam": f"{__version__} ({this_code()[:16]})"}
+    told = dict[str, str]()
     for number, files in enumerate((release, *adapters)):
         of = f" of adapter {number}" if number else ""
         if "://" in files.root:

@@ -80,7 +80,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         names, sizes = mesh
         mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object)[: np.prod(sizes)].reshape(sizes), names)
     PROGRAMS.clear()
-    before, plain, opening = read_so_far(), loading.Loading._read, loading._open
+    before, plain, opening, version = read_so_far(), loading.Loading._read, loading._open, loading.__version__
     source, options = (
         each[process] if isinstance(each, list) else each for each in (wanted["source"], wanted.get("options", {}))
     )
@@ -101,7 +101,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     except KeyboardInterrupt:
         return {"interrupted": True}
     finally:
-        loading.Loading._read, loading._open = plain, opening
+        loading.Loading._read, loading._open, loading.__version__ = plain, opening, version
     read, compiled = read_so_far() - before, len(PROGRAMS)
     keys = [target.key for target in read_tree(tree).targets]
     tell = values if wanted.get("values") else digest
@@ -123,10 +123,13 @@ def wait_for_file(path: Path) -> None:
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
     """Has this process fail, die, sleep or read for ten seconds or be interrupted in the middle of its reading, die while
-    it opens the source, never come to its third vote, or fail there alone; or cuts a file short after the plan was made,
+    it opens the source, never come to its third vote, or fail there alone, or be of another version; or cuts a file short after the plan was made,
     or puts another in its place while it is read.
     """
     plain, calls = loading.Loading._read, []
+    if kind == "is another version":
+        loading.__version__ = "0.0.1"
+        return
     if kind == "dies opening":
         loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         return

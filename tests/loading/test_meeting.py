@@ -66,6 +66,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "one has no device of the mesh": dict(source=second, mesh=[["fsdp"], [4]]),
         "no time": dict(source=first, mesh=MESH, options=[{}, dict(timeout=0)]),
         "after no time": dict(source=first, mesh=MESH),
+        "versions differ": dict(source=checkpoints[0], mesh=MESH, fault=[1, "is another version"]),
         "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
         "dies": dict(source=first, mesh=MESH, options=SOON, fault=[1, "dies opening"]),
     }
@@ -132,6 +133,7 @@ def test_tables_are_compared_by_what_they_make(tmp_path: Path) -> None:
         "folders differ": "model.safetensors is ",
         "checkpoints differ": "is not there here, and ",
         "arguments differ": "unit_bytes is 100000 here, and 67108864 in process 0",
+        "versions differ": "weightbeam is 0.0.1 (",
         "meshes differ": "embedding is bfloat16 (512, 128), cut into (8, 1), on ",
     }.items(),
 )
