@@ -547,12 +547,15 @@ def _mounts_in(folder: Path) -> list[str]:
     """
     root = os.path.realpath(folder)
     try:
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+        lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return [root] if os.path.ismount(root) else []
-    escaped = (line.split(b" ")[4] for line in lines)  # blanks in them are \040
-    places = (re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), place) for place in escaped)
-    return sorted(place for place in map(os.fsdecode, places) if Path(place).is_relative_to(root))
+    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(root))  # as places are in there
+    places = (line.split(b" ", 5)[4] for line in lines if line)
+    found = [place for place in places if place == escaped or place.startswith(escaped + b"/")]
+    return sorted(
+        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), place)) for place in found
+    )
 
 
 def _is_there(folder: Path) -> bool:

@@ -50,6 +50,7 @@ from weightbeam.pipelines.loading.schedule import (
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import ArraySource, Wanted
 from weightbeam.pipelines.running.problems import refuse
+from weightbeam.pipelines.running.sources import reading
 from weightbeam.pipelines.running.without_beam import cores
 from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused
 from weightbeam.pipelines.terminal.exactness import check_arithmetic
@@ -135,7 +136,7 @@ def load(
         )
         commits = meeting.decide("commits", lambda: find_commits(source, asked.chosen, release))
         opened, chosen = meeting.agree(
-            "source", lambda: _open(source, asked, commits, release), lambda found: found[0].identity()
+            "source", lambda: _open(source, asked, commits, release), lambda found: _identity(found[0])
         )
         loading, build = meeting.agree(
             "arrays", lambda: _prepare(opened, chosen, asked), lambda made: made[0].identity()
@@ -219,6 +220,12 @@ def _ask(
         report = reporter(progress if jax.process_index() == 0 else False)
     refusals.check()
     return Asked(tree, chosen, options, mesh, read.unit_bytes, dequantize, report)
+
+
+def _identity(source: ArraySource) -> dict[str, str]:
+    """What the processes have to agree on of a source; one that has gone since it was opened is refused."""
+    with reading(source.url):
+        return source.identity()
 
 
 def _open(

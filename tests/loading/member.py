@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,12 +124,16 @@ def wait_for_file(path: Path) -> None:
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
     """Has this process fail, die, sleep or read for ten seconds or be interrupted in the middle of its reading, die while
-    it opens the source, never come to its third vote, or fail there alone, or be of another version; or cuts a file short after the plan was made,
-    or puts another in its place while it is read.
+    it opens the source, never come to its third vote, or fail there alone, be of another version, or lose the source that
+    it has opened; or cuts a file short after the plan was made, or puts another in its place while it is read.
     """
     plain, calls = loading.Loading._read, []
     if kind == "is another version":
         loading.__version__ = "0.0.1"
+        return
+    if kind == "loses it":
+        opening = loading._open
+        loading._open = lambda *arguments: (opening(*arguments), shutil.rmtree(source))[0]
         return
     if kind == "dies opening":
         loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

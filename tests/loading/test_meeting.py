@@ -50,6 +50,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
     os.truncate(cut / "model.safetensors", (cut / "model.safetensors").stat().st_size // 2)
     shutil.copy(second / "model.safetensors", replaced / "other")
     checkpoints = [convert(release, folder / f"{release.name}-converted") for release in (first, second)]
+    gone = Path(shutil.copytree(checkpoints[0], folder / "gone" / "0"))
     moved = folder / "moved"
     loads = {
         "one refuses": dict(source=[first, cut], mesh=MESH),  # before JAX's devices are there
@@ -67,6 +68,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "no time": dict(source=first, mesh=MESH, options=[{}, dict(timeout=0)]),
         "after no time": dict(source=first, mesh=MESH),
         "versions differ": dict(source=checkpoints[0], mesh=MESH, fault=[1, "is another version"]),
+        "a copy goes": dict(source=[checkpoints[0], gone], mesh=MESH, fault=[1, "loses it"]),
         "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
         "dies": dict(source=first, mesh=MESH, options=SOON, fault=[1, "dies opening"]),
     }
@@ -134,6 +136,7 @@ def test_tables_are_compared_by_what_they_make(tmp_path: Path) -> None:
         "checkpoints differ": "is not there here, and ",
         "arguments differ": "unit_bytes is 100000 here, and 67108864 in process 0",
         "versions differ": "weightbeam is 0.0.1 (",
+        "a copy goes": "No such file or directory",
         "meshes differ": "embedding is bfloat16 (512, 128), cut into (8, 1), on ",
     }.items(),
 )
