@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats.storage import File, Store, store_and_name
+from weightbeam.formats.storage import File, StorageError, Store, store_and_name
 from weightbeam.formats.storage.identity import Seen
 from weightbeam.formats.storage.strict_json import MAX_BYTES as MAX_HEADER
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
@@ -120,18 +120,26 @@ def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[T
     together.
     """
     size = file.size
-    start = store.read_known(file, 0, 8)
+    if size < 8:
+        raise HeaderError(f"{size} bytes are too few for a safetensors file")
+    start = _stretch(store, file, 0, 8)
     if start == b"version ":
         check_pointer(start + store.read_known(file, 8, 108))
-    if len(start) < 8:
-        raise HeaderError(f"{size} bytes are too few for a safetensors file")
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER:
         raise HeaderError(f"a header of {length:,} bytes; at most {MAX_HEADER:,} are allowed")
     if 8 + length > size:
         raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
-    raw = store.read_known(file, 8, 8 + length)
-    return parse_header(raw, size, store.path(file.name), budget, file)
+    return parse_header(_stretch(store, file, 8, 8 + length), size, store.path(file.name), budget, file)
+
+
+def _stretch(store: Store, file: File, start: int, stop: int) -> bytes:
+    """Bytes that a file has, by its size. Raises StorageError where fewer come: then the answer is cut off, not the file."""
+    data = store.read_known(file, start, stop)
+    if len(data) != stop - start:
+        few = f"{len(data):,} bytes came where bytes {start:,} to {stop:,} of {file.size:,} were asked for"
+        raise StorageError(f"{store.path(file.name)}: {few}; was it changed, or does a proxy answer for the store?")
+    return data
 
 
 def parse_header(

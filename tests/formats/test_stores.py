@@ -40,7 +40,7 @@ from servers.server import Call, Reply, json_reply
 from support import make_release
 
 from weightbeam.formats.orbax import find_items
-from weightbeam.formats.safetensors import open_hf
+from weightbeam.formats.safetensors import open_hf, read_header
 from weightbeam.formats.staging import lease
 from weightbeam.formats.staging.links import COPY, put_source
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, local, open_store, stretches
@@ -412,6 +412,25 @@ def test_more_than_was_asked_for(bucket: buckets.Bucket, gcs: FakeGcs, monkeypat
     assert bucket.read("x") == b"0123456789"
     with pytest.raises(StorageError, match="10 bytes came where bytes 0 to 8 were asked for"):
         bucket.read("x", 0, 8)
+
+
+@pytest.mark.parametrize("part", [8, 100], ids=["the length", "the header"])
+def test_less_than_was_asked_for(
+    bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """A short answer, such as a proxy's page, isn't taken for a short file."""
+    make_release(tmp_path / "hf")
+    shard = next((tmp_path / "hf").glob("*.safetensors"))
+    bucket.write("x.safetensors", shard.read_bytes())
+    honest = gcs.answer
+
+    def short(call: Call) -> Reply:
+        reply = honest(call)
+        return dataclasses.replace(reply, body=reply.body[:6]) if len(reply.body) >= part else reply
+
+    monkeypatch.setattr(gcs, "answer", lambda call: short(call) if "Range" in call.headers else honest(call))
+    with pytest.raises(StorageError, match=rf"x.safetensors: 6 bytes came where .* of {shard.stat().st_size:,} were"):
+        read_header(bucket.path("x.safetensors"))
 
 
 @pytest.fixture
