@@ -31,6 +31,7 @@ from weightbeam.formats.storage import (
 )
 from weightbeam.formats.storage.identity import check_opened
 from weightbeam.formats.storage.local import file_of, names_file, open_file
+from weightbeam.formats.storage.renaming import NO_LINKS
 from weightbeam.formats.storage.strict_json import parse_json
 from weightbeam.formats.text import json_text
 
@@ -161,16 +162,33 @@ def _put(file: Path, folder: LocalFolder, shard: Shard, how: str) -> None:
         target.unlink(missing_ok=True)
         raise
     except OSError as e:
-        raise LinkError(f"{file} can't be put into {target.parent} (--link {how}): {_reason(e)}") from e
+        raise LinkError(
+            f"{file} can't be put into {target.parent} (--link {how}): {_reason(e, target.parent, how)}"
+        ) from e
 
 
-def _reason(error: OSError) -> str:
-    others = "--link symlink refers to it where it is, --link copy copies it"
+def _reason(error: OSError, folder: Path, how: str) -> str:
+    if how == COPY:
+        return str(error.strerror)
+    others = "--link copy copies it"
+    if how == HARD and _takes_symlinks(folder):
+        others = f"--link symlink refers to it where it is, {others}"
     if error.errno == errno.EXDEV:
         return f"that is another file system; {others}, or choose an --output beside the source"
-    if error.errno in (errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP):
+    if error.errno in NO_LINKS:
         return f"{error.strerror}: this system doesn't allow it; {others}"
     return str(error.strerror)
+
+
+def _takes_symlinks(folder: Path) -> bool:
+    """Whether symbolic links can be made in a folder."""
+    probe = folder / f".{os.urandom(8).hex()}{TEMPORARY}"
+    try:
+        os.symlink(probe.name, probe)
+    except OSError:
+        return False
+    probe.unlink()
+    return True
 
 
 def _copy(file: Path, target: Path, planned: Shard) -> None:

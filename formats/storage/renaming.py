@@ -17,7 +17,7 @@ from pathlib import Path
 NOREPLACE, EXCHANGE = 1, 2  # include/uapi/linux/fs.h
 HERE = -100  # AT_FDCWD
 UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-# of a file system without hard links
+# of a file system without links
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 _ONE = threading.Lock()
 

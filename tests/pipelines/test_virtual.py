@@ -4,6 +4,7 @@ become ordinary ones.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -241,6 +242,22 @@ def test_another_file_system_is_refused_with_the_ways_out(
             assert not output.exists()
             for link in ("symlink", "copy"):
                 assert restore(convert(model, output / link, "--virtual", "--link", link))
+
+
+@pytest.mark.parametrize("link", ["hard", "symlink"])
+def test_a_file_system_without_links_is_refused_with_what_it_can(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, link: str
+) -> None:
+    """As exFAT in FUSE answers."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "symlink", refuse)
+    assert call("convert", source, tmp_path / "out", "--virtual", "--link", link) == 2
+    told = capsys.readouterr().err
+    assert "Function not implemented: this system doesn't allow it; --link copy copies it" in told
 
 
 def test_a_small_share_is_a_warning_that_says_how_small(
