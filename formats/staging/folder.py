@@ -40,6 +40,7 @@ Note = tuple[tuple[str, int, int], ...]
 LAYER = "lies in a layer of an overlay that is only read, such as a container's image, and can't be renamed there; move it elsewhere, or remove it"
 REPLACED = r"\.replaced-([0-9a-f]+)"  # how the name of what was replaced goes on, with its id; a pattern
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
+BELOW = 320  # bytes of a path below what is staged, at most: /items/, a name of 255, and a chunk's below it with a lock
 LOG = logging.getLogger("weightbeam")
 
 
@@ -58,9 +59,9 @@ class FolderStaging(Staging):
         """Makes sure that the file system takes the names that lie beside the final one.
 
         Raises:
-          StorageError: they are too long for it.
+          StorageError: they are too long for it, or the paths of what lies below.
         """
-        self.output.check_name_length(self.name, len(self._new_name()) - len(self.name))
+        self.output.check_name_length(self.name, len(self._new_name()) - len(self.name), BELOW)
 
     @property
     def checkpoint(self) -> LocalFolder:

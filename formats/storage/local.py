@@ -323,21 +323,25 @@ class LocalFolder(Store):
                 "a symbolic link that leads out of the folder; put the file itself there, or convert it with --allow_links true"
             )
 
-    def check_name_length(self, name: str, more: int) -> None:
-        """Makes sure that the file system takes a name here, and names with so many characters more beside it.
+    def check_name_length(self, name: str, more: int, below: int) -> None:
+        """Makes sure that the file system takes a name here, names with so many characters more beside it, and paths with
+        so many bytes below those.
 
         Raises:
           StorageError: it doesn't, or not the name of this folder, or of one above it.
         """
         there = next(folder for folder in (self.folder, *self.folder.parents) if _is_there(folder))
         try:
-            most = os.pathconf(there, "PC_NAME_MAX")
+            most, longest = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX") - 1 - more - below
         except OSError:  # it doesn't say
             return
         for part, bound in (*((part, most) for part in self.folder.parts), (name, most - more)):
             if (length := len(os.fsencode(part))) > bound:
                 units = "characters" if part.isascii() else "bytes"
                 raise StorageError(f"{part[:40]}…: the name is too long: {length} {units}, at most {bound}")
+        if (length := len(os.fsencode(path := self.path(name)))) > longest:
+            why = "what is staged there has longer ones"
+            raise StorageError(f"{path[:40]}…: the path is too long: {length} bytes, at most {longest}, since {why}")
 
     def check_regular(self, name: str) -> None:
         path = self.folder / name

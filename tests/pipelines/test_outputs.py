@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -84,6 +85,21 @@ def test_a_name_that_is_too_long(
     command = ("convert", source, tmp_path / ("x" * 256), *options)
     assert call(*command) == 2
     assert "the name is too long: 256 characters, at most 255" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("convert",), ("cut", "--layers", "0:1")], ids=["checkpoint", "release"])
+def test_a_path_that_is_too_long(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    """What is staged below it has longer ones. At the longest that is taken, every file of the result has room."""
+    name, *options = command
+    deep = str(tmp_path) + f"/{'x' * 200}" * 20
+    assert call(name, source, deep[:3960], *options) == 2
+    found = re.search(r"the path is too long: \d+ bytes, at most (\d+), since what is staged", capfd.readouterr().err)
+    assert found is not None
+    assert not (tmp_path / ("x" * 200)).exists()
+    longest = int(found[1]) - (len("/0") if name == "convert" else 0)
+    assert call(name, source, deep[:longest], *options) == 0
 
 
 def test_a_name_that_isnt_utf8(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
