@@ -1,4 +1,4 @@
-"""A source that is another one for a while, and the planned one again before anybody looks."""
+"""A source that is another one for a while, and the planned one again before anybody looks; an output that goes away."""
 
 from __future__ import annotations
 
@@ -421,3 +421,23 @@ def test_a_verdict_is_of_one_state(side: str, source: Path, tmp_path: Path, monk
             break
     assert 2 in found
     assert 0 not in found
+
+
+@pytest.mark.parametrize("name", ["plan.json.gz", "release.zip"])
+def test_an_output_whose_link_is_switched_as_it_is_begun(
+    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    point(link := tmp_path / "link", "here")
+    write = local.write_file
+
+    def switch(path: Path, data: bytes) -> None:
+        if path.name == name:
+            point(link, "elsewhere")
+        write(path, data)
+
+    monkeypatch.setattr(local, "write_file", switch)
+    assert call("convert", source, link / "out", *MODEL) == 1
+    assert "orbax-checkpoint-tmp was stopped, taken over by another conversion, or removed" in capsys.readouterr().err
+    assert not os.listdir(tmp_path / "elsewhere")

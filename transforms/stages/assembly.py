@@ -26,10 +26,22 @@ def stage(planned: Transfer, staging: Staging, how: Delivery) -> bool:
     Raises:
       LinkError: the source's files can't be put there so; what was staged only now is removed. Or what is complete
         refers to others.
+      TakenOverError: the place isn't there any more: a link above it may lead elsewhere by now.
     """
     if how.resume and planned.target.made_by(staging.checkpoint) == planned.hash:
         planned.check_complete(staging, how)
         return False
+    try:
+        _put_there(planned, staging, how)
+    except FileNotFoundError as e:
+        if staging.is_staged():
+            raise
+        raise staging.taken_over() from e
+    return True
+
+
+def _put_there(planned: Transfer, staging: Staging, how: Delivery) -> None:
+    """Puts a plan into a place, or goes on with what is there, and prepares it; see `stage`."""
     resumed = how.resume and staging.is_staged()
     if resumed:
         staging.write_plan(planned.stage())
@@ -50,4 +62,3 @@ def stage(planned: Transfer, staging: Staging, how: Delivery) -> bool:
         if not resumed:
             staging.discard()
         raise
-    return True
