@@ -206,10 +206,15 @@ def plan(source: str, *, asked: ConvertOptions, token: Token, simulation: Simula
     """
     _check_simulation(simulation)
     made = _plan(source, asked, simulation, token.hf_token_secret, beam)
-    if not made.problems:  # `convert` may come later: the small files are those of now
+    _read_small(made, source)  # `convert` may come later: the small files are those of now
+    return made
+
+
+def _read_small(made: Plan, source: str) -> None:
+    """Reads the small files of a source that has no problems. Raises Refused where one can't be read."""
+    if not made.problems:
         with reading(source):
             _ = made.conversion.small_hashes
-    return made
 
 
 def _plan(
@@ -250,6 +255,7 @@ def placed(made: Plan, args: argparse.Namespace, rest: Sequence[str], source: st
     places = source, args.output or "OUTPUT"
     made = dataclasses.replace(made, as_command=command_line(args, rest, command, places))
     if not args.output:
+        _read_small(made, source)
         return made
     from weightbeam.pipelines.commands.dry_run import problems_there  # only now: what writes takes a while to import
 

@@ -61,6 +61,20 @@ def test_a_file_that_the_user_names(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", [("plan",), ("convert", "--dry_run")], ids=["plan", "dry run"])
+def test_a_small_file_of_a_release_that_is_planned_with(
+    made: Path, tmp_path: Path, command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without an output, too, which nothing else is asked of."""
+    source = Path(shutil.copytree(made / "hf", tmp_path / "hf"))
+    (source / "tokenizer.json").unlink(missing_ok=True)
+    os.mkfifo(source / "tokenizer.json")
+    assert call(command[0], source, *MODEL, *command[1:]) == 2
+    said = capfd.readouterr()
+    assert f"{source / 'tokenizer.json'}: {SAID}" in said.err
+    assert "ready" not in said.out
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder"])  # a link that leads out is refused as one
 @pytest.mark.parametrize("name", ["maxtext.yml", "release.zip"])
 @pytest.mark.parametrize("known", [True, False])
