@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -21,6 +22,7 @@ from weightbeam.formats.storage.store import PROBE, ByteRange, ChangedError, Fil
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
 IRREGULAR = "isn't a regular file"
+GETFLAGS, ATTRIBUTES = 0x80086601, {0x10: "i", 0x20: "a"}  # FS_IOC_GETFLAGS, include/uapi/linux/fs.h; chattr's letters
 RWF_DONTCACHE = 0x80  # Linux 6.14, include/uapi/linux/fs.h; Python 3.11 has no name for it
 
 
@@ -365,6 +367,10 @@ class LocalFolder(Store):
 
     def make(self) -> bool:
         is_new = not self.folder.exists()
+        there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        if (letter := _attribute(there)) and not (is_new and letter == "a"):  # whose names stay, and new ones come
+            why = f"has the attribute {letter}, with which no name in it can be changed"
+            raise StorageError(f"{there}: {why}; chattr -{letter} takes it away, or choose another folder")
         make_folder(self.folder)
         return is_new
 
@@ -560,6 +566,18 @@ def _mounts_in(folder: Path) -> list[str]:
     return sorted(
         os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), place)) for place in found
     )
+
+
+def _attribute(folder: Path) -> str:
+    """The attribute that keeps the names in a folder as they are, as chattr calls it; empty where there is none."""
+    with contextlib.suppress(OSError):  # another system, or one of its file systems, has no attributes
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            flags = int.from_bytes(fcntl.ioctl(fd, GETFLAGS, bytes(8))[:4], sys.byteorder)
+        finally:
+            os.close(fd)
+        return next((letter for flag, letter in ATTRIBUTES.items() if flags & flag), "")
+    return ""
 
 
 def _is_there(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,24 @@ def test_materializing_in_place_goes_on(
     assert [path.name for path in output.iterdir()] == ["0"]
     assert not (output / "0" / "items" / "source").exists()
     assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "name", "status"), [("a", "", 2), ("a", "out", 0), ("i", "", 2), ("i", "out", 2)]
+)
+def test_a_folder_whose_names_stay(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], attribute: str, name: str, status: int
+) -> None:
+    """One that is only appended to takes new folders, in which all can be done."""
+    (folder := tmp_path / "folder").mkdir()
+    if shutil.which("chattr") is None or subprocess.call(["chattr", f"+{attribute}", folder]):
+        pytest.skip("attributes can't be set here")
+    try:
+        assert call("convert", source, folder / name) == status
+        assert (f"{folder}: has the attribute {attribute}, " in capfd.readouterr().err) == (status == 2)
+        assert os.listdir(folder) == ["out"] * (status == 0)
+    finally:
+        subprocess.check_call(["chattr", f"-{attribute}", folder])
 
 
 def test_an_output_without_links_of_any_kind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
