@@ -20,7 +20,7 @@ from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, meet
 from weightbeam.model_mappings.config import Config
-from weightbeam.model_mappings.plan import Problem
+from weightbeam.model_mappings.plan import Problem, is_float
 
 LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
 FLOAT32_MAX = 3.4e38
@@ -497,6 +497,8 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
             )
     if change.copies:
         base = OwnBase(change.copies[0])
+    if base.label is None and not is_float(base.weight.dtype):  # values as they are stored
+        raise _RefusedError(f"is {base.weight.dtype}, and no adapter's change can be added to that")
     if change.added:
         return Shifted(base, tuple(change.added))
     if change.magnitudes and len(change.deltas) > 1:

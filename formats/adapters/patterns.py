@@ -143,7 +143,13 @@ class Patterns:
         """Behind which of `starts` a part follows; with the direction -1, all places in front of which it stands."""
         if direction < 0:
             return self._ends(body, text, (2 << len(text)) - 1)
-        return sum(1 << at for at in range(len(text) + 1) if starts >> at & 1 and self._ends(body, text, 1 << at))
+        found = 0
+        while starts:
+            self._count(1 + (len(text) >> 8))
+            first = starts & -starts
+            found |= first if self._ends(body, text, first) else 0
+            starts ^= first
+        return found
 
     def _repeated(self, least: int, most: int, body: Iterable[Part], text: str, starts: int) -> int:
         """The same of a repetition. What may be empty only adds places, all else moves on: both come to an end."""

@@ -61,18 +61,24 @@ def _decoded(
 ) -> EncodedChunk:
     is_zarr3, name = array.driver == "zarr3", _name(array, index)
     got = result_of(array, read)
-    if got.state != "value":
+    if got.state != "value" and not array.sparse:
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
-    encoded = got.value  # a copy, each time
+    encoded = got.value if got.state == "value" else b""  # a copy, each time
     del got, read
     box = spec.shard_box(index)
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
-    store.write(name, encoded).result()
     store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
+    about = {"driver": array.driver, "kvstore": "memory://", "store_data_equal_to_fill_value": True}
     try:
-        opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
-        values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
+        opened = ts.open(about, open=True, context=memory).result()
+        chunk = opened[tuple(slice(start, stop) for start, stop in box)]
+        if encoded:
+            store.write(name, encoded).result()
+        else:  # it was left out, since it is all zeros
+            chunk.write(chunk.read().result()).result()
+            encoded = store.read(name).result().value
+        values = chunk.read().result()
     except ValueError as e:
         raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {ocdbt.brief(e)}") from e
     return EncodedChunk(spec, f"{spec.key}/{name}", box, encoded, np.asarray(values))

@@ -28,7 +28,7 @@ from pathlib import Path
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, reason, sync_folder
-from weightbeam.formats.storage.local import remove_tree
+from weightbeam.formats.storage.local import remove_tree, said_of_mounts
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 from weightbeam.formats.storage.strict_json import MAX_BYTES, parse_json
 
@@ -207,10 +207,8 @@ class FolderStaging(Staging):
         for name in [self._folder] if self._folder else self._staged():
             _remove(self.output / name)
             if os.path.lexists(self.output / name):
-                LOG.warning(
-                    "%s, where a command was at work before, can't be removed; is it another user's?",
-                    self.output / name,
-                )
+                why = said_of_mounts(Path(self.output / name)) or "is it another user's?"
+                LOG.warning("%s, where a command was at work before, can't be removed; %s", self.output / name, why)
 
     def write_plan(self, plan: bytes) -> None:
         """Lock files of writers that were killed go too: TensorStore writes over them, and leaves what reaches beyond."""

@@ -534,12 +534,15 @@ def file_of(name: str, found: os.stat_result, sha256: str | None = None) -> File
     )
 
 
-def why_mounted(folder: Path) -> str:
-    """That something is mounted at a folder, or below it, with which it can't be replaced; empty where nothing is."""
-    for place in _mounts_in(folder):
-        return (
-            f"{'is' if place == os.path.realpath(folder) else f'holds {place},'} a mount point, and can't be replaced"
-        )
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted there."""
+    return os.path.realpath(folder) in mounts_in(folder)
+
+
+def said_of_mounts(folder: Path) -> str:
+    """That something is mounted at a folder, or below it; empty where nothing is."""
+    for place in mounts_in(folder):
+        return "is a mount point" if place == os.path.realpath(folder) else f"holds {place}, a mount point"
     return ""
 
 
@@ -547,11 +550,11 @@ def remove_tree(folder: Path) -> None:
     """Removes a folder with all that lies in it, as far as that can be removed; nothing where something is mounted in it,
     which would be emptied.
     """
-    if not _mounts_in(folder):
+    if not mounts_in(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mounts_in(folder: Path) -> list[str]:
+def mounts_in(folder: Path) -> list[str]:
     """Where something is mounted at a folder, and below it; Linux's list of mounts also tells what is bound to a folder of
     the same disk.
     """
@@ -559,7 +562,7 @@ def _mounts_in(folder: Path) -> list[str]:
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
-        return [root] if os.path.ismount(root) else []
+        return [place for place, *_ in os.walk(root) if os.path.ismount(place)]
     escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(root))  # as places are in there
     places = (line.split(b" ", 5)[4] for line in lines if line)
     found = [place for place in places if place == escaped or place.startswith(escaped + b"/")]

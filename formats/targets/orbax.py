@@ -45,7 +45,7 @@ from weightbeam.formats.staging import ITEMS, LOCK, MARKER, IncompleteError, Sta
 from weightbeam.formats.staging.links import SOURCE
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, Store
 from weightbeam.formats.storage.case import clash
-from weightbeam.formats.storage.local import why_mounted
+from weightbeam.formats.storage.local import said_of_mounts
 from weightbeam.formats.targets.orbax_units import Shard, find_changed, write_unit
 from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
@@ -202,8 +202,8 @@ def _why_not_replace(place: Staging, another: str) -> str:
         return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {another}, or remove it"
     if not final.is_dir():
         return f"is a file: --overwrite doesn't replace files; {another}, or remove it"
-    if why := why_mounted(final):
-        return f"{why}; {another}"
+    if mounted := said_of_mounts(final):
+        return f"{mounted}, and can't be replaced; {another}"
     if any(final.iterdir()) and not is_checkpoint(place.final):
         return foreign
     if others := _deletes(others_in(place.final), another):

@@ -22,7 +22,7 @@ from weightbeam.formats.record.provenance import take_shares, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 from weightbeam.formats.storage.case import clash
-from weightbeam.formats.storage.local import why_mounted
+from weightbeam.formats.storage.local import is_mount_point, said_of_mounts
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
 from weightbeam.formats.targets.release_place import ReleaseFolder, ReleasePlace
 from weightbeam.formats.targets.target import Conclude, Target, lies_in
@@ -111,8 +111,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         folder = place.final.folder if isinstance(place.final, LocalFolder) else None
         if folder and (folder.is_symlink() or (folder.exists() and not folder.is_dir())):
             return str(place.final), "is a link or a file; name a folder"
-        if folder and (why := why_mounted(folder)):
-            return str(place.final), f"{why}; name a folder in it"
+        if folder and is_mount_point(folder):
+            return str(place.final), "is a mount point, and can't be replaced; name a folder in it"
         if around := checkpoint_around(place.final.parent):
             return str(place.final), f"lies in a checkpoint, {around}; choose another"
         if folder and (why := clash(folder, [*(name for name, *_ in self.files), *self.texts])):
@@ -129,6 +129,8 @@ class ReleaseTarget(Target[ReleasePlace]):
         return ""
 
     def why_not_replace(self, place: ReleasePlace) -> str:
+        if isinstance(place.final, LocalFolder) and (mounted := said_of_mounts(place.final.folder)):
+            return f"{mounted}, and can't be replaced; {self.another}"
         if plan_hash_of(place.final) is None:
             foreign = f"exists, {FOREIGN}, and isn't deleted; {self.another}"
             return self._deletes(place.unknown()) if place.is_empty() else foreign

@@ -37,6 +37,7 @@ from weightbeam.formats.storage import (
 )
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, hub_errors, retried
+from weightbeam.formats.storage.local import mounts_in
 from weightbeam.formats.storage.renaming import rename_new
 from weightbeam.formats.storage.strict_json import JsonError, read_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
@@ -273,6 +274,8 @@ class StorePlace(Place):
         if report.get("key") != key:
             return step.names()
         others = [name for name in _others_in(step) if name not in BESIDE]
+        if isinstance(step, LocalFolder):
+            others += mounts_in(step.folder)
         return [*dict.fromkeys([*others, *changed_in(step), *replaced_in(step, report.get("files"))])]
 
     def is_taken(self, url: str, key: str) -> bool:

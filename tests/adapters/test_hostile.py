@@ -427,3 +427,14 @@ def test_what_lora_cant_name(
     """Exit status 2, in words."""
     assert call("plan", "--source", written / "plain" / "base", "--lora", text, "--maxtext_model", "llama2-7b") == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_weight_of_integers(written: Path, tmp_path: Path) -> None:
+    """What is added would be cut off to integers."""
+    base = Path(shutil.copytree(written / "plain" / "base", tmp_path / "base"))
+    (file,) = base.glob("*.safetensors")
+    tensors = read_file(file)
+    name = f"{Q.removeprefix('base_model.model.')}.weight"
+    save_file(tensors | {name: tensors[name].astype(np.int32)}, file)
+    said = problems(base, written / "plain" / "adapter")
+    assert f"{name}: is int32, and no adapter's change can be added to that" in said

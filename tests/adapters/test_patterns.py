@@ -123,6 +123,15 @@ def test_too_much_is_refused() -> None:
     assert time.process_time() - start < 30
 
 
+def test_what_looks_ahead_counts() -> None:
+    """The places of a long name from which it looks: took 40 minutes of a thousand modules."""
+    config = AdapterConfig(rank_pattern={f".*{'(?=a)' * 150}.{{{number}}}x": 1 for number in range(1, 9)})
+    start = time.process_time()
+    with pytest.raises(PatternError, match="take too long"):
+        _ = [config.rank(f"x{number}{'a' * 9_000}") for number in range(1000)]
+    assert time.process_time() - start < 30
+
+
 def test_looks_for_texts_count() -> None:
     """Thousands of expressions, none of whose texts stands in a name, with each of thousands of modules: took minutes."""
     config = AdapterConfig(rank_pattern={f"z[ab]q{number}[ab]+": 1 for number in range(9000)})

@@ -1097,6 +1097,7 @@ def test_a_mount_within_what_would_be_replaced(
     with mounted(release / "more", "--bind", str(safe)) as more:
         assert call("cut", source, release, "--layers", "0:2", "--overwrite") == 2
         assert f"holds {more}, a mount point, and can't be replaced" in capsys.readouterr().err
+        assert call("cut", source, release, "--layers", "0:1", "--resume") == 0  # is finished; nothing is replaced
     assert sorted((safe / "0" / "items").rglob("*")) == before
 
 

@@ -296,7 +296,7 @@ class _Planner:
     ) -> ArraySpec | None:
         """The chunks of an array that can be copied as they are; None where it has to be re-cut."""
         is_same = part.shape == stored.shape and part.keys.shape == () and part.rule.axes.left == part.rule.axes.right  # type: ignore[attr-defined]
-        if not is_same or array.dtype != stored.dtype or self.format.driver != stored.driver or stored.sparse:
+        if not is_same or array.dtype != stored.dtype or self.format.driver != stored.driver:
             return None
         if self.options.compression is not None and (self.options.compression == ZSTD) != stored.compressed:
             return None
