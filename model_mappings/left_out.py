@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, int]] = {
     "deepseek_v3": DEEPSEEK_V3 | dict(max_position_embeddings=4096),
     "deepseek_v32": DEEPSEEK_V3 | INDEX | dict(max_position_embeddings=163_840),
     "deepseek_v4": SPARSE | INDEX | dict(
-        head_dim=512, max_position_embeddings=1_048_576, num_experts_per_tok=6, n_shared_experts=1, q_lora_rank=1024, qk_rope_head_dim=64,
+        head_dim=512, max_position_embeddings=1_048_576, num_experts_per_tok=6, n_shared_experts=1, q_lora_rank=1024,
         o_groups=8, o_lora_rank=1024, hc_mult=4,
     ),
     "glm_moe_dsa": LATENT | SPARSE | INDEX | dict(

@@ -12,6 +12,7 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
+import dataclasses
 import functools
 
 from weightbeam.model_mappings.blocks import (
@@ -191,22 +192,33 @@ def drops(c, layout):
     }
 
 
-def compressed_theta(c, model):
-    nested = nested_rope(c, "compress")
-    return positive(c.get("compress_rope_theta", 160_000) if nested is None else nested.get("rope_theta", c.get("rope_theta", THETA)))
+def layers_rope(c, kind):
+    """The base and the share of a head that turns, of `main` or `compress` layers, as transformers has them (v5.23.0,
+    configuration_deepseek_v4.py, `__post_init__`, and modeling_deepseek_v4.py): of objects for both kinds, which fields around them
+    fill in; else of those fields alone, whatever else `rope_parameters` says.
+    """
+    own, share = {each: nested_rope(c, each) for each in ("main", "compress")}, c.get("partial_rotary_factor")
+    if None not in own.values():
+        return {"rope_theta": c.get("rope_theta", THETA), "partial_rotary_factor": 1.0 if share is None else share} | own[kind]
+    if share is None:
+        share = 64 / 512 if c.get("qk_rope_head_dim") is None else c.size("qk_rope_head_dim") / c.size("head_dim")
+    theta = c.get("rope_theta", THETA) if kind == "main" else c.get("compress_rope_theta", 160_000)
+    return {"rope_theta": theta, "partial_rotary_factor": share}
+
+
+def base(kind, key, field):
+    return derived(key, lambda c, model: positive(layers_rope(c, kind)["rope_theta"]), field)
+
+
+def turned(c, kind):
+    """How many dimensions of a head turn."""
+    return int(c.size("head_dim") * number(layers_rope(c, kind)["partial_rotary_factor"]))
 
 
 def turned_limit(c, model):
-    """Where both kinds of layers have parameters of their own, these say how much of a head is turned, all of it unless
-    told (transformers v5.23.0, modeling_deepseek_v4.py); MaxText turns `qk_rope_head_dim` of each.
-    """
-    kinds = {kind: nested_rope(c, kind) for kind in ("main", "compress")}
-    width = c.size("qk_rope_head_dim")
-    for kind, own in kinds.items():
-        turned = int(c.size("head_dim") * number((own or {}).get("partial_rotary_factor", 1.0)))
-        if None not in kinds.values() and turned != width:
-            return f"rope_parameters.{kind} turns {turned} of a head, and qk_rope_head_dim is {width}: MaxText turns {width}; logits differ"
-    return None
+    """MaxText turns `qk_rope_head_dim` in both kinds of layers."""
+    main, compress = turned(c, "main"), turned(c, "compress")
+    return None if main == compress else f"rope_parameters.main turns {main} of a head, and compress {compress}: MaxText turns {main} in all layers; logits differ"
 
 
 LINES = (
@@ -214,7 +226,8 @@ LINES = (
     size("base_mlp_dim", "moe_intermediate_size"),
     *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
-    *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups", "qk_rope_head_dim")),
+    *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups")),
+    dataclasses.replace(size("qk_rope_head_dim", "qk_rope_head_dim"), find=lambda c, model: turned(c, "main")),
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=512),
@@ -233,8 +246,8 @@ LINES = (
     only_in(NEWEST, derived("use_indexer", lambda c, model: True)),  # in e591f30 it is of latent attention alone
     WHOLE_LOSS,
     derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
-    derived("rope_max_timescale", lambda c, model: positive(rope_of(c, "main").get("rope_theta", THETA)), "rope_theta"),
-    derived("compressed_rope_max_timescale", compressed_theta, "compress_rope_theta"),
+    base("main", "rope_max_timescale", "rope_theta"),
+    base("compress", "compressed_rope_max_timescale", "compress_rope_theta"),
     only_kinds("default", kind="main", nested=True), only_kinds("default", kind="compress"),
     unless(turned_limit),
     derived("rope_type", lambda c, model: "default"),

@@ -194,7 +194,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["olmo3-7b"] | {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e4}, None, ["10000", "500000"]),
         (TREES["deepseek4-284b"], None, ["'yarn' in compress layers"]),
         (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | LINEAR, "compress": OF_64}}, None, ["'linear' in main layers"]),
-        (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | {"partial_rotary_factor": 0.5}, "compress": OF_64}}, None, ["main turns 256 of a head"]),
+        (PLAIN_V4 | {"rope_parameters": {"main": OF_64 | {"partial_rotary_factor": 0.5}, "compress": OF_64}}, None, ["main turns 256 of", "compress 64"]),
         (PLAIN_V4 | {"hc_eps": 1e-3}, None, ["hc_eps"]),
         (PLAIN_V4 | {"scoring_func": "sigmoid"}, None, ["scoring_func"]),
         ({name: said for name, said in TREES["mistral-7b"].items() if name != "sliding_window"}, None, ["sliding_window is 4096"]),

@@ -127,3 +127,30 @@ def test_no_change_is_silent(kind: str, caplog: pytest.LogCaptureFixture) -> Non
                 continue
     assert tried > 5
     assert silent <= SILENT | MORE.get(kind, set())
+
+
+V4 = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e5, "compress_rope_theta": 1e6}
+SPELLINGS: dict[str, list[dict[str, Any]]] = {
+    "deepseek_v4": [
+        V4,
+        V4 | {"partial_rotary_factor": 0.5},
+        V4 | {"qk_rope_head_dim": None},
+        V4 | {"qk_rope_head_dim": None, "partial_rotary_factor": 0.25},
+        V4 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}},
+        V4 | {"rope_parameters": {"main": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}},
+        V4 | {"rope_parameters": {"main": {}, "compress": {"rope_theta": 5.0}}, "partial_rotary_factor": 0.5},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(kind, said) for kind in sorted(SPELLINGS.keys() & MODELS) for said in SPELLINGS[kind]], ids=repr
+)
+def test_a_spelling_is_what_transformers_makes_of_it(kind: str, said: dict[str, Any]) -> None:
+    """MaxText is told the same of it as of the parameters that transformers' class has then."""
+    config, model = MODELS[kind]
+    spelled = changed(config, (), lambda part: part.update(said))
+    if "qk_rope_head_dim" in said:
+        text(spelled).pop("qk_rope_head_dim")
+    plain = dict.fromkeys((*said, *TOP, "rope_scaling")) | {"rope_parameters": theirs(spelled)}
+    assert ours(spelled, model)[0] == ours(changed(spelled, (), lambda part: part.update(plain)), model)[0]
