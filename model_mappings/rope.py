@@ -17,6 +17,7 @@ from weightbeam.model_mappings.left_out import ROPES
 
 THETA = 10_000  # transformers' default
 ROPE = "rope_parameters"
+FULL = "full_attention"
 # of Llama 3.1's scaling; LLaMARotaryEmbedding knows no others
 LLAMA3 = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
 
@@ -28,7 +29,7 @@ def rope_of(c: Config, kind: str = "") -> Config:
     Raises:
       ConfigError: they aren't an object.
     """
-    said = c.get("rope_scaling") or c.get(ROPE)
+    said = _full_rope(c) if kind == FULL else c.get("rope_scaling") or c.get(ROPE)
     if said is None:
         said = ROPES.get(str(c.get("model_type")), {})
     if isinstance(said, dict) and isinstance(said.get(kind), dict):
@@ -38,6 +39,31 @@ def rope_of(c: Config, kind: str = "") -> Config:
     flat = {key: value for key, value in said.items() if value is not None}
     theta = flat.get("rope_theta", c.get("rope_theta"))
     return Config({"rope_type": flat.get("type", "default")} | flat | ({} if theta is None else {"rope_theta": theta}))
+
+
+def _full_rope(c: Config) -> Any:
+    """The parameters of Gemma 3's and OLMo 3's layers with full attention (transformers v5.23.0, configuration_gemma3.py and
+    configuration_olmo3.py, `convert_rope_params_to_dict`): `rope_scaling` on top of their own, of which nothing but a
+    type, `default`, is there without `rope_parameters`.
+
+    Raises:
+      ConfigError: one of these isn't an object.
+    """
+    nested = None if c.get(ROPE) is None else c.part(ROPE)
+    own = {"rope_type": "default"} if nested is None else nested.get(FULL) or {}
+    scaling = c.part("rope_scaling") if c.get("rope_scaling") else {}
+    return {**own, **scaling} if isinstance(own, dict) else own
+
+
+def passed_over(c: Config, model: str | None) -> str | None:
+    """A kind of embedding that v4's key says, and that `_full_rope` therefore hasn't got."""
+    kind = c.part("rope_scaling").get("type") if c.get("rope_scaling") else None
+    if kind in (None, "default") or rope_of(c, FULL)["rope_type"] == kind:
+        return None
+    theirs = "which transformers passes over in this model, and so do MaxText's keys"
+    return (
+        f"rope_scaling says {kind!r} by the old key 'type', {theirs}; if the model was trained so, call it 'rope_type'"
+    )
 
 
 def nested_rope(c: Config, kind: str) -> Config | None:

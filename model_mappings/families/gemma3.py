@@ -30,12 +30,13 @@ from weightbeam.model_mappings.configuration import (
     positive,
     real,
     size,
+    unless,
     written,
 )
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, activation, architecture, fixed_eps, tied
 from weightbeam.model_mappings.ops import Scale, Shift
-from weightbeam.model_mappings.rope import linear_factor, nested_rope, only_kinds, rope_of, theta
+from weightbeam.model_mappings.rope import FULL, linear_factor, nested_rope, only_kinds, passed_over, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer, tower_activation, tower_eps
 
@@ -141,7 +142,7 @@ def note(c, layout):
     return f"the embedding has {rows:,} rows, MaxText's Gemma 3 has {VOCAB:,}: give --vocab_size {VOCAB}, or run MaxText with vocab_size={rows}"
 
 
-LOCAL, FULL = "sliding_attention", "full_attention"
+LOCAL = "sliding_attention"
 
 
 def local_theta(c, model):
@@ -172,7 +173,7 @@ TEXT = (
     theta(FULL, 1_000_000),
     derived("rope_linear_scaling_factor", lambda c, model: linear_factor(rope_of(c, FULL)), f"rope_parameters.{FULL}.factor"),
     written(f"rope_parameters.{FULL}.rope_type", "linear"),
-    only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True),
+    only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True), unless(passed_over),
     copied("query_pre_attn_scalar", query_scalar),
 )  # fmt: skip
 HEAD = tied(default=True)

@@ -20,10 +20,19 @@ from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.configuration import copied, fixed, size, truth, unless, write
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import CONTEXT, MLP, SIZES, activation, architecture, eps, head_dim
-from weightbeam.model_mappings.rope import ROPE, attention_scaling, is_yarn, nested_rope, plain_rope, rope_of
+from weightbeam.model_mappings.rope import (
+    FULL,
+    ROPE,
+    attention_scaling,
+    is_yarn,
+    nested_rope,
+    passed_over,
+    plain_rope,
+    rope_of,
+)
 from weightbeam.model_mappings.rules import rule
 
-LOCAL, FULL = "sliding_attention", "full_attention"
+LOCAL = "sliding_attention"
 THETA = 500_000
 CYCLE = ("sliding_attention",) * 3 + ("full_attention",)
 
@@ -84,7 +93,7 @@ LINES = (
     *ROTARY,
     fixed("rope_interleave", False),
     copied(f"{ROPE}.{LOCAL}", full_rope),
-    unless(uneven),
+    unless(uneven), unless(passed_over),
 )  # fmt: skip
 
 FAMILY = Family(

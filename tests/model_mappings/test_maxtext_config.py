@@ -162,7 +162,7 @@ PLAIN_V4 = TREES["deepseek4-284b"] | {
 }  # the release has YaRN in its compressed layers
 
 
-def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str, object]:
+def with_rope(model: str, rope: dict[str, object] | None, **others: object) -> dict[str, object]:
     """A model with other `rope_parameters` of its text."""
     return TREES[model] | {"text_config": TREES[model]["text_config"] | {"rope_parameters": rope} | others}
 
@@ -182,6 +182,7 @@ def with_rope(model: str, rope: dict[str, object], **others: object) -> dict[str
         (TREES["qwen2.5-7b"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, None, ["rope_type is 'dynamic'"]),
         (TREES["llama2-7b"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, ["rope_type is 'dynamic'"]),
         (TREES["llama2-7b"] | {"rope_scaling": {"type": "yarn", "factor": 2.5}, "max_position_embeddings": 4096}, None, ["rope factor is 2.5"]),
+        (with_rope("gemma3-4b", None, rope_scaling={"type": "linear", "factor": 8.0}, **TANH), None, ["'linear' by the old key 'type'"]),
         (TREES["qwen3-next-80b-a3b"] | {"rope_scaling": YARN}, None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3.5-35b-a3b", YARN), None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3-vl-2b", YARN), None, ["rope_type is 'yarn'"]),
