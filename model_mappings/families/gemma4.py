@@ -261,6 +261,10 @@ def ids(t):
 
 
 def thetas(t, kind, default):
+    said = t.get("rope_scaling") or t.get("rope_parameters")
+    if said and (t.get("rope_scaling") or not isinstance(said, dict) or not {LOCAL, GLOBAL}.issubset(said)):
+        # transformers v5.23.0, configuration_gemma4.py, `convert_rope_params_to_dict`: no other spelling is read
+        raise ConfigError(f"config.json: 'rope_parameters' should hold {LOCAL} and {GLOBAL}, and nothing in place of it, or transformers can't run the model; it says {said!r}")
     return positive(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
 
 

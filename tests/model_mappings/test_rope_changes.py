@@ -162,3 +162,13 @@ def test_a_spelling_is_what_transformers_makes_of_it(kind: str, said: dict[str, 
         text(spelled).pop("qk_rope_head_dim")
     plain = dict.fromkeys((*said, *TOP, "rope_scaling")) | {"rope_parameters": theirs(spelled)}
     assert ours(spelled, model)[0] == ours(changed(spelled, (), lambda part: part.update(plain)), model)[0]
+
+
+@pytest.mark.parametrize("said", [{"rope_scaling": LINEAR}, {"rope_parameters": LINEAR}], ids=repr)
+def test_what_transformers_cannot_run(said: dict[str, Any]) -> None:
+    """Gemma 4's class reads no other spelling, and its model fails."""
+    config, model = MODELS["gemma4"]
+    spelled = changed(config, (), lambda part: part.update(said))
+    assert not {"sliding_attention", "full_attention"} & theirs(spelled).keys()
+    with pytest.raises(ConfigError, match="transformers can't run the model"):
+        ours(spelled, model)
