@@ -207,8 +207,15 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Model
     if naming.model is None:
         notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")
     keys = reading.keys | layout_keys(layout, family)
-    limits = (*reading.limits, *_looking_ahead(lines, config))
+    limits = (*reading.limits, *_fractions(keys), *_looking_ahead(lines, config))
     return MaxTextConfig(run_as(named), keys, limits, tuple(notes), tuple(unknown_fields(lines, config)))
+
+
+def _fractions(keys: Mapping[str, Any]) -> Iterator[str]:
+    """MaxText's type of a key is that of its default (src/maxtext/configs/types.py and base.yml, e591f30)."""
+    for key, value in keys.items():
+        if isinstance(value, float) and isinstance(base().get(key), int):
+            yield f"{key} is {value}: MaxText takes whole numbers alone, and refuses the configuration"
 
 
 def _looking_ahead(lines: Iterable[Line], config: Config) -> Iterator[str]:

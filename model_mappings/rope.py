@@ -169,12 +169,10 @@ def attention_scale(rope: Config) -> float:
 
 def yarn_limit(rope: Config) -> str | None:
     """What of a YaRN embedding MaxText can't express."""
-    factor, scale, usual = rope.get("factor", 1), attention_scale(rope), yarn_scale(rope)
+    scale, usual = attention_scale(rope), yarn_scale(rope)
     if not math.isclose(scale, usual) and not math.isclose(scale, 1):
         theirs = f"MaxText multiplies query and key by {usual:.4f} each, or by nothing"
         return f"the rotary embedding's attention factor is {scale:g}: {theirs}; attention is sharper or flatter than the model's"
-    if not float(factor).is_integer():
-        return f"rope factor is {factor}: MaxText takes whole numbers alone, and refuses the configuration"
     return None
 
 

@@ -1,5 +1,5 @@
 """Makes `model_mappings/maxtext_models.json`: what MaxText (e591f30) says of its models, as far as a forward pass
-depends on it.
+depends on it. Whole floats are integers, but in the base, whose values have MaxText's types.
 
     python tests/facts/make_models.py MODELS.json
 
@@ -102,17 +102,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def parsed(value: Any) -> Any:
+    """YAML 1.1 reads `1e-06` as text."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?e-?\d+", value) else value
+
+
 def clean(value: Any) -> Any:
-    """YAML 1.1 reads `1e-06` as text; whole floats are integers."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?e-?\d+", value):
-        value = float(value)
+    """The same, whole floats as integers."""
+    value = parsed(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def compact(found: dict[str, Any]) -> dict[str, Any]:
     """`base` and `models`, as the package holds them."""
     base = (
-        {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)}
+        {key: parsed(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)}
         | TRAINING
         | BRANCHES
         | {VISION: ""}
