@@ -50,7 +50,8 @@ from weightbeam.model_mappings.versions import NEWEST
 LAYER = "layers.{layer}."
 MOE = "mlp/MoeBlock_0"
 TOP = dict(hf="", embed="embed", head="head")
-RATES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}  # tokens compressed into one
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {"sliding_attention": 0, CSA: 4, HCA: 128}  # tokens compressed into one
 PAIR = [128, 4]  # the rates of the layers that MaxText scans
 NAMES = {  # the hub's: transformers'
     "hc_attn_fn": "attn_hc.fn", "hc_attn_base": "attn_hc.base", "hc_attn_scale": "attn_hc.scale",
@@ -70,10 +71,14 @@ NAMES = {  # the hub's: transformers'
 
 
 def compress_ratios(c):
-    """The rate of each layer: 0, 4 with an indexer (CSA), or a higher one without (HCA). The ratios beyond the last layer's are the MTP layers'."""
+    """The rate of each layer: 0, 4 with an indexer (CSA), or a higher one without (HCA). The ratios beyond the last layer's are the MTP layers'.
+    Where nothing is said, both kinds take turns behind two HCA layers (transformers v5.23.0, configuration_deepseek_v4.py).
+    """
     n, field = c.size("num_hidden_layers"), "compress_ratios" if c.get("layer_types") is None else "layer_types"
     rates = RATES if c.get("compress_rates") is None else RATES | c.part("compress_rates")
-    ratios = found = c[field]
+    ratios = found = c.get(field)
+    if found is None:
+        field, found = "layer_types", [CSA if i > 1 and i % 2 else HCA for i in range(n)]
     if field == "layer_types" and isinstance(found, list):
         ratios = [rates.get(str(kind)) for kind in found]
     if not isinstance(ratios, list) or len(ratios) < n or not all(type(ratio) is int and (ratio == 0 or ratio >= 4) for ratio in ratios[:n]):

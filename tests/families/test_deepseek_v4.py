@@ -373,11 +373,21 @@ def test_transformers_config_says_the_same() -> None:
         assert {key: (array.shape, array.logical_axes) for key, array in arrays_of(same).items()} == wanted
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3, 8])
+def test_layers_that_nobody_says(layers: int) -> None:
+    """Two without an indexer, then both kinds in turn, as transformers' class has them."""
+    written = transformers.DeepseekV4Config(num_hidden_layers=layers).to_dict()
+    unsaid = {key: value for key, value in written.items() if key not in ("layer_types", "compress_rates")}
+    made, wanted = (
+        {key: array.shape for key, array in arrays_of(config, scan=False).items()} for config in (unsaid, written)
+    )
+    assert made == wanted
+
+
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
     "change",
     [
-        {"compress_ratios": None},
         {"compress_ratios": "0, 0, 4"},
         {"compress_ratios": [0, 0, 4, *[128, 4] * 19]},
         {"compress_ratios": [1, 0, 4, *[128, 4] * 20]},
