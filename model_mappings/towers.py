@@ -31,12 +31,12 @@ from weightbeam.model_mappings.rules import Stack, rule, stack
 
 def qwen_vision_dims(v: Config) -> dict[str, int]:
     """The axis words of `qwen_vision`; `v` is the tower's part of `config.json`."""
-    embed, heads, patch = v.size("hidden_size"), v.size("num_heads"), v.size("patch_size")
-    merged = embed * v.size("spatial_merge_size") ** 2  # of a square of patches
+    embed, heads, patch = v.size("hidden_size"), v.size("num_heads"), v.size("patch_size", 16)
+    merged = embed * v.size("spatial_merge_size", 2) ** 2  # of a square of patches
     return dict(
         v_embed=embed, v_heads=heads, v_dim=embed // heads, v_mlp=v.size("intermediate_size"), v_merged=merged, v_hidden=merged,
-        v_out=v.size("out_hidden_size"), positions=v.size("num_position_embeddings"), rgb=v.size("in_channels", 3), frames=v.size("temporal_patch_size"),
-        patch_rows=patch, patch_columns=patch,
+        v_out=v.size("out_hidden_size"), positions=v.size("num_position_embeddings", 2304), rgb=v.size("in_channels", 3),
+        frames=v.size("temporal_patch_size", 2), patch_rows=patch, patch_columns=patch,
     )  # fmt: skip
 
 
@@ -92,11 +92,11 @@ QWEN_VISION = (*inside("vision_config", (  # MaxText's keys of `qwen_vision`
     size("num_hidden_layers_for_vit", "depth"),
     size("num_attention_heads_for_vit", "num_heads"),
     size("num_channels_for_vit", "in_channels", default=3),
-    size("patch_size_for_vit", "patch_size"),
-    size("temporal_patch_size_for_vit", "temporal_patch_size"),
-    size("spatial_merge_size_for_vit", "spatial_merge_size"),
+    size("patch_size_for_vit", "patch_size", default=16),
+    size("temporal_patch_size_for_vit", "temporal_patch_size", default=2),
+    size("spatial_merge_size_for_vit", "spatial_merge_size", default=2),
     size("out_hidden_size_for_vit", "out_hidden_size"),
-    size("num_position_embeddings_for_vit", "num_position_embeddings"),
+    size("num_position_embeddings_for_vit", "num_position_embeddings", default=2304),
     same("deepstack_visual_indexes_for_vit", "deepstack_visual_indexes", default=()),
     tower_theta(),
 ), when=bool), *of_tower("vision_config", (tower_activation("vision_config.hidden_act"), tower_eps())))  # fmt: skip

@@ -58,10 +58,10 @@ def dims(c, layout):
     if not layout.multimodal:
         return d
     v = c.part("vision_config")
-    embed, heads, patch = v.size("hidden_size"), v.size("num_attention_heads"), v.size("patch_size")
+    embed, heads, patch = v.size("hidden_size"), v.size("num_attention_heads"), v.size("patch_size", 16)
     return d | dict(
         v_embed=embed, v_heads=heads, v_dim=embed // heads, v_mlp=v.size("intermediate_size"), rgb=v.size("num_channels", 3),
-        patch_rows=patch, patch_columns=patch, positions=(v.size("image_size") // patch) ** 2,
+        patch_rows=patch, patch_columns=patch, positions=(v.size("image_size", 224) // patch) ** 2,
     )  # fmt: skip
 
 
@@ -182,9 +182,9 @@ VISION = (*inside("vision_config", (
     size("intermediate_size_for_vit", "intermediate_size"),
     size("num_hidden_layers_for_vit", "num_hidden_layers"),
     size("num_attention_heads_for_vit", "num_attention_heads"),
-    size("patch_size_for_vit", "patch_size"),
-    size("conv_stride_for_vit", "patch_size"),
-    size("image_size_for_vit", "image_size", default=896),
+    size("patch_size_for_vit", "patch_size", default=16),
+    size("conv_stride_for_vit", "patch_size", default=16),
+    size("image_size_for_vit", "image_size", default=224),
     size("num_channels_for_vit", "num_channels", default=3),
     fixed("vision_encoder_block", "gemma3"),
 ), when=bool), *of_tower("vision_config", (

@@ -33,7 +33,7 @@ def thinker(c):
 
 
 def audio_dims(a):
-    embed, heads, channels, bands = a.size("d_model"), a.size("encoder_attention_heads"), a.size("downsample_hidden_size"), a.size("num_mel_bins")
+    embed, heads, channels, bands = a.size("d_model"), a.size("encoder_attention_heads"), a.size("downsample_hidden_size"), a.size("num_mel_bins", 128)
     for _ in range(3):  # convolutions that halve them
         bands = (bands + 1) // 2
     return dict(
@@ -104,8 +104,8 @@ def drops(c, layout):
 
 def short_sighted(c, model):
     """MaxText's layers look at one chunk of twice `n_window` frames, whatever its key for `n_window_infer` says (`Qwen3OmniAudioEncoder`)."""
-    audio = c["audio_config"]
-    chunk, window = 2 * audio["n_window"], audio["n_window_infer"]
+    audio = c.part("audio_config")
+    chunk, window = 2 * audio.size("n_window", 50), audio.size("n_window_infer", 800)
     effect = f"MaxText's audio tower looks at {chunk} frames at a time; what it makes of longer sounds differs. There is no way round"
     return None if window // chunk == 1 else f"audio_config.n_window_infer is {window}: {effect}"
 
@@ -122,11 +122,11 @@ THINKER = (
         size("encoder_ffn_dim_for_audio", "encoder_ffn_dim"),
         size("downsample_hidden_size_for_audio", "downsample_hidden_size"),
         size("output_dim_for_audio", "output_dim"),
-        size("num_mel_bins_for_audio", "num_mel_bins"),
-        size("n_window_for_audio", "n_window"),
-        size("n_window_infer_for_audio", "n_window_infer"),
-        size("max_source_positions_for_audio", "max_source_positions"),
-        size("conv_chunksize_for_audio", "conv_chunksize"),
+        size("num_mel_bins_for_audio", "num_mel_bins", default=128),
+        size("n_window_for_audio", "n_window", default=50),
+        size("n_window_infer_for_audio", "n_window_infer", default=800),
+        size("max_source_positions_for_audio", "max_source_positions", default=1500),
+        size("conv_chunksize_for_audio", "conv_chunksize", default=500),
     ), when=bool),
     *of_tower("audio_config", (tower_activation("audio_config.activation_function", "gelu"), unless(short_sighted))),
 )  # fmt: skip

@@ -125,7 +125,11 @@ def test_no_field_of_a_tower_is_passed_over(model: str, part: str, kind: str) ->
 def test_the_values_that_a_class_has(model: str, part: str, kind: str) -> None:
     """A tower that names none of the fields that have been told is transformers' own."""
     named, unnamed, defaults = copy.deepcopy(TREES[model]), copy.deepcopy(TREES[model]), fields_of(kind)
-    checked = ("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "rms_norm_eps", "pooling_kernel_size")  # fmt: skip
+    checked = (
+        "hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "rms_norm_eps", "pooling_kernel_size", "patch_size", "image_size",
+        "spatial_merge_size", "temporal_patch_size", "num_position_embeddings", "num_mel_bins", "n_window", "n_window_infer", "max_source_positions",
+        "conv_chunksize",
+    )  # fmt: skip
     at(named, part).update({name: value for name, value in defaults.items() if name in checked})
     for name in (*checked, "rope_parameters"):
         at(unnamed, part).pop(name, None)
