@@ -2,7 +2,7 @@
 
 By the part's `model_type`: what its configuration class has (huggingface/transformers v5.23.0,
 `models/*/configuration_*.py`), where that doesn't follow from the other fields. The widths and the number of layers aren't
-here: a `config.json` without them is a damaged one.
+here: a `config.json` without them is a damaged one; but for a width that no layer has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {
     "mistral": dict(num_key_value_heads=8, max_position_embeddings=131_072),
     "qwen2": dict(num_key_value_heads=32, max_position_embeddings=32_768),
     "qwen3": dict(num_key_value_heads=32, head_dim=128, max_position_embeddings=32_768),
-    "qwen3_moe": dict(num_key_value_heads=4, max_position_embeddings=32_768, num_experts_per_tok=8, moe_intermediate_size=768),
+    "qwen3_moe": dict(num_key_value_heads=4, max_position_embeddings=32_768, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144),
     "mixtral": dict(num_key_value_heads=8, max_position_embeddings=131_072, num_experts_per_tok=2),
     "deepseek_v2": LATENT | dict(max_position_embeddings=2048, n_shared_experts=2, moe_intermediate_size=1407),
     "deepseek_v3": DEEPSEEK_V3 | dict(max_position_embeddings=4096),
@@ -58,8 +58,12 @@ SIZES: dict[str, dict[str, int]] = {
     "qwen3_next": QWEN3_NEXT | dict(max_position_embeddings=32_768, num_experts_per_tok=10),
     "qwen3_5_moe_text": QWEN3_NEXT | dict(max_position_embeddings=32_768, num_experts_per_tok=8),
     "qwen3_vl_text": dict(num_key_value_heads=32, head_dim=128, max_position_embeddings=128_000),
-    "qwen3_vl_moe_text": dict(num_key_value_heads=16, max_position_embeddings=128_000, num_experts_per_tok=4, moe_intermediate_size=1408),
-    "qwen3_omni_moe_text": dict(num_key_value_heads=4, max_position_embeddings=32_768, num_experts_per_tok=8, moe_intermediate_size=768),
+    "qwen3_vl_moe_text": dict(
+        num_key_value_heads=16, max_position_embeddings=128_000, num_experts_per_tok=4, moe_intermediate_size=1408, intermediate_size=5632,
+    ),
+    "qwen3_omni_moe_text": dict(
+        num_key_value_heads=4, max_position_embeddings=32_768, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=18_944,
+    ),
 }  # fmt: skip
 
 # the rotary embedding of a class whose default isn't the plain one

@@ -77,3 +77,13 @@ def test_a_rotary_embedding_that_is_left_out(said):
     } | said
     made = CONFIG_MAPPING["gpt_oss"].from_dict(copy.deepcopy(config)).to_dict()
     assert read(config) == read(made)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe"])
+def test_a_width_that_no_layer_has(kind):
+    """All layers have experts, and the dense MLP's width may be left out."""
+    config = CONFIG_MAPPING[kind]().to_dict()
+    wanted = read(config)
+    for section in sections(config):
+        part_at(config, section).pop("intermediate_size", None)
+    assert read(config) == wanted
