@@ -38,11 +38,25 @@ ROUTED, SHARED = f"{MOE}/MoeBlock_0", f"{MOE}/shared_experts"
 
 
 def moe_step(t):
-    """Every how many layers there is an MoE layer; the first has number step - 1."""
-    n, step = t.size("num_hidden_layers"), t.size("interleave_moe_layer_step", 1)
+    """Every how many layers there is an MoE layer; the first has number step - 1. A list of them counts before the number, in any
+    order (transformers v5.23.0, configuration_llama4.py and modeling_llama4.py).
+    """
+    n, listed = t.size("num_hidden_layers"), t.get("moe_layers")
+    if listed in (None, []):
+        return t.size("interleave_moe_layer_step", 1)
+    numbers = sorted(set(listed)) if isinstance(listed, list) and all(type(layer) is int for layer in listed) else None
+    for step in (1, 2, CYCLE):
+        if numbers == list(range(step - 1, n, step)):
+            return step
+    raise ConfigError(f"config.json: 'moe_layers' should be each layer, or each second or fourth, as MaxText's Llama 4 has them, but is {listed!r}")
+
+
+def checked_step(t):
+    """The same, where the pattern of the layers is MaxText's."""
+    n, step = t.size("num_hidden_layers"), moe_step(t)
     rope = [int((layer + 1) % CYCLE != 0) for layer in range(n)]
     kinds = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
-    pattern = dict(no_rope_layer_interval=CYCLE, no_rope_layers=rope, layer_types=kinds, moe_layers=list(range(step - 1, n, step)))
+    pattern = dict(no_rope_layer_interval=CYCLE, no_rope_layers=rope, layer_types=kinds)
     for key, wanted in pattern.items():
         if t.get(key) not in (None, [], wanted):  # released configs leave them out, or leave them empty
             raise ConfigError(f"config.json: {key!r} should be {wanted}, as MaxText's Llama 4 has it, but is {t[key]!r}")
@@ -60,7 +74,7 @@ def dims(c, layout):
 def stacks(c, layout):
     t = text_part(c)
     check_whole(t, layout, CYCLE)
-    step, width = moe_step(t), t.size("intermediate_size")
+    step, width = checked_step(t), t.size("intermediate_size")
     # transformers has them so, and reads no others; what nobody has written yet is for it
     fused = not layout.names or is_fused(layout, f"model.layers.{step - 1}.feed_forward.experts")
     routed = experts_in_out(ROUTED, "feed_forward.experts", width) if fused else experts(ROUTED, "feed_forward.experts", width, fused=False)
@@ -82,7 +96,7 @@ def drops(c, layout):
 
 
 def has_dense_layers(t):
-    return t.get("interleave_moe_layer_step", 1) != 1
+    return moe_step(t) != 1
 
 
 def scaled(t):
@@ -103,7 +117,7 @@ TEXT = (
     fixed("shared_experts", 1),
     truth("use_qk_norm", "use_qk_norm", default=True),
     fixed("nope_layer_interval", CYCLE),
-    size("interleave_moe_layer_step", "interleave_moe_layer_step", default=1),
+    derived("interleave_moe_layer_step", lambda t, model: moe_step(t), "interleave_moe_layer_step"),
     fixed("inhomogeneous_layer_cycle_interval", CYCLE),
     derived("temperature_tuning", lambda t, model: bool(t.get("attn_temperature_tuning", True)), "attn_temperature_tuning"),
     only("attn_scale", 0.1, "MaxText's layer has 0.1 built in; logits differ beyond 8192 tokens", default=0.1),

@@ -344,6 +344,7 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
     ("change", "hint"),
     [
         (dict(moe_layers=[0, 1]), "moe_layers"),
+        (dict(moe_layers=[1, "3"]), "moe_layers"),
         (dict(no_rope_layers=[0, 1, 1, 1]), "no_rope_layers"),
         (dict(no_rope_layer_interval=2), "no_rope_layer_interval"),
         (dict(layer_types=[CHUNKED, FULL, CHUNKED, FULL]), "layer_types"),
@@ -373,6 +374,19 @@ def test_other_patterns_are_refused(change: dict[str, Any], hint: str) -> None:
 def test_its_own_pattern_is_taken(change: dict[str, Any]) -> None:
     """Written out, left out or empty; MoE in every layer, or in one of four."""
     assert plan(TEXT | change).plan.problems == ()
+
+
+@pytest.mark.parametrize(("listed", "step"), [([3, 1], 2), ([2, 0, 1, 3], 1), ([3], 4)], ids=str)
+def test_a_list_of_layers_counts_before_a_number(listed: list[int], step: int) -> None:
+    """As in transformers, which looks whether a layer is in it."""
+    for said in (2, 3):
+        text = TEXT | dict(moe_layers=listed, interleave_moe_layer_step=said)
+        tensors = shapes(TEXT | dict(interleave_moe_layer_step=step))
+        config = {"model_type": "llama4", "text_config": text}
+        made = plan_conversion(ConvertOptions(), headers_only(config, known=tensors)).plan
+        assert made.problems == ()
+        assert made.maxtext is not None
+        assert made.maxtext["interleave_moe_layer_step"] == step
 
 
 def test_layers_beyond_a_cycle_are_taken_unscanned() -> None:
