@@ -16,6 +16,8 @@ from weightbeam.model_mappings.rules import PARAMS, Rule, Segment, Stack, rule, 
 Table = list[list[Rule]]
 TIED_HEAD = "the head is tied to the embedding"
 LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors
+# the buffers of rotary embeddings in transformers (models/llama/modeling_llama.py, v5.23.0 and v4.28.0)
+ROTARY = ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
 
 
 def common_dims(c: Config) -> dict[str, int]:
@@ -300,7 +302,8 @@ def common_drops(
     Returns:
       The reason by pattern or window, for a family's `drops`.
     """
-    drops = {f"{hf}{of}rotary_emb.inv_freq": "computed, not learned" for of in ("layers.*.self_attn.", "")}
+    places = (f"{hf}{of}rotary_emb." for of in ("layers.*.self_attn.", ""))
+    drops = {f"{place}{name}": "computed, not learned" for place in places for name in ROTARY}
     if is_tied(c):
         drops[f"{head}.weight"] = TIED_HEAD
     return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")

@@ -197,7 +197,10 @@ def test_reasons_of_what_is_dropped(check, make_specs):
     """Rotary tables, a tied head and rows beyond a truncated vocabulary are listed with their reasons, and nothing else
     is.
     """
-    names = [f"model.{of}rotary_emb.inv_freq" for of in ("layers.0.self_attn.", "layers.1.self_attn.", "")]
+    places = [f"model.{of}rotary_emb." for of in ("layers.0.self_attn.", "layers.1.self_attn.", "")]
+    names = [
+        f"{place}{name}" for place in places for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
+    ]
     config = LLAMA | {"tie_word_embeddings": True}
     tensors = shapes(config) | dict.fromkeys(names, (3,)) | {"lm_head.weight": (16, 10)}
     checked = check(config, make_specs(tensors), Layout(vocab=11))
