@@ -44,6 +44,18 @@ def test_names_that_share_a_prefix_of_the_table_s_are_told_one_by_one(tmp_path: 
     }
 
 
+def test_a_model_without_a_head_says_what_to_do(tmp_path: Path) -> None:
+    """Of transformers' class without one, as Qwen3-Embedding-8B is; what the sentence says to do helps."""
+    config = LLAMA | dict(tie_word_embeddings=False)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in random_tensors(config).items()}
+    del tensors["lm_head.weight"]
+    (problem,) = planned(tmp_path / "untied", config, tensors, maxtext_model="llama2-7b").problems
+    assert (problem.kind, problem.subject) == ("missing", "lm_head.weight")
+    assert "say tie_word_embeddings: true" in problem.message
+    tied = config | dict(tie_word_embeddings=True)
+    assert not planned(tmp_path / "tied", tied, tensors, maxtext_model="llama2-7b").problems
+
+
 @pytest.mark.parametrize("said", [True, False])
 def test_biases_that_the_config_asks_for_name_its_field(tmp_path: Path, said: bool) -> None:
     tensors = random_tensors(LLAMA)

@@ -20,6 +20,11 @@ WITHOUT_PREFIX = (
     "safetensors.torch.save_file({{name.removeprefix({!r}): tensor for name, tensor in "
     "safetensors.torch.load_file(FILE).items()}}, FILE, {{'format': 'pt'}}), and in the index, if there is one"
 )
+HEAD = ".decoder.logits_dense.kernel"
+HEADLESS = (
+    "; if the model is one without a head, such as those that embed text, say tie_word_embeddings: true in a copy of its config.json: "
+    "MaxText then takes the embedding for the head, its states are the model's, and its logits mean nothing"
+)
 
 
 def config_problems(
@@ -75,8 +80,15 @@ def explain(
             message = WITHOUT_PREFIX.format(len(source.encodings), prefix, family.name, prefix)
             others = [problem for problem in problems if problem.kind not in ("missing", "unused")]
             return [*others, Problem("unused", f"{prefix}*", message)]
+    heads = {name for array in arrays if array.key.endswith(HEAD) for part in array.parts for name in part.tensors}
+    problems = [
+        dataclasses.replace(problem, message=f"{problem.message}{HEADLESS}")
+        if problem.kind == "missing" and problem.subject in heads
+        else problem
+        for problem in problems
+    ]
     if not source.biases:
-        return list(problems)
+        return problems
     why = f"config.json says {' and '.join(source.biases)}, and MaxText's {family.name} models have no such bias; if all are zeros, say false there"
     return [
         dataclasses.replace(problem, message=f"{problem.message}: {why}")
