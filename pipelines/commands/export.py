@@ -27,7 +27,7 @@ from weightbeam.pipelines.commands.releases import (
     make_small_files,
     run_release,
 )
-from weightbeam.pipelines.running.like import Form, find_form, read_maxtext_config, read_tokenizer, with_tokenizer
+from weightbeam.pipelines.running.like import find_like, read_maxtext_config, read_tokenizer, with_tokenizer
 from weightbeam.pipelines.running.sources import check_named, open_adapters
 from weightbeam.pipelines.terminal.errors import Refused, refusing, try_each
 from weightbeam.pipelines.terminal.keywords import asked_of, takes
@@ -37,7 +37,7 @@ from weightbeam.transforms.cutting.quantizing import Given
 from weightbeam.transforms.planning.adapter_export import AdapterExport, plan_adapter
 from weightbeam.transforms.planning.adapters import is_adapter
 from weightbeam.transforms.planning.export_planner import plan_export
-from weightbeam.transforms.planning.exporting import Export, dtype_of_model
+from weightbeam.transforms.planning.exporting import Export, Like, dtype_of_model
 from weightbeam.transforms.planning.options import AUTO, RELEASED, ExportOptions, ToHub
 
 # keywords that adapters have no use for
@@ -133,15 +133,16 @@ def plan(
         )
     if asked.lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
-    form, tokenizer, adapters = try_each(
-        lambda: _find_form(checkpoint, asked),
+    like, tokenizer, adapters = try_each(
+        lambda: _find_like(checkpoint, asked),
         lambda: read_tokenizer(asked.tokenizer) if asked.tokenizer else None,
         lambda: open_adapters(asked),
     )
-    options = dataclasses.replace(going_to(output, asked), maxtext_model=asked.maxtext_model or form.model)
-    small = with_tokenizer(form.small, tokenizer) if tokenizer else form.small
-    given = Given.of(form.parts) if asked.quantize and asked.like and form.parts else None
-    planned = plan_export(options, checkpoint, form.like, adapters, given, slots, form.parts)
+    options = dataclasses.replace(going_to(output, asked), maxtext_model=asked.maxtext_model or like.model)
+    small = with_tokenizer(like.small, tokenizer) if tokenizer else like.small
+    if asked.quantize and asked.like and like.release:
+        like = dataclasses.replace(like, given=Given.of(like.release))
+    planned = plan_export(options, checkpoint, like, adapters, slots)
     if planned.plan.problems:
         return planned
     with refusing(StorageError):  # they are read only now
@@ -159,20 +160,20 @@ def _plan_adapter(
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
     with refusing(StorageError):
-        form = find_form(checkpoint, asked.like)
-        planned = plan_adapter(going_to(output, asked), checkpoint, form.like, slots)
+        like = find_like(checkpoint, asked.like)
+        planned = plan_adapter(going_to(output, asked), checkpoint, like, slots)
     if planned.plan.problems:
         return planned
     return dataclasses.replace(planned, small=small_files(planned, output or ""))
 
 
-def _find_form(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Form:
-    """The form of the new release. Raises Refused where it can't be found, or read."""
+def _find_like(checkpoint: OrbaxCheckpoint, asked: ExportOptions) -> Like:
+    """The release whose form the new one has. Raises Refused where it can't be found, or read."""
     with refusing(StorageError):
         files_beside(open_store(checkpoint.root).parent)  # refuses what is no file
         if asked.maxtext_config:
             return read_maxtext_config(asked.maxtext_config)
-        return find_form(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
+        return find_like(checkpoint, asked.like, bool(asked.multimodal or asked.mtp))
 
 
 def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
@@ -188,8 +189,8 @@ def plan_rows(planned: Export) -> Iterator[tuple[str, str]]:
         nbytes = sum(array.nbytes for array in planned.unpacked)
         of = f"{count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')}"
         yield "unpacked", f"{of} first, {human(nbytes)} of disk meanwhile"
-    if planned.parts:
-        yield "taken", f"{_taken(planned)}, {human(sum(map(stored_bytes, planned.carried.values())))}"
+    if planned.taken:
+        yield "taken", f"{_taken(planned)}, {human(sum(map(stored_bytes, planned.taken.values())))}"
     for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
         for reason_, times in Counter(reasons.values()).most_common(5):
             yield title, f"{count(times, 'tensor')}: {reason_}"
@@ -256,9 +257,11 @@ def _facts(planned: Export) -> dict[str, str]:
 
 def _taken(planned: Export) -> str:
     """What is taken of a release beside the checkpoint's weights; empty for nothing."""
-    if not planned.parts:
+    if not planned.taken:
         return ""
-    return f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: parts of the model that the weights don't hold"
+    return (
+        f"{count(len(planned.taken), 'tensor')} of {planned.like.root}: parts of the model that the weights don't hold"
+    )
 
 
 def _sum_up(reasons: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from weightbeam.pipelines.forward.report import SHOWN, Beside, Logits
 from weightbeam.pipelines.forward.sides import Side, of_checkpoint, of_release
 from weightbeam.pipelines.forward.streamed import StreamedModel, check_installed
 from weightbeam.pipelines.forward.tokens import Tokenizer
-from weightbeam.pipelines.running.like import find_form
+from weightbeam.pipelines.running.like import find_like
 from weightbeam.pipelines.running.sources import check_read, reading
 from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.terminal.errors import Refusals, Refused
@@ -183,11 +183,11 @@ def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
                 f"{where}: is an Orbax checkpoint; compare it with what `weightbeam cut` writes of {base}, without --layers, --experts and --vocab_rows"
             )
         checkpoint = open_orbax(where)
-        form = find_form(checkpoint, base)
+        like = find_like(checkpoint, base)
         # a release that isn't quantised has its own dtypes; codes have values in float32, which an export would round
-        dtype = "float32" if "quantization_config" in form.like.config else "auto"
+        dtype = "float32" if "quantization_config" in like.config else "auto"
         planned = plan_export(checkpoint, like=base, maxtext_model=asked.maxtext_model, save_dtype=dtype)
-        return of_checkpoint(where, planned, form.small)
+        return of_checkpoint(where, planned, like.small)
 
 
 def _plan(source: str, asked: LogitsOptions) -> Plan:

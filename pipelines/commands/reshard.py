@@ -22,7 +22,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
-from weightbeam.pipelines.running.like import find_form, read_maxtext_config
+from weightbeam.pipelines.running.like import find_like, read_maxtext_config
 from weightbeam.pipelines.running.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.running.sources import check_beam, check_named, check_places, reading
 from weightbeam.pipelines.running.token_secret import use_secret
@@ -253,17 +253,17 @@ def find_model(
     files = {name: step.read(name) for name in files_beside(step)}
     check_beside(step, checkpoint.record)
     if like is None and maxtext_config:
-        form, of = read_maxtext_config(maxtext_config), f"--maxtext_config={maxtext_config}"
-        return Model(form.like.config, {}, maxtext_model or form.model, files=files, of=of)
+        described, of = read_maxtext_config(maxtext_config), f"--maxtext_config={maxtext_config}"
+        return Model(described.config, {}, maxtext_model or described.model, files=files, of=of)
     name = _name_of(checkpoint, maxtext_model)
     if like is None and not isinstance(checkpoint.record.get("config"), dict):
         return _model_of_maxtext(step, files, name, maxtext_model)
-    form = find_form(checkpoint, like)
-    config, shapes = dict(form.like.config), {name: shape for name, (_, shape, _) in form.like.tensors.items()}
+    found = find_like(checkpoint, like)
+    config, shapes = dict(found.config), {name: shape for name, (_, shape, _) in found.tensors.items()}
     if like is None:
         return Model(config, shapes, name, {}, files, "its config.json")
-    assert form.parts is not None  # it was named
-    remembered = {"config": config, "tensors": tensors_said(form.parts.tensors.values()), "like": form.like.root}
+    assert found.release is not None  # it was named
+    remembered = {"config": config, "tensors": tensors_said(found.release.tensors.values()), "like": found.root}
     return Model(config, shapes, name, remembered, files, f"--like={like}")
 
 

@@ -107,5 +107,5 @@ def _tensors_of(export: Export) -> dict[str, Operand]:
     return {
         name: Operand(tensor.shape, tensor.dtype, (), (1,) * len(tensor.shape), functools.partial(fetch, name))
         for name, tensor in export.layout.tensors.items()
-        if name not in export.carried
-    } | {name: stored_operand(encoding) for name, encoding in export.carried.items()}
+        if name not in export.taken
+    } | {name: stored_operand(encoding) for name, encoding in export.taken.items()}

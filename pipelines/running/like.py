@@ -36,26 +36,9 @@ GENERATION = "generation_config.json"
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The form that a release is to have.
-
-    Attributes:
-      like: whose form that is.
-      small: its small files.
-      parts: the same with its weights, of which towers and prediction layers can be taken.
-      model: MaxText's name of the model, where a configuration says it.
-    """
-
-    like: Like
-    small: Mapping[str, bytes]
-    parts: HfCheckpoint | None = None
-    model: str | None = None
-
-
-def find_form(checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False) -> Form:
-    """The form of the release that is named, else of what the checkpoint remembers, else of where it came from; parts
-    can be taken of it where it is named, or `with_parts`.
+def find_like(checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False) -> Like:
+    """The release that is named, else what the checkpoint remembers, else where it came from; parts can be taken of it
+    where it is named, or `with_parts`.
 
     Raises:
       Refused: none is named, and the checkpoint remembers none.
@@ -70,9 +53,8 @@ def find_form(checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = 
     if isinstance(record.get("config"), dict) and isinstance(record.get("tensors"), dict):
         step = open_store(checkpoint.root).parent
         check_beside(step, record, ARCHIVE)
-        small = packed_files(step) or {}
-        parts = _release_of(record) if with_parts else None
-        return Form(Like.of(_remembered(record)), small, parts)
+        release = _release_of(record) if with_parts else None
+        return Like.of(_remembered(record), release=release, small=packed_files(step) or {})
     if isinstance(url := record.get("source"), str) and is_name(url):
         raise Refused(
             f"the checkpoint was made of {url}, which is a name and no place; --like says where that is, or names a release that it should be like"
@@ -96,14 +78,14 @@ def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
     """
     try:
         cut = Cut.of(record.get("options"))
-        parts = None if is_name(url := record.get("source")) else _open_like(str(url)).parts
-        return parts and cut_release(parts, cut)
+        release = None if is_name(url := record.get("source")) else _open_like(str(url)).release
+        return release and cut_release(release, cut)
     except (OSError, UnknownFamilyError):
         return None
 
 
-def read_maxtext_config(file: str) -> Form:
-    """The form of a release that a MaxText configuration describes.
+def read_maxtext_config(file: str) -> Like:
+    """A release that a MaxText configuration describes.
 
     Raises:
       Refused: the file can't be read, or no family's model is like that.
@@ -120,7 +102,7 @@ def read_maxtext_config(file: str) -> Form:
     for limit in made.limits:
         LOG.warning("%s: transformers computes what MaxText doesn't: %s", file, limit)
     small = {GENERATION: json.dumps(made.generation, indent=2).encode() + b"\n"}
-    return Form(Like("", made.config), small, model=made.model)
+    return Like("", made.config, small=small, model=made.model)
 
 
 def read_tokenizer(where: str) -> dict[str, bytes]:
@@ -159,7 +141,7 @@ def with_tokenizer(small: Mapping[str, bytes], taken: Mapping[str, bytes]) -> di
     return {**kept, **taken}
 
 
-def _open_like(url: str) -> Form:
+def _open_like(url: str) -> Like:
     checkpoint = open_hf(url)
     refuse(
         [
@@ -170,7 +152,7 @@ def _open_like(url: str) -> Form:
         of=f"--like={url}",
     )
     small = carried_files(checkpoint.root, checkpoint.opened)
-    return Form(Like.of(checkpoint, digest(checkpoint)), small, checkpoint)
+    return Like.of(checkpoint, digest=digest(checkpoint), release=checkpoint, small=small)
 
 
 def open_given(like: str) -> Given | None:

@@ -77,9 +77,9 @@ def test_the_record_s_name_is_taken_where_the_release_s_differs(release: Path, t
         dataclasses.replace(made, record={"family": "llama", "model": name}) for name in ("llama3.2-1b", None)
     )
     for source, like, name in ((paired, scaled, "llama3.2-1b"), (paired, plain, "llama3.2-1b"), (apart, plain, None)):
-        assert find_table(ExportOptions(), source, like, None).naming.model == name
+        assert find_table(ExportOptions(), source, like).naming.model == name
     with pytest.raises(ModelNameError, match=r"read as llama3\.2-1b its weights would lie in another order"):
-        find_table(ExportOptions(), apart, scaled, None)
+        find_table(ExportOptions(), apart, scaled)
 
 
 def test_what_a_table_takes_from_a_name_is_compared() -> None:

@@ -147,9 +147,9 @@ def test_what_maxtext_may_have_taken_otherwise_is_said(tmp_path: Path, caplog: p
 
     other = "model_name: llama3-8b\nrope_max_timescale: 1234\n"
     assert "rope_max_timescale: 1234, not 500000; MaxText takes the model's where it is given" in said(other)
-    assert read_maxtext_config(str(file)).like.config["rope_parameters"]["rope_theta"] == 1234
+    assert read_maxtext_config(str(file)).config["rope_parameters"]["rope_theta"] == 1234
     assert "MaxText takes the model's, and so is done here" in said(f"{other}base_config: base.yml\n")
-    assert read_maxtext_config(str(file)).like.config["rope_parameters"]["rope_theta"] == 500_000
+    assert read_maxtext_config(str(file)).config["rope_parameters"]["rope_theta"] == 500_000
     assert not said(
         "base_config: base.yml\nmodel_name: llama3-8b\nrope_type: yarn\nrope_factor: 4\nrope_interleave: false\n"
     )  # which only base.yml says

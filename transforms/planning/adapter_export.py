@@ -32,7 +32,7 @@ from weightbeam.transforms.cutting.files import Entry, plan_files
 from weightbeam.transforms.cutting.units import Fetch
 from weightbeam.transforms.execution.boxes import read
 from weightbeam.transforms.planning.adapters import AdapterParts, read_adapter
-from weightbeam.transforms.planning.export_planner import find_rounded, like_from
+from weightbeam.transforms.planning.export_planner import find_rounded
 from weightbeam.transforms.planning.exporting import Export, Like
 from weightbeam.transforms.planning.options import ExportOptions, options_from
 
@@ -208,5 +208,5 @@ def _has_towers(like: Like) -> bool:
 def load(inputs: Mapping[str, Any]) -> AdapterExport:
     """The export that `AdapterExport.stage` staged."""
     options = dataclasses.replace(options_from(ExportOptions, inputs["options"]), lora_alpha=inputs["alpha"])
-    source, like = load_checkpoint(inputs["source"]), like_from(inputs["like"])
+    source, like = load_checkpoint(inputs["source"]), Like.from_json(inputs["like"])
     return plan_adapter(options, source, like, inputs.get("slots"), inputs["used"])

@@ -12,7 +12,7 @@ from weightbeam.model_mappings.config import NEXTN, TEXT_SECTIONS, Config
 from weightbeam.model_mappings.configuration import lookup
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
 from weightbeam.model_mappings.plan import Problem, expand, key_of
-from weightbeam.transforms.cutting.quantizing import Given, quantization_config
+from weightbeam.transforms.cutting.quantizing import quantization_config
 from weightbeam.transforms.planning.export_state import (
     ExportDrops,
     ExportFit,
@@ -88,18 +88,18 @@ def _is_absent(config: Mapping[str, Any], field: str, value: Any) -> bool:
     return not config.get(name) if value is None else config.get(name, True) == value
 
 
-def quantization_of(written: ExportWritten, given: Given | None, view: ExportView, like: Like) -> dict[str, Any]:
+def quantization_of(written: ExportWritten, view: ExportView, like: Like) -> dict[str, Any]:
     """`quantization_config` as it will be; empty where nothing is quantised."""
     if view.kept:
         plain = [entry for entry in written.entries if entry.dtype.name != CODED]
         block = max(max(scaled.block) for scaled in view.scaled.values())
-        made = quantization_config([*plain, *written.carried], frozenset()) | {"weight_block_size": [block, block]}
+        made = quantization_config([*plain, *written.taken], frozenset()) | {"weight_block_size": [block, block]}
         return dict(Quantization.of(like.config).fields) or made
     if not written.quantized:
         return {}
-    if given:
-        return given.quantization_config
-    return quantization_config([*written.entries, *written.carried], written.quantized)
+    if like.given:
+        return like.given.quantization_config
+    return quantization_config([*written.entries, *written.taken], written.quantized)
 
 
 def warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> Iterator[str]:
@@ -124,18 +124,18 @@ def warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> It
         )
 
 
-def lost_rows(source: OrbaxCheckpoint, config: Mapping[str, Any], like: Like) -> Iterator[Problem]:
+def lost_rows(source: OrbaxCheckpoint, table: ExportTable) -> Iterator[Problem]:
     """Rows of tokens that the checkpoint's record knows, and the release hasn't: they are no padding."""
-    known, wanted = _recorded_tokens(source), _tokens_of(config)
+    known, wanted = _recorded_tokens(source), _tokens_of(table.config)
     if known is not None and wanted is not None and known > wanted:
         message = (
             f"has {wanted:,} tokens, and the checkpoint's model {known:,}, by its record: {known - wanted:,} rows of the "
             "vocabulary would be lost; a folder with that model's own config.json and tokenizer will do"
         )
-        yield Problem("like", like.root or "config.json", message)
+        yield Problem("like", table.form.root or "config.json", message)
 
 
-def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, like: Like) -> Iterator[str]:
+def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit) -> Iterator[str]:
     """Rows that may be padding, or tokens: neither a record tells, nor are they MaxText's own padding of the family."""
     held, wanted = _held_rows(source), _tokens_of(table.config)
     if _recorded_tokens(source) is None and wanted is not None and held > wanted:
@@ -144,7 +144,7 @@ def warn_of_rows(source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, li
             return
         yield (
             f"{held - wanted:,} rows of the vocabulary are left out as padding, behind the {wanted:,} of "
-            f"{like.root or 'config.json'}; if tokens were added, name a release that has them (--like)"
+            f"{table.form.root or 'config.json'}; if tokens were added, name a release that has them (--like)"
         )
 
 
@@ -166,7 +166,7 @@ def _held_rows(source: OrbaxCheckpoint) -> int:
     return source.weights[EMBEDDING].shape[0] if EMBEDDING in source.weights else 0
 
 
-def warn_of_variables(tensors: ExportTensors, like: Like) -> Iterator[str]:
+def warn_of_variables(table: ExportTable, tensors: ExportTensors) -> Iterator[str]:
     """What training may have changed, and the checkpoint doesn't hold: taken from the release, or missed by loaders."""
     taken, missed = (
         [name for name, reason in reasons.items() if isinstance(reason, Variable)]
@@ -174,11 +174,11 @@ def warn_of_variables(tensors: ExportTensors, like: Like) -> Iterator[str]:
     )
     if taken:
         yield (
-            f"{len(taken):,} tensors that the checkpoint doesn't hold are those of {like.root}, as before any training: "
+            f"{len(taken):,} tensors that the checkpoint doesn't hold are those of {table.form.root}, as before any training: "
             f"no parameters in MaxText, such as {taken[0]}"
         )
     if missed:
         yield (
-            f"left out, and missed by loaders: {len(missed):,} of the tensors of {like.root or 'the release'}, no parameters in "
+            f"left out, and missed by loaders: {len(missed):,} of the tensors of {table.form.root or 'the release'}, no parameters in "
             f"MaxText, such as {missed[0]}; --like RELEASE takes them from the release"
         )

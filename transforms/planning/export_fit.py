@@ -12,7 +12,6 @@ import numpy as np
 from weightbeam.formats.orbax.scaled import ScaledArray, scaled_arrays, values_of
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.release.source import ZEROS, open_source
-from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import identity
@@ -92,7 +91,7 @@ def without_table(
     return Export(options=options, source=source, like=like, plan=plan, form=like)
 
 
-def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, parts: HfCheckpoint | None) -> ExportTable:
+def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> ExportTable:
     """Whose table it is, which of MaxText's models, and the release's tensors by the table's names.
 
     Raises:
@@ -116,12 +115,13 @@ def find_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, part
         except ModelNameError:
             raise another from None
     released = _released(form, family)
-    if parts is None:  # it is what the checkpoint remembers of the release that it was made of
+    if like.release is None:  # it is what the checkpoint remembers of the release that it was made of
         left_out = source.record.get("dropped")
         said = left_out.items() if isinstance(left_out, Mapping) else ()
         zeros = {name for name, why in said if why == ZEROS}
         released = {name: tensor for name, tensor in released.items() if name not in zeros}
-    return ExportTable(family, naming, form, config, released, open_source(parts) if parts else None)
+    stored = open_source(like.release) if like.release else None
+    return ExportTable(family, naming, form, config, released, stored)
 
 
 def _said_family(source: OrbaxCheckpoint) -> str | None:
@@ -206,7 +206,7 @@ def _fit(table: ExportTable, view: ExportView, layout: Layout) -> ExportFit:
 
 
 def explain_sizes(
-    options: ExportOptions, source: OrbaxCheckpoint, like: Like, table: ExportTable, fit: ExportFit, view: ExportView
+    options: ExportOptions, source: OrbaxCheckpoint, table: ExportTable, fit: ExportFit, view: ExportView
 ) -> tuple[list[Problem], ExportTable, ExportFit]:
     """Where the release's model has other sizes than the checkpoint's: that, and what there is beside it. Table and fit
     are those of the checkpoint's sizes then, so that nothing is told which only follows from the others.
@@ -218,7 +218,7 @@ def explain_sizes(
     sizes = find_sizes(table.family, table.config, fit.layout, shapes, before if isinstance(before, Mapping) else {})
     if not sizes:
         return [], table, fit
-    cause = Problem("like", like.root or "config.json", f"has other sizes: {describe(table.config, sizes)}")
+    cause = Problem("like", table.form.root or "config.json", f"has other sizes: {describe(table.config, sizes)}")
     made = {
         name
         for parts in expand(table.family, table.config, fit.layout).values()
@@ -280,8 +280,8 @@ def audit_tensors(
     shapes = _tensor_shapes(fit.arrays)
     specs = _specs(fit.arrays, shapes, table.released, drops.copies, table.form) | _coded_specs(fit.arrays, shapes)
     dropped, found = audit(fit.arrays, specs, drops.reasons, table.family.name)
-    if table.parts and (unused := [one.subject for one in found if one.kind == "unused"]):
-        zeros, _ = table.parts.renamed(table.family.aliases).drop_zero_biases(unused)
+    if table.stored and (unused := [one.subject for one in found if one.kind == "unused"]):
+        zeros, _ = table.stored.renamed(table.family.aliases).drop_zero_biases(unused)
         dropped, found = dropped | zeros, [one for one in found if one.subject not in zeros]
     explained = {fit.lacking[name] for name in drops.variables}
     problems = [one for one in fit.problems if one.kind != "missing" or one.subject not in explained]

@@ -9,7 +9,7 @@ metadata, config.json, headers of the release
   │  audit_tensors  the tensors that arrays become against the release's
   │  _name          what each is called in the release, copies of it included; what is left out of it, or taken from it
   │  _merge         adapters that are added on the way
-  │  _carry         towers and prediction layers that the release has and the checkpoint hasn't
+  │  _take          towers and prediction layers that the release has and the checkpoint hasn't
   │  _write_as      what each tensor is written as: its dtype, or codes and scales
   ▼  _cut           which tensor goes into which file, at which byte; blocks of whole chunks, units (`chunk_blocks.py`)
 Export
@@ -36,7 +36,7 @@ from weightbeam.formats.encodings.quantizing import REASON
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.release.source import stored_tensors
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config import ConfigError, Layout
 from weightbeam.model_mappings.family import Prediction, Tower, Variable
 from weightbeam.model_mappings.naming import ModelNameError
 from weightbeam.model_mappings.ops import dtype_named, inverses
@@ -96,22 +96,18 @@ def plan_export(
     source: OrbaxCheckpoint,
     like: Like,
     adapters: Sequence[Adapter] = (),
-    given: Given | None = None,
     slots: int | None = None,
-    parts: HfCheckpoint | None = None,
 ) -> Export:
     """Plans an export. What stands against it is in `plan.problems`.
 
     Args:
-      given: `like`, where it is in FP8 and what is written is to be so too.
-      parts: the release that towers and prediction layers may be taken from, which has the names of `like`.
       slots: units at a time that they are cut for, if that is known; see `blocks.target_bytes`.
     """
     view = view_weights(options, source, like)
     try:
-        table = find_table(options, source, like, parts)
+        table = find_table(options, source, like)
         fit = find_arrays(options, source, table, view)
-        cause, table, fit = explain_sizes(options, source, like, table, fit, view)
+        cause, table, fit = explain_sizes(options, source, table, fit, view)
         drops = find_drops(table, fit)
     except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         return without_table(options, source, like, e)
@@ -122,20 +118,20 @@ def plan_export(
         *without_kept(options, source, view),
         *without_scales(view),
         *find_lost(source.record, source.arrays),
-        *lost_rows(source, table.config, like),
+        *lost_rows(source, table),
         *cause,
-        *_another_model(problems, source, like, table.config),
+        *_another_model(problems, source, table),
         *problems,
     ]
     merged, amiss = _merge(table, fit.layout, drops, tensors, adapters)
     problems = problems or amiss
-    carried = _carry(table, tensors, parts, bool(given) or view.kept)
+    taken = _take(table, tensors, view)
     quantize = bool(options.quantize) and not problems
-    written = _write_as(options, source, fit, tensors, carried, quantize, given)
+    written = _write_as(options, source, table, fit, tensors, taken, quantize)
     if quantize:
-        problems += _without_codes(source, table, tensors, written, given)
+        problems += _without_codes(source, table, tensors, written)
     files, made = (
-        _cut(options, source, table, fit, written, merged, carried, slots) if not problems else (None, ChunkUnits())
+        _cut(options, source, table, fit, written, merged, taken, slots) if not problems else (None, ChunkUnits())
     )
     return Export(
         options=options,
@@ -146,23 +142,21 @@ def plan_export(
         files=files,
         grids=made.grids,
         units=made.units,
-        lossy=_lossy(fit.arrays, written, tensors.names, merged, view) | _rounded_again(carried, written.carried),
+        lossy=_lossy(fit.arrays, written, tensors.names, merged, view) | _rounded_again(taken, written.taken),
         config_edits=config_edits(table, fit, drops, tensors, like),
         form=table.form,
         warnings=(
             *(files.warnings if files else ()),
             *warn_of_towers(tensors.dropped, like, table.family),
-            *warn_of_variables(tensors, like),
-            *warn_of_rows(source, table, fit, like),
+            *warn_of_variables(table, tensors),
+            *warn_of_rows(source, table, fit),
             *(warn_of_codes(files.tensors, written.quantized) if files else ()),
         ),
         adapters=tuple(adapters),
         merged=merged,
         quantized=written.quantized,
-        quantization=quantization_of(written, given, view, like),
-        given=given,
-        carried=carried,
-        parts=parts if carried else None,
+        quantization=quantization_of(written, view, like),
+        taken=taken,
         large=made.unpacked,
         slots=slots,
         kept=view.kept,
@@ -212,26 +206,26 @@ def _without_parts(
         if asked and not has:
             where = (
                 "the release has none either"
-                if table.parts
+                if table.stored
                 else "no release is named that has them; name it with --like"
             )
             yield Problem("option", option, f"the checkpoint has no {what}, and {where}")
 
 
-def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, like: Like, config: Config) -> list[Problem]:
+def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, table: ExportTable) -> list[Problem]:
     """That the release is of another model, where as many arrays are amiss as would be of one like it."""
     wrong = sum(problem.is_array and problem.kind in ("shape", "unused", "missing") for problem in problems)
     if 2 * wrong <= len(source.tree.weights):
         return []
     before = source.record.get("config")
     theirs = before.get("model_type") if isinstance(before, Mapping) else None
-    kind, amiss = config.get("model_type"), f"{wrong:,} arrays have other names or shapes"
+    kind, amiss = table.config.get("model_type"), f"{wrong:,} arrays have other names or shapes"
     if theirs == kind:
         message = f"is a {kind} model, as the checkpoint is, but of other sizes, in another layout (--param_scan_axis) or under other names: {amiss}"
     else:
         other = f" but a {theirs}" if theirs else ""
         message = f"is a {kind} model, and the checkpoint isn't that one{other}: {amiss}"
-    return [Problem("like", like.root or "config.json", message)]
+    return [Problem("like", table.form.root or "config.json", message)]
 
 
 def _merge(
@@ -255,34 +249,33 @@ def _needing_columns(merged: Mapping[str, Encoding]) -> Iterator[Problem]:
             yield Problem("adapter", name, message)
 
 
-def _carry(
-    table: ExportTable, tensors: ExportTensors, parts: HfCheckpoint | None, as_stored: bool
-) -> dict[str, Encoding]:
+def _take(table: ExportTable, tensors: ExportTensors, view: ExportView) -> dict[str, Encoding]:
     """The tensors that are taken from a release, by its names: their values, or codes and scales as they are stored."""
-    if not parts or not table.parts:
+    release = table.form.release
+    if not release or not table.stored:
         return {}
     names = sorted(map(table.spelled, tensors.taken))
-    if not as_stored:
-        return {name: table.parts.encodings[name] for name in names}
-    stored = set().union(*stored_tensors(parts, table.parts, names).values())
-    return {name: Plain(parts.tensors[name]) for name in sorted(stored)}
+    if not (table.form.given or view.kept):
+        return {name: table.stored.encodings[name] for name in names}
+    stored = set().union(*stored_tensors(release, table.stored, names).values())
+    return {name: Plain(release.tensors[name]) for name in sorted(stored)}
 
 
 def _write_as(
     options: ExportOptions,
     source: OrbaxCheckpoint,
+    table: ExportTable,
     fit: ExportFit,
     tensors: ExportTensors,
-    carried: Mapping[str, Encoding],
+    taken: Mapping[str, Encoding],
     quantize: bool,
-    given: Given | None,
 ) -> ExportWritten:
     """What each tensor is written as."""
-    names, made = tensors.names, tensors.made
+    given, names, made = table.form.given, tensors.names, tensors.made
     dtypes = {name: _target_dtype(options, spec.dtype) for name, spec in made.items()}
     entries = [Entry(one, dtypes[name], made[name].shape) for name, ones in names.items() for one in ones]
-    had = {name: values_dtype(encoding, RELEASED_VALUES) for name, encoding in carried.items()}
-    others = [Entry(name, _target_dtype(options, had[name]), encoding.shape) for name, encoding in carried.items()]
+    had = {name: values_dtype(encoding, RELEASED_VALUES) for name, encoding in taken.items()}
+    others = [Entry(name, _target_dtype(options, had[name]), encoding.shape) for name, encoding in taken.items()]
     quantized = find_quantized(entries, given) if quantize else frozenset[str]()
     if quantized:
         quantized -= _not_in_blocks(options, source, fit, tensors, quantized)
@@ -338,11 +331,12 @@ def _is_in_blocks(
 
 
 def _without_codes(
-    source: OrbaxCheckpoint, table: ExportTable, tensors: ExportTensors, written: ExportWritten, given: Given | None
+    source: OrbaxCheckpoint, table: ExportTable, tensors: ExportTensors, written: ExportWritten
 ) -> Iterator[Problem]:
     """What stands against codes: there are none; or not those of a given release, since it, or what is written, hasn't
     the weight, or a weight's parts, in arrays of their own, don't begin and end at blocks.
     """
+    given = table.form.given
     if not given:
         if not written.quantized:
             yield Problem("quantised", source.root, "none of its weights is one that is quantised")
@@ -363,16 +357,16 @@ def _cut(
     fit: ExportFit,
     written: ExportWritten,
     merged: Mapping[str, Encoding],
-    carried: Mapping[str, Encoding],
+    taken: Mapping[str, Encoding],
     slots: int | None,
 ) -> tuple[FileLayout, ChunkUnits]:
-    """Which tensor goes into which file, and the units: those of the arrays, then those of what is carried."""
+    """Which tensor goes into which file, and the units: those of the arrays, then those of what is taken."""
     order = {tensor.name: tensor.file for tensor in table.released.values()}
-    entries = [*with_scales(written.entries, written.quantized), *written.carried]
+    entries = [*with_scales(written.entries, written.quantized), *written.taken]
     files = plan_files(entries, order or None, options.max_shard_size)
     sizes = _element_bytes(written, merged)
     made = cut(fit.arrays, source.weights, sizes, written.coded, options.unit_bytes, slots)
-    others = _carrying(carried, len(fit.arrays), files, options.unit_bytes, slots)
+    others = _units_of(taken, len(fit.arrays), files, options.unit_bytes, slots)
     return files, dataclasses.replace(made, units=made.units + others)
 
 
@@ -386,13 +380,13 @@ def _element_bytes(written: ExportWritten, merged: Mapping[str, Encoding]) -> di
     }
 
 
-def _carrying(
-    carried: Mapping[str, Encoding], first: int, files: FileLayout, unit_bytes: int, slots: int | None
+def _units_of(
+    taken: Mapping[str, Encoding], first: int, files: FileLayout, unit_bytes: int, slots: int | None
 ) -> tuple[tuple[Block, ...], ...]:
     """The units of the tensors that are taken from the release; they count as arrays behind the last."""
     return tuple(
         tuple(dataclasses.replace(block, array=first + block.array) for block in unit)
-        for unit in row_units(carried, files, unit_bytes, (), slots)
+        for unit in row_units(taken, files, unit_bytes, (), slots)
     )
 
 
@@ -440,33 +434,25 @@ def find_rounded(
     return reasons
 
 
-def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) -> dict[str, str]:
+def _rounded_again(taken: Mapping[str, Encoding], written: Iterable[Entry]) -> dict[str, str]:
     """Of the tensors that are taken from the release, those whose values aren't its own to the bit."""
     reasons = {}
     for entry in written:
-        had, label = values_dtype(carried[entry.name], RELEASED_VALUES), carried[entry.name].label
+        had, label = values_dtype(taken[entry.name], RELEASED_VALUES), taken[entry.name].label
         if label or (is_float(had) and not holds(entry.dtype, had)):
             reasons[entry.name] = f"{label or had.name}, rounded to {entry.dtype.name}"
     return reasons
-
-
-def like_from(staged: Mapping[str, Any]) -> Like:
-    """The release, as it was staged, whose form an export takes."""
-    tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in staged["tensors"].items()}
-    return Like(**{**staged, "tensors": tensors})
 
 
 def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
+    release = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
     return plan_export(
         options_from(ExportOptions, inputs["options"]),
         load_checkpoint(inputs["source"]),
-        like_from(inputs["like"]),
+        Like.from_json(inputs["like"], release=release, given=given),
         adapters,
-        given,
         inputs.get("slots"),
-        parts,
     )

@@ -41,7 +41,7 @@ class ExportTable:
       form: the release whose form is taken, or that of its language model alone.
       config: of `form`.
       released: the tensors of `form`, by the table's names.
-      parts: the release that tensors can be taken from; None for none.
+      stored: what the release stores, where tensors can be taken from it; else None.
     """
 
     family: Family
@@ -49,7 +49,7 @@ class ExportTable:
     form: Like
     config: Config
     released: Mapping[str, ReleasedTensor]
-    parts: ReleaseTensors | None
+    stored: ReleaseTensors | None
 
     def spelled(self, name: str) -> str:
         """The release's own name for a tensor; without a release that of transformers, which has a class for a text model
@@ -63,7 +63,7 @@ class ExportTable:
 
     def can_take(self, name: str) -> bool:
         """Whether a tensor can be taken from a release."""
-        return self.parts is not None and name in self.released and self.released[name].name in self.parts.encodings
+        return self.stored is not None and name in self.released and self.released[name].name in self.stored.encodings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,14 +152,14 @@ class ExportWritten:
       dtypes: of the values that are made, by the table's names; float32 of what is quantised, which isn't rounded
         before.
       entries: every tensor that is made, before it is quantised, by the release's names.
-      carried: every tensor that is taken from the release.
+      taken: every tensor that is taken from the release.
       quantized: those that become codes and scales, by the release's names.
       coded: the same by the table's names.
     """
 
     dtypes: Mapping[str, np.dtype]
     entries: Sequence[Entry]
-    carried: Sequence[Entry]
+    taken: Sequence[Entry]
     quantized: frozenset[str]
     coded: frozenset[str]
 

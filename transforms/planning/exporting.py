@@ -74,6 +74,10 @@ class Like:
       tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
       digest: of its content, as its name has it, see `naming.digest`; empty where it wasn't opened.
       coded: whether its weights are codes and scales as MaxText keeps them, too.
+      release: itself, where towers and prediction layers may be taken from it.
+      given: what it gives to a release that is to be in FP8 as it is; None where that isn't asked for.
+      small: its small files; a worker needs none.
+      model: MaxText's name of the model, where a configuration says it.
     """
 
     root: str
@@ -81,17 +85,31 @@ class Like:
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
     digest: str = ""
     coded: bool = False
+    release: HfCheckpoint | None = None
+    given: Given | None = None
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    model: str | None = None
 
     @classmethod
-    def of(cls, checkpoint: HfCheckpoint, digest: str = "") -> Like:
-        """A release, by its headers."""
+    def of(cls, checkpoint: HfCheckpoint, **more: Any) -> Like:
+        """A release, by its headers; `more` are further attributes."""
         source = open_source(checkpoint)
         tensors = {}
         for name, encoding in source.encodings.items():
             dtype = values_dtype(encoding, RELEASED_VALUES)
             tensors[name] = (dtype.name, encoding.shape, encoding.weight.path.rpartition("/")[2])
         coded = any(isinstance(one, Scaled) and one.square for one in source.encodings.values())
-        return cls(checkpoint.root, checkpoint.config, tensors, digest, coded)
+        return cls(checkpoint.root, checkpoint.config, tensors, coded=coded, **more)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker needs of its headers."""
+        return {name: getattr(self, name) for name in ("root", "config", "tensors", "digest", "coded")}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any], **more: Any) -> Like:
+        """What `to_json` said; `more` are further attributes."""
+        tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in said["tensors"].items()}
+        return cls(**{**said, "tensors": tensors}, **more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +129,8 @@ class Export(FromCheckpoint, ToRelease):
       merged: by the table's name, what adapters make of a tensor.
       quantized: the tensors, by the release's names, that are written as codes and scales.
       quantization: `quantization_config` as it will be; empty where nothing is quantised.
-      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
-      carried: the tensors that are taken from a release, by its names: towers and prediction layers that the checkpoint
+      taken: the tensors that are taken from the release, by its names: towers and prediction layers that the checkpoint
         hasn't. They count as arrays behind the last, of shards of one element.
-      parts: that release; None where nothing is taken.
       large: the keys of the arrays whose chunks are unpacked first.
       kept: whether codes and scales of the checkpoint are written as they are; else what they are the codes of.
     """
@@ -133,15 +149,22 @@ class Export(FromCheckpoint, ToRelease):
     merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     quantized: frozenset[str] = frozenset()
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    given: Given | None = None
-    carried: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
-    parts: HfCheckpoint | None = None
+    taken: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     large: frozenset[str] = frozenset()
     # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     kept: bool = False
 
     kind, doing, title = "export", "exporting", "Export"
+
+    @property
+    def given(self) -> Given | None:
+        return self.like.given
+
+    @property
+    def taken_from(self) -> HfCheckpoint | None:
+        """The release that tensors are taken from; None where none is."""
+        return self.like.release if self.taken else None
 
     @property
     def is_text_alone(self) -> bool:
@@ -168,12 +191,12 @@ class Export(FromCheckpoint, ToRelease):
         arrays = sum(
             stored_bytes(self.encodings[array.key]) for array in self.plan.arrays if array.key in self.encodings
         )
-        return arrays + sum(map(stored_bytes, self.carried.values()))
+        return arrays + sum(map(stored_bytes, self.taken.values()))
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the chunks that the units read, decoded, and of what is taken from the release."""
-        return sum(map(stored_bytes, self.carried.values())) + sum(
+        return sum(map(stored_bytes, self.taken.values())) + sum(
             math.prod(extent(element_box(self.grids[block.array].spec, block.shards)))
             * self.grids[block.array].spec.dtype.itemsize
             for unit in self.units
@@ -215,13 +238,13 @@ class Export(FromCheckpoint, ToRelease):
                     recipe_for(self.layout.tensors, one, self.quantized, box, inside, self.merged.get(name), self.given)
                     for one in self.names[name]
                 ]
-        names = list(self.carried) if len(of_arrays) < len(self.units[unit]) else []
+        names = list(self.taken) if len(of_arrays) < len(self.units[unit]) else []
         for block in self.units[unit]:
             if block.array >= len(self.grids):
                 name, box = names[block.array - len(self.grids)], block.shards
                 tensor = self.layout.tensors[name]
                 recipes.append(RowsRecipe(tensor, box, ((len(fetches), itself(name, box)),)))
-                fetches.append(Fetch(self.carried[name], box, tensor.dtype))
+                fetches.append(Fetch(self.taken[name], box, tensor.dtype))
         return Unit(unit, tuple(fetches), tuple(recipes))
 
     def _encoding(self, key: str, folder: Store) -> StoredArray:
@@ -238,7 +261,7 @@ class Export(FromCheckpoint, ToRelease):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return *super().sources, *([self.parts] if self.parts else [])
+        return *super().sources, *([self.taken_from] if self.taken_from else [])
 
     @property
     def pattern(self) -> tuple[str, str]:
@@ -264,10 +287,10 @@ class Export(FromCheckpoint, ToRelease):
             "lossy": dict(self.lossy),
             "dtypes": dict(Counter(tensor.dtype.name for tensor in self.layout.tensors.values())),
             "left_out": dict(self.plan.dropped),
-            **({"taken": {"from": self.parts.root, "tensors": list(self.carried)}} if self.parts else {}),
+            **({"taken": {"from": self.taken_from.root, "tensors": list(self.taken)}} if self.taken_from else {}),
             "config_edits": dict(self.config_edits),
         }
 
     def staged(self) -> dict[str, Any]:
-        parts = self.parts.to_json() if self.parts else None
-        return {**super().staged(), "like": dataclasses.asdict(self.like), "parts": parts}
+        taken_from = self.taken_from.to_json() if self.taken_from else None
+        return {**super().staged(), "like": self.like.to_json(), "parts": taken_from}
