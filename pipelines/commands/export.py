@@ -203,10 +203,8 @@ def make_small(planned: Export, small: Mapping[str, bytes], output: str | None =
     if planned.is_text_alone:
         text = json.dumps(dict(planned.form.config), indent=2, ensure_ascii=False)
         small = {name: small[name] for name in small if role_of(name) != "processor"} | {"config.json": text.encode()}
-    files = make_small_files(
-        small, planned.form.config, _edits(planned), ("quantisation",), planned.like.root, _facts(planned), planned.naming(output or ""), output,
-        planned.plan.family, tags=["fp8"] if planned.quantization else [],
-    )  # fmt: skip
+    tags = ["fp8"] if planned.quantization else []
+    files = make_small_files(planned, planned.form, small, _edits(planned), _facts(planned), output, tags=tags)
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
 
 

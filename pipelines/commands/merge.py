@@ -111,10 +111,7 @@ def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = 
     facts = {"base": planned.source.root, "kept": planned.source.cut}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
     facts |= adapter_facts(planned.adapters)
-    return make_small_files(
-        small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts,
-        planned.naming(output or ""), output, **quantized,
-    )  # fmt: skip
+    return make_small_files(planned, planned.source, small, edits, facts, output, **quantized)
 
 
 def plan_rows(planned: Merge) -> Iterator[tuple[str, str]]:

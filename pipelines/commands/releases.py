@@ -7,16 +7,16 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightbeam.formats.adapters import Adapter
-from weightbeam.formats.record.naming import HUB, ORIGIN, Naming, name_of
+from weightbeam.formats.record.naming import HUB, ORIGIN, name_of
 from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
-from weightbeam.formats.safetensors import Tensor
+from weightbeam.formats.safetensors import HfCheckpoint, Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
@@ -37,6 +37,7 @@ from weightbeam.transforms.comparing.array_sums import CHECKED
 from weightbeam.transforms.cutting.files import FileLayout
 from weightbeam.transforms.cutting.quantizing import cut_off
 from weightbeam.transforms.planning.adapter_export import AdapterExport
+from weightbeam.transforms.planning.exporting import Like
 from weightbeam.transforms.planning.options import ReleaseOptions, ToHub
 from weightbeam.transforms.planning.to_release import ToRelease
 
@@ -315,35 +316,29 @@ def adapter_facts(adapters: Sequence[Adapter]) -> dict[str, str]:
 
 
 def make_small_files(
+    planned: ToRelease,
+    of: Like | HfCheckpoint,
     small: Mapping[str, bytes],
-    config: Mapping[str, Any],
     edits: ConfigEdits,
-    left_out: Collection[str],
-    root: str,
     facts: Mapping[str, str],
-    naming: Naming,
     output: str | None,
-    title: str = "",
     **about: Any,
 ) -> dict[str, bytes]:
     """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited,
     and a new card.
 
     Args:
-      small: those of the release that it is made of.
-      config: `config.json`, where it isn't among them.
+      of: the release that it is made of.
+      small: the small files of that; without `config.json` where nobody wrote one yet.
       edits: of `config.json`; none leave it byte for byte.
-      left_out: roles of files that stay out.
-      root: URL of that release.
       facts: what the card says.
-      naming: how it names sources.
       output: where the release goes.
-      title: of the card, where neither the place nor the root has a name.
       about: more of the card's head.
 
     Raises:
       Refused: `config.json` can't be edited.
     """
+    config, root, naming = of.config, of.root, planned.naming(output or "")
     text = small["config.json"] if "config.json" in small else json.dumps(dict(config), indent=2).encode()
     done: list[str] = []
     if isinstance(origin := config.get(ORIGIN), str) and origin != (named := naming.text(origin)):
@@ -354,12 +349,13 @@ def make_small_files(
         except (JsonError, UnicodeDecodeError) as e:
             raise Refused(f"config.json: {e}") from e
         text = edited.encode()
-    kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
+    left_out = {"config", "card", "quantisation"} if edits.drop_quantization else {"config", "card"}
+    kept = {name: small[name] for name in small if role_of(name) not in left_out}
     stem = repo_of(root)[0].rpartition("/")[2]
     root = naming.name(root)
     base = repo_of(root)[0] if root.startswith(HUB) else None
     card = small["README.md"].decode(errors="replace") if "README.md" in small else None
-    title, code = card_address(config, output or "", stem or title)
+    title, code = card_address(config, output or "", stem or planned.plan.family)
     page = model_card(
         title,
         code,
