@@ -52,7 +52,7 @@ class ReleaseTarget(Target[ReleasePlace]):
     gather: Callable[[Iterable[Mapping[str, Any]]], Mapping[str, bytes]] = lambda entries: {}
     own: frozenset[str] = frozenset()
 
-    name, another, on_hub = "release", "choose another --output", True
+    name, another = "release", "choose another --output"
 
     @property
     def identity(self) -> list[Any]:

@@ -34,20 +34,18 @@ class Target(abc.ABC, Generic[PlaceT]):
       name: what it is, in one word.
       beside: how else a result gets there than by replacing what is there.
       another: what else may be chosen where its place can't be taken.
-      on_hub: whether it may be published on the hub.
 
     Example:
       >>> from weightbeam.formats.targets import TARGETS  # the table that a new target gets a row in
       >>> for each in TARGETS.values():
-      ...     print(f"{each.name}: on the hub {each.on_hub}; {len(each.__abstractmethods__)} methods are left to be written")
-      orbax: on the hub False; 0 methods are left to be written
-      release: on the hub True; 0 methods are left to be written
+      ...     print(f"{each.name}: {len(each.__abstractmethods__)} methods are left to be written")
+      orbax: 0 methods are left to be written
+      release: 0 methods are left to be written
     """
 
     name: ClassVar[str]
     another: ClassVar[str]
     beside: ClassVar[str] = ""
-    on_hub: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -13,6 +13,7 @@ from weightbeam.pipelines.terminal.arguments.parser import command_line
 from weightbeam.pipelines.terminal.errors import Busy
 from weightbeam.pipelines.terminal.shell import STDOUT
 from weightbeam.transforms.planning.options import Delivery
+from weightbeam.transforms.planning.to_release import ToRelease
 from weightbeam.transforms.planning.transfer import Transfer
 
 
@@ -36,7 +37,7 @@ def conclude(args: argparse.Namespace, rest: Sequence[str], planned: Transfer, h
       Refused: something stands against it.
     """
     problems = list(planned.plan.problems)
-    on_hub = str(args.output or "").startswith("hf://") and planned.target.on_hub
+    on_hub = str(args.output or "").startswith("hf://") and isinstance(planned, ToRelease)
     if args.output and not on_hub and not problems:
         problems = problems_there(planned, args.output, how)
     refuse(problems)

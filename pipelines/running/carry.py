@@ -19,6 +19,7 @@ from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.planning.options import Delivery
+from weightbeam.transforms.planning.to_release import ToRelease
 from weightbeam.transforms.planning.transfer import Transfer
 
 LOG = logging.getLogger("weightbeam")
@@ -36,7 +37,7 @@ def carry(
 
     Args:
       planned: what to do.
-      output: where: a folder, `gs://bucket/folder`, or, where the target may go there, `hf://owner/name`.
+      output: where: a folder, `gs://bucket/folder`, or, of a release, `hf://owner/name`.
       how: what changes no byte.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
@@ -46,7 +47,7 @@ def carry(
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way; what is done is kept.
     """
-    if str(output).startswith(HUB) and planned.target.on_hub:
+    if str(output).startswith(HUB) and isinstance(planned, ToRelease):
         from weightbeam.pipelines.running.hub import carry_to_hub  # only now: the client takes a while to import
 
         return carry_to_hub(planned, output, how, beam, progress)

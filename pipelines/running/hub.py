@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from weightbeam.formats.staging import IncompleteError
 from weightbeam.formats.staging.lease import HeldError
@@ -29,19 +28,19 @@ from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.planning.options import Delivery
-from weightbeam.transforms.planning.transfer import Transfer
+from weightbeam.transforms.planning.to_release import ToRelease
 
 LOG = logging.getLogger("weightbeam")
 
 
 def carry_to_hub(
-    planned: Transfer, output: str, how: Delivery, beam: Sequence[str], progress: bool | str | Report
+    planned: ToRelease, output: str, how: Delivery, beam: Sequence[str], progress: bool | str | Report
 ) -> Written:
-    """Carries a plan of a release out, and publishes it as one commit. The folder in the cache is this command's alone
+    """Carries a plan out, and publishes it as one commit. The folder in the cache is this command's alone
     until that is done; see `carry.carry`.
     """
     refuse(planned.plan.problems, planned.source)
-    target = cast(ReleaseTarget, planned.target)
+    target = planned.target
     named = planned.naming(output).name(planned.inputs[0])
     title = f"{planned.title} of {named} ({planned.hash[:12]})"
     listed = {**target.texts, **dict.fromkeys([RECORD, *(name for name, *_ in target.files)])}
@@ -101,20 +100,20 @@ def _taken_over(place: ReleaseFolder) -> Failed:
     return Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
 
 
-def _place_in_cache(planned: Transfer) -> ReleaseFolder:
+def _place_in_cache(planned: ToRelease) -> ReleaseFolder:
     """Where a release lies on this machine until the hub has it; the plan's own."""
     place = find_place(planned, str(cache_folder(f"{planned.title.lower()}-{planned.hash[:16]}")))
-    assert isinstance(place, ReleaseFolder)
+    assert isinstance(place, ReleaseFolder)  # the cache is on a disk
     return place
 
 
 def _write_to_cache(
-    planned: Transfer, place: ReleaseFolder, how: Delivery, beam: Sequence[str], progress: bool | str | Report
+    planned: ToRelease, place: ReleaseFolder, how: Delivery, beam: Sequence[str], progress: bool | str | Report
 ) -> Written:
     """Writes a release to its place in the cache, which is this command's alone, where it isn't there as it was
     planned.
     """
-    target = cast(ReleaseTarget, planned.target)
+    target = planned.target
     if is_finished(place, planned) and _is_as_noted(place, target):
         with contextlib.suppress(IncompleteError):
             place.made(target.files)
