@@ -53,12 +53,14 @@ class Problem:
       subject: the name of a tensor, an array or a file; empty where the message names it.
       message: what was expected, what was found, and what to do.
       is_array: whether the subject is an array.
+      cause: which of its kind it is, for a program that goes on by that; empty where none does.
     """
 
     kind: str
     subject: str
     message: str
     is_array: bool = False
+    cause: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
         return ": ".join(filter(None, (self.kind, self.subject, self.message)))

@@ -33,7 +33,10 @@ from weightbeam.model_mappings.boxes import Box
 Rows = tuple[Tensor, Box, np.ndarray]
 Files = Sequence[tuple[str, bytes, int]]  # safetensors files: name, header, and size in bytes
 FOREIGN = "isn't a release that Weightbeam wrote"
-HOLDS_OTHERS = "holds what Weightbeam didn't write there"
+
+
+class HoldsOthers(str):
+    """Why a place can't be taken: others' files lie in it, and would be deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +149,8 @@ class ReleaseTarget(Target[ReleasePlace]):
     def _deletes(self, others: Collection[str]) -> str:
         if not others:
             return ""
-        why = f"{HOLDS_OTHERS}, and --overwrite would delete: {listed(sorted(others))}"
-        return f"{why}; move it away, or {self.another}"
+        why = f"holds what Weightbeam didn't write there, and --overwrite would delete: {listed(sorted(others))}"
+        return HoldsOthers(f"{why}; move it away, or {self.another}")
 
     def bytes_left(self, place: ReleasePlace, made_bytes: int, resume: bool) -> int:
         """Bytes that are still to be written; 0 where the files lie there at their full size."""

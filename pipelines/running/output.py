@@ -20,6 +20,7 @@ from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, patience, reason
 from weightbeam.formats.storage.identity import describe_changes
 from weightbeam.formats.storage.renaming import is_anothers
+from weightbeam.formats.targets.release import HoldsOthers
 from weightbeam.formats.text.printable import listed
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.terminal.errors import Busy, Refused
@@ -132,9 +133,9 @@ def check_output(staging: Staging, planned: Transfer, how: Delivery) -> list[Pro
         return [Problem("output", str(staging.output), reason(e).removeprefix(f"{staging.final}: "))]
 
 
-def problem_at(where: Store, message: str) -> list[Problem]:
+def problem_at(where: Store, message: str, cause: str = "") -> list[Problem]:
     """What stands against writing there; nothing where the message is empty."""
-    return [Problem("output", str(where), message)] if message else []
+    return [Problem("output", str(where), message, cause=cause)] if message else []
 
 
 def _find_problems(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
@@ -163,7 +164,7 @@ def _check_finished(staging: Staging, planned: Transfer) -> list[Problem]:
 def _check_stopped(staging: Staging, planned: Transfer, how: Delivery) -> list[Problem]:
     """Whether it was said what to do with what a stopped command staged, and that can be done."""
     if how.resume:
-        return problem_at(staging.plan_folder, why_not_go_on(staging, planned))
+        return why_not_go_on(staging, planned)
     if how.overwrite:
         return problem_at(staging.final, planned.target.why_not_discard(staging))
     todo = "go on with --resume, or start anew with --overwrite"
@@ -178,7 +179,7 @@ def _check_there(staging: Staging, planned: Transfer, how: Delivery, stopped: bo
         what = f"what isn't of the stopped {planned.title.lower()} that grows there: {listed(staging.unknown())}"
         return problem_at(staging.final, f"holds {what}; move it away, and --resume goes on")
     if why := planned.target.why_not_replace(staging):
-        return problem_at(staging.final, why)
+        return problem_at(staging.final, why, HOLDS_OTHERS if isinstance(why, HoldsOthers) else "")
     if how.overwrite:
         if staging.on_disk and is_anothers(Path(staging.final.url)):
             why = f"is another user's, and its folder is sticky: only its owner replaces it; {planned.target.another}"
@@ -190,7 +191,8 @@ def _check_there(staging: Staging, planned: Transfer, how: Delivery, stopped: bo
         what = f"a stopped {planned.title.lower()}"
         why = f"exists beside {what}; --resume --overwrite goes on with that and replaces it at the end"
     else:
-        why = f"{ANOTHER_RESULT}; --overwrite replaces it"
+        why = "exists, and was made with other options or of another source; --overwrite replaces it"
+        return problem_at(staging.final, why, ANOTHER_RESULT)
     return problem_at(staging.final, why)
 
 
@@ -208,19 +210,18 @@ def _check_room(staging: Staging, planned: Transfer, how: Delivery) -> list[Prob
 
 
 CHANGED, SHOWN = "the source's files have changed", 3  # and files of them that are named at most
-ANOTHER_PLAN = "holds what a stopped command staged with another plan"
-ANOTHER_RESULT = "exists, and was made with other options or of another source"
+ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS = "another plan", "another result", "others' files"  # causes
 
 
-def why_not_go_on(staging: Staging, wanted: Transfer) -> str:
-    """Why `--resume` can't go on with what is staged: it is another user's, or of another plan, and how that differs; else
-    empty.
-    """
+def why_not_go_on(staging: Staging, wanted: Transfer) -> list[Problem]:
+    """Why `--resume` can't go on with what is staged: it is another user's, or of another plan, and how that differs."""
     if staging.on_disk and not os.access(staging.plan_folder.url, os.W_OK):
-        return "can't be written by this user; go on as the one who began it, or start anew with --overwrite"
+        why = "can't be written by this user; go on as the one who began it, or start anew with --overwrite"
+        return problem_at(staging.plan_folder, why)
     if differs := _difference(staging, wanted):
-        return f"{ANOTHER_PLAN} ({differs}); --overwrite without --resume starts anew"
-    return ""
+        why = f"holds what a stopped command staged with another plan ({differs}); --overwrite without --resume starts anew"
+        return problem_at(staging.plan_folder, why, ANOTHER_PLAN)
+    return []
 
 
 def _difference(staging: Staging, wanted: Transfer) -> str:

@@ -210,8 +210,7 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
     """
     from weightbeam.formats.record.naming import digest
     from weightbeam.formats.storage import open_store
-    from weightbeam.formats.targets.release import HOLDS_OTHERS
-    from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT
+    from weightbeam.pipelines.running.output import ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS
 
     function = getattr(importlib.import_module(f"weightbeam.pipelines.commands.{command}"), command)
     read, form_digest = keywords.pop("read", ""), keywords.pop("form_digest", "")
@@ -219,10 +218,10 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
     try:
         made = function(**keywords, progress=False)
     except Refused as e:
-        messages = [problem.message for problem in e.problems]
-        if not any(message.startswith((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)) for message in messages):
+        causes = {problem.cause for problem in e.problems}
+        if causes.isdisjoint((ANOTHER_PLAN, ANOTHER_RESULT, HOLDS_OTHERS)):
             raise
-        if not any(message.startswith(ANOTHER_PLAN) for message in messages):
+        if ANOTHER_PLAN not in causes:
             output.delete_folder()
         how: Delivery = dataclasses.replace(keywords["how"], resume=False, overwrite=True)
         made = function(**{**keywords, "how": how}, progress=False)

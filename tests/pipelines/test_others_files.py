@@ -641,7 +641,7 @@ os.umask(0o022)
 staging_at(sys.argv[1], 0).create(b"a plan")
 staging = staging_at(sys.argv[1], 0)
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-print(why_not_go_on(staging, None))
+print(why_not_go_on(staging, None)[0].message)
 staging.discard()
 """
 
