@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.record.provenance import LONG, RECORD
+from weightbeam.formats.record.provenance import RECORD, checked
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, StorageError, Store, reason
-from weightbeam.formats.storage.strict_json import Budget, JsonError, check_texts, read_json
+from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
 from weightbeam.formats.storage.strict_yaml import MAX_YAML
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 from weightbeam.model_mappings.trust import distrusted
@@ -165,10 +165,7 @@ def record_of(items: Store) -> dict[str, Any]:
       StorageError: what should say it can't be read.
     """
     try:
-        record = read_of_step(items.parent, RECORD)
-        if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
-            raise JsonError("should be an object, and so should its options")
-        check_texts({name: said for name, said in record.items() if name not in LONG})
+        return checked(read_of_step(items.parent, RECORD))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, JsonError) as e:
@@ -176,7 +173,6 @@ def record_of(items: Store) -> dict[str, Any]:
             f"{items.parent.path(RECORD)}: {reason(e) if isinstance(e, OSError) else e}. It says what was written, so the "
             "checkpoint may be damaged: take a copy of it; or move this file away, to go on without what it says"
         ) from e
-    return distrusted(record)
 
 
 def files_beside(step: Store) -> list[str]:

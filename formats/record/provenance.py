@@ -25,7 +25,9 @@ import weightbeam
 from weightbeam.formats.record.extremes import Extremes
 from weightbeam.formats.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.strict_json import JsonError, check_texts
 from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.trust import distrusted
 
 RECORD = "conversion.json"
 LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
@@ -38,6 +40,18 @@ MODULUS = 1 << 128  # of a sum of digests
 # what is to be said of a part of an array: its key, a box of it, the values, and what was seen of them
 See = Callable[[str, Box, np.ndarray, Extremes], Mapping[str, Any]]
 CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
+
+
+def checked(record: Any) -> dict[str, Any]:
+    """What the record of a checkpoint or a release says, whoever wrote it; see `distrusted`.
+
+    Raises:
+      JsonError: it can't be one.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("options", {}), dict):
+        raise JsonError("should be an object, and so should its options")
+    check_texts({name: said for name, said in record.items() if name not in LONG})
+    return distrusted(record)
 
 
 def begin(key: str, dtype: np.dtype, box: Box) -> xxhash.xxh3_128:

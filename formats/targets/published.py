@@ -12,13 +12,14 @@ from typing import Any
 import google_crc32c
 
 from weightbeam.formats.adapters.adapter import WEIGHTS as ADAPTER
+from weightbeam.formats.record.provenance import checked
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.safetensors import INDEX, SINGLE, Shard
 from weightbeam.formats.safetensors.folder import open_shard
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, holds_plan
 from weightbeam.formats.staging.folder import HASH
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store
 from weightbeam.formats.storage.store import as_base64
 from weightbeam.formats.storage.strict_json import read_json
 
@@ -35,13 +36,12 @@ WEIGHTS = re.compile(
 FORMER = re.compile(r"consolidated[^/]*\.pth|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack|params\.json")
 
 
-def record_of(release: Store) -> dict[str, Any]:
-    """What a release says of where it comes from; empty where it isn't whole, or isn't ours."""
+def record_of(release: str | Store) -> dict[str, Any]:
+    """What a release says of where it comes from, as `checked` has it; empty where it isn't whole, or isn't ours."""
     try:
-        record = read_json(release, RECORD)
+        return checked(read_json(open_store(release), RECORD))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def plan_hash_of(release: Store) -> str | None:

@@ -13,12 +13,13 @@ from weightbeam.formats.safetensors import SINGLE, HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store, reason
 from weightbeam.formats.storage.held import held
 from weightbeam.formats.storage.identity import check_together
+from weightbeam.formats.targets.published import record_of
 from weightbeam.model_mappings.config import QUANTIZATIONS, Config, Layout
 from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import has_scales, is_scanned
-from weightbeam.pipelines.checking.recorded import options_made_with, options_of_export, read_record, recorded_options
+from weightbeam.pipelines.checking.recorded import options_made_with, options_of_export, recorded_options
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_release
@@ -63,7 +64,7 @@ def _plan(release: Store, checkpoint: str, given: Mapping[str, Any]) -> Subject:
         )
     options = options_made_with(items, weights, {"scan_layers": is_scanned(weights), **asked}, exported.config)
     options = dataclasses.replace(options, lora=(), adapter_only=False)
-    record, remembered = read_record(release), opened.record.get("config")
+    record, remembered = record_of(release), opened.record.get("config")
     faults, notes = find_release_faults(
         release,
         record,

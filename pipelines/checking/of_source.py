@@ -24,7 +24,7 @@ from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.model_mappings.trees import TreeError, is_state, recognize
 from weightbeam.pipelines.checking.of_export import COPIED, find_left_out, plan_against_checkpoint
-from weightbeam.pipelines.checking.recorded import options_made_with, read_record, recorded_options
+from weightbeam.pipelines.checking.recorded import options_made_with, recorded_options
 from weightbeam.pipelines.checking.sides import find_export, in_order, only_named, source_of
 from weightbeam.pipelines.checking.subject import Subject, compare_trees, plan_as
 from weightbeam.pipelines.checking.verification import diff_command
@@ -184,7 +184,7 @@ def _options(found: _Checkpoint, given: Mapping[str, Any]) -> ConvertOptions:
     nothing says where they are; or they are in the release already.
     """
     options = options_made_with(found.items, found.arrays, given, found.source.config)
-    merged = read_record(found.source.root) if options.lora and not given.get("lora") else {}
+    merged = published.record_of(found.source.root) if options.lora and not given.get("lora") else {}
     if (
         merged.get("kind") == "merge"
         and merged.get("adapters")

@@ -9,34 +9,21 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats.orbax import item_metadata
-from weightbeam.formats.record.provenance import LONG
-from weightbeam.formats.storage import Store, open_store
-from weightbeam.formats.storage.strict_json import check_texts, read_json
-from weightbeam.formats.targets.published import RECORD
+from weightbeam.formats.storage import Store
+from weightbeam.formats.targets.published import RECORD, record_of
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.scales import CODES
 from weightbeam.model_mappings.trees import has_scales, is_scanned
-from weightbeam.model_mappings.trust import distrusted
 from weightbeam.model_mappings.versions import DEFAULT
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.transforms.planning.layouts import EMBEDDING, parts_of, version_of
 from weightbeam.transforms.planning.options import ConvertOptions
 
 
-def read_record(release: str | Store) -> Mapping[str, Any]:
-    """What `weightbeam.json` in a release says; nothing where there is none."""
-    try:
-        found = read_json(open_store(release), RECORD)
-        check_texts({name: said for name, said in found.items() if name not in LONG} if isinstance(found, dict) else {})
-    except (OSError, ValueError):
-        return {}
-    return distrusted(found) if isinstance(found, dict) else {}
-
-
 def options_of_export(release: str | Store) -> dict[str, Any]:
     """The model, and the other options of a conversion back, with which a release was exported; empty where it wasn't."""
-    record = read_record(release)
+    record = record_of(release)
     made = record.get("options")
     if record.get("command") != "export" or not isinstance(made, dict):
         return {}

@@ -10,7 +10,7 @@ from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.pipelines.checking.recorded import read_record
+from weightbeam.formats.targets import published
 from weightbeam.pipelines.checking.verification import diff_command
 from weightbeam.pipelines.terminal.errors import Refused
 
@@ -54,7 +54,8 @@ def in_order(checkpoint: str, source: str | None) -> tuple[str, str | None]:
     """
     with contextlib.suppress(StorageError):  # which is told where they are looked for
         if source and is_release(open_store(checkpoint)) and not is_release(open_store(source)):
-            return (checkpoint, source) if read_record(checkpoint).get("command") == "export" else (source, checkpoint)
+            is_export = published.record_of(checkpoint).get("command") == "export"
+            return (checkpoint, source) if is_export else (source, checkpoint)
         if source and not is_release(open_store(source)) and find_items(source) and find_items(checkpoint):
             raise Refused(
                 f"{source} and {checkpoint} are both Orbax checkpoints, and verify compares one with the release that it was made of; "
@@ -81,7 +82,7 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         return None
     if stands_first:
         release, made_of = checkpoint, source
-        record = read_record(release)
+        record = published.record_of(release)
         if not made_of and not isinstance(made_of := record.get("source"), str):
             line = f"weightbeam verify {shlex.quote(release)} CHECKPOINT"
             raise Refused(f"{release} doesn't say which checkpoint it was exported from; name that, too:\n  {line}")
@@ -92,7 +93,7 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
                 raise Refused(
                     f"{release} and {made_of} are both releases; weightbeam diff compares them:\n  {diff_command(made_of, release)}"
                 )
-    elif source and (record := read_record(source)).get("command") == "export":
+    elif source and (record := published.record_of(source)).get("command") == "export":
         release, made_of = source, checkpoint
         items, origin = find_items(checkpoint), record.get("made_from")
         plan = record_of(items).get("plan")

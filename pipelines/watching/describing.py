@@ -16,6 +16,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.local import is_temporary
 from weightbeam.formats.targets.published import RECORD, contents_of, record_of
 from weightbeam.model_mappings.boxes import whole
+from weightbeam.model_mappings.trust import as_said
 from weightbeam.pipelines.checking.comparison import Comparison
 from weightbeam.pipelines.checking.pairs import ComparedPair, open_pair
 from weightbeam.pipelines.checking.pairwise import compare_pairs
@@ -229,6 +230,7 @@ def _write_card(
     record = record_of(release)
     if isinstance(files := record.get("files"), dict):
         files[CARD] = hashlib.sha256(page).hexdigest()
+        record["options"] = as_said(record["options"])
         release.write(RECORD, json.dumps(record, indent=1).encode())
 
 
