@@ -180,9 +180,7 @@ def convert(
 
 
 def plan_into(source: str, output: str, asked: ConvertOptions, how: Linking, beam: Sequence[str]) -> Conversion:
-    """Plans a conversion whose units are cut for the workers, as far as these are known, or as a command cut them that is
-    to be resumed; problems stay in the plan. The output may be empty.
-    """
+    """Plans a conversion whose units are cut as `running/slots.py` says; problems stay in the plan. The output may be empty."""
     slots = slots_of(beam, asked.unit_bytes, source, output)
     slots = slots_of_checkpoint(output, asked.step, slots) if how.resume else slots
     return plan_source(source, asked, how.hf_token_secret, slots)

@@ -242,9 +242,7 @@ def size_rows(planned: ToRelease, threads: int, output: str | None) -> Iterator[
 def slots_for(
     asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool = False
 ) -> int | None:
-    """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is
-    to be resumed.
-    """
+    """Units at a time that those of a release are cut for; see `running/slots.py`."""
     # what goes to the hub is made in a folder first
     local = output if output and not output.startswith("hf://") else ""
     slots = slots_of(beam, asked.unit_bytes, source, local)

@@ -180,9 +180,7 @@ def plan(source: str, *, asked: ReshardOptions, slots: int | None = None) -> Res
 
 
 def _slots(asked: ReshardOptions, beam: Sequence[str], source: str, output: str, resume: bool) -> int | None:
-    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
-    be resumed.
-    """
+    """Units at a time that those of the plan are cut for; see `running/slots.py`."""
     slots = slots_of(beam, asked.unit_bytes, source, output)
     if not resume:
         return slots

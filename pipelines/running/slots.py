@@ -1,5 +1,5 @@
-"""Slots: how many units all workers of a command work on at a time, which the size of its units follows from. Imports
-no Beam.
+"""Slots: how many units all workers of a command work on at a time, which the size of its units follows from: as the
+workers are known, or as the command that is to be resumed had it. Imports no Beam.
 """
 
 from __future__ import annotations
