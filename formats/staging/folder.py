@@ -123,6 +123,10 @@ class FolderStaging(Staging):
     def _new_name(self) -> str:
         return f"{self.name}.{new_id()}{self.growing}"
 
+    def check_staged(self) -> None:
+        for name in self._staged():
+            check_unmounted(self.output / name)
+
     def claim(self) -> None:
         claimed: list[str] = []
         while found := self._staged():
@@ -404,6 +408,12 @@ def holds_plan(folder: Store) -> bool:
 
 def _checksum(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
+
+
+def check_unmounted(folder: LocalFolder) -> None:
+    """Raises StorageError where something is mounted in a staged folder."""
+    if mounted := said_of_mounts(folder.folder):
+        raise StorageError(f"{folder}: {mounted}; unmount it")
 
 
 def _remove(folder: LocalFolder | Path) -> None:

@@ -133,6 +133,7 @@ class Staging(abc.ABC):
             self._lease = held
             try:
                 look()
+                self.check_staged()
                 held.check()
                 self.claim()
                 held.check()  # who took it away since then has claimed what was claimed here
@@ -167,6 +168,13 @@ class Staging(abc.ABC):
     def is_held(self) -> bool:
         """Whether nobody has taken it away since `hold`."""
         return self._lease is not None and self._lease.is_mine()
+
+    def check_staged(self) -> None:  # noqa: B027
+        """Makes sure that what is staged here may be removed with all that lies in it.
+
+        Raises:
+          StorageError: something is mounted there.
+        """
 
     @abc.abstractmethod
     def claim(self) -> None:

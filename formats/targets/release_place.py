@@ -25,6 +25,7 @@ from typing import Any
 from weightbeam.formats.release.files import hash_each
 from weightbeam.formats.release.small_files import remove_others
 from weightbeam.formats.staging import JOB, PLAN, UNPACKED, FolderStaging, IncompleteError, Staging
+from weightbeam.formats.staging.folder import check_unmounted
 from weightbeam.formats.staging.staging import FAILURE, UNITS
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, drop_pages, sync_folder
 from weightbeam.formats.storage.local import make_folder, names_file
@@ -161,6 +162,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
 
     def drop_others(self, own: Container[str]) -> None:
         """Loaders would take some of it for a part of the model, such as an adapter's config."""
+        check_unmounted(self.checkpoint)
         for name in self.checkpoint.names():
             if name in own or name.partition("/")[0] in STAGED or name.endswith(TEMPORARY):
                 continue

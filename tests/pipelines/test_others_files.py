@@ -1101,6 +1101,26 @@ def test_a_mount_within_what_would_be_replaced(
     assert sorted((safe / "0" / "items").rglob("*")) == before
 
 
+@pytest.mark.parametrize("command", ["convert", "cut"])
+def test_a_mount_within_what_is_staged(
+    command: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is staged and not of the result is removed; what is mounted there is another's."""
+    words = (command, source, tmp_path / "out", *(MODEL if command == "convert" else ("--layers", "0:1")))
+    safe = Path(shutil.copytree(source, tmp_path / "safe"))
+    before = sorted(safe.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "assemble", lambda *_: 1 / 0)
+        assert call(*words) == 1
+    (plan,) = tmp_path.glob("out*/**/plan.json.gz") if command == "convert" else tmp_path.glob("out*/plan.json.gz")
+    with mounted(plan.parent / "more", "--bind", str(safe)) as more:
+        capsys.readouterr()
+        assert call(*words, "--resume") in (1, 2)
+        assert f"holds {more}, a mount point; unmount it" in capsys.readouterr().err
+        assert sorted(safe.iterdir()) == before
+    assert call(*words, "--resume") == 0
+
+
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_what_cant_be_removed_behind_a_publication(
     source: Path, checkpoint: Path, command: str, capfd: pytest.CaptureFixture[str]
