@@ -234,8 +234,8 @@ class RunFeed(Feed[RunStep, RunTarget]):
         return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
-        """`step-1000`; where that is another checkpoint's, or nobody knows what, with the plan's hash. On the hub a branch
-        has a history of its own.
+        """`step-1000`; where that is another checkpoint's, or nobody knows what, with the plan's hash, and if need be with
+        the step's. On the hub a branch has a history of its own.
 
         Raises:
           StorageError: the place is another run's.
@@ -254,7 +254,12 @@ class RunFeed(Feed[RunStep, RunTarget]):
         found = (self.places.find(key) for key in sorted(others))
         taken = any(other is None or not self.places.is_elsewhere(other) for other in found)
         is_free = not taken and not place.is_taken(url, history.key)
-        return url if is_free else place.of(f"{history.first['commit']}-{plan[:8]}")
+        if is_free:
+            return url
+        named = f"{history.first['commit']}-{plan[:8]}"
+        if place.is_taken(place.of(named), history.key):  # the same files were put there at other times
+            named += f"-{history.key.rpartition('-')[2]}"
+        return place.of(named)
 
     def _work(self, history: History) -> Store:
         """Where a step's result grows."""

@@ -1951,6 +1951,18 @@ def test_other_tables_publish_no_step_again(
     assert [name[:6] for name in steps()] == ["step-4", "step-4", "step-5"]
 
 
+def test_a_step_that_is_put_back_again_and_again(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The same files with another commit time, as a copy from a backup has them: each is published beside the others."""
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run"
+    write(run, 5, model=model)
+    metadata = run / "5" / "_CHECKPOINT_METADATA"
+    for number in range(3):
+        said = json.loads(metadata.read_bytes())
+        metadata.write_text(json.dumps(said | {"commit_timestamp_nsecs": said["commit_timestamp_nsecs"] + 10**9}))
+        assert watch(run, like, output) == 0
+        assert len(list(output.glob("step-5*"))) == number + 1
+
+
 def test_keep_removes_nothing_that_is_pointed_at(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """A run goes back to a step 2 that is older, and then to the one that was published first, for which the pointer isn't
     moved: it named what `keep` had removed.
