@@ -61,9 +61,9 @@ def _decoded(
 ) -> EncodedChunk:
     is_zarr3, name = array.driver == "zarr3", _name(array, index)
     got = result_of(array, read)
-    if got.state != "value" and not array.sparse:
+    encoded = got.value if got.state == "value" else None  # a copy, each time
+    if encoded is None and not array.sparse:
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
-    encoded = got.value if got.state == "value" else b""  # a copy, each time
     del got, read
     box = spec.shard_box(index)
     memory = ts.Context()  # of its own: a store in memory belongs to its context
@@ -73,7 +73,7 @@ def _decoded(
     try:
         opened = ts.open(about, open=True, context=memory).result()
         chunk = opened[tuple(slice(start, stop) for start, stop in box)]
-        if encoded:
+        if encoded is not None:
             store.write(name, encoded).result()
         else:  # it was left out, since it is all zeros
             chunk.write(chunk.read().result()).result()

@@ -120,9 +120,9 @@ def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[T
     together.
     """
     size = file.size
+    start = _stretch(store, file, 0, min(8, size))  # also of an empty one: it may be no file
     if size < 8:
         raise HeaderError(f"{size} bytes are too few for a safetensors file")
-    start = _stretch(store, file, 0, 8)
     if start == b"version ":
         check_pointer(start + store.read_known(file, 8, 108))
     length = int.from_bytes(start, "little")

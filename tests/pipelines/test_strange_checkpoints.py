@@ -467,14 +467,20 @@ def test_zeros_that_an_older_orbax_left_out(zarr3: str, tmp_path: Path, capsys: 
     step = convert(release, tmp_path / "ckpt", "--use_ocdbt", "false", "--use_zarr3", zarr3, "--mesh", "fsdp=2")
     whole = Path(shutil.copytree(step, tmp_path / "whole" / "0"))
     (place,) = (step / "items").glob("*.decoder_norm.scale")
-    for chunk in [path for path in place.rglob("*") if path.is_file() and not path.name.startswith((".", "zarr"))]:
-        chunk.unlink()
-    assert call("reshard", step, tmp_path / "damaged") == 1
-    assert "is missing" in capsys.readouterr().err
+    chunks = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith((".", "zarr"))]
     metadata = step / "items" / "_METADATA"
     said = json.loads(metadata.read_text())
+    for chunk in chunks:
+        chunk.unlink()
+    assert call("reshard", step, tmp_path / "damaged", "--mesh", "fsdp=2") == 1
+    assert "is missing" in capsys.readouterr().err
     assert said.pop("store_array_data_equal_to_fill_value")
     metadata.write_text(json.dumps(said))
+    for chunk in chunks:
+        chunk.touch()
+    assert call("reshard", step, tmp_path / "emptied", "--mesh", "fsdp=2") == 1
+    for chunk in chunks:
+        chunk.unlink()
     for command in (
         ["diff", whole, step],
         ["reshard", step, tmp_path / "same", "--mesh", "fsdp=2"],
