@@ -1115,7 +1115,7 @@ def test_a_mount_within_what_is_staged(
     (plan,) = tmp_path.glob("out*/**/plan.json.gz") if command == "convert" else tmp_path.glob("out*/plan.json.gz")
     with mounted(plan.parent / "more", "--bind", str(safe)) as more:
         capsys.readouterr()
-        assert call(*words, "--resume") in (1, 2)
+        assert call(*words, "--resume") == 2
         assert f"holds {more}, a mount point; unmount it" in capsys.readouterr().err
         assert sorted(safe.iterdir()) == before
     assert call(*words, "--resume") == 0
