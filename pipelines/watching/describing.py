@@ -230,7 +230,7 @@ def _write_card(
     record = record_of(release)
     if isinstance(files := record.get("files"), dict):
         files[CARD] = hashlib.sha256(page).hexdigest()
-        record["options"] = as_said(record["options"])
+        record["options"] = as_said(record.get("options", {}))
         release.write(RECORD, json.dumps(record, indent=1).encode())
 
 
