@@ -35,16 +35,17 @@ def rope_of(c: Config, kind: str = "") -> Config:
     if isinstance(said, dict) and isinstance(said.get(kind), dict):
         said = said[kind]
     if not isinstance(said, dict):
-        raise ConfigError(f"config.json: 'rope_scaling' should be an object, but is {said!r}")
+        field = "rope_scaling" if c.get("rope_scaling") else ROPE
+        raise ConfigError(f"config.json: {field!r} should be an object, but is {said!r}")
     flat = {key: value for key, value in said.items() if value is not None}
     theta = flat.get("rope_theta", c.get("rope_theta"))
     return Config({"rope_type": flat.get("type", "default")} | flat | ({} if theta is None else {"rope_theta": theta}))
 
 
-def _full_rope(c: Config) -> Any:
+def _full_rope(c: Config) -> dict[str, Any]:
     """The parameters of Gemma 3's and OLMo 3's layers with full attention (transformers v5.23.0, configuration_gemma3.py and
     configuration_olmo3.py, `convert_rope_params_to_dict`): `rope_scaling` on top of their own, of which nothing but a
-    type, `default`, is there without `rope_parameters`.
+    type, `default`, is there without `rope_parameters`. Gemma 4's are in one of the two alone (`sole_rope`).
 
     Raises:
       ConfigError: one of these isn't an object.
@@ -52,7 +53,9 @@ def _full_rope(c: Config) -> Any:
     nested = None if c.get(ROPE) is None else c.part(ROPE)
     own = {"rope_type": "default"} if nested is None else nested.get(FULL) or {}
     scaling = c.part("rope_scaling") if c.get("rope_scaling") else {}
-    return {**own, **scaling} if isinstance(own, dict) else own
+    if not isinstance(own, dict):
+        raise ConfigError(f"config.json: '{ROPE}.{FULL}' should be an object, but is {own!r}")
+    return {**own, **scaling}
 
 
 def passed_over(c: Config, model: str | None) -> str | None:
@@ -75,22 +78,27 @@ def nested_rope(c: Config, kind: str) -> Config | None:
     return rope_of(Config({ROPE: nested}), kind) if own else None
 
 
+def sole_rope(c: Config, kind: str) -> Config | None:
+    """The same, for models in which `rope_scaling` takes the place of `rope_parameters`."""
+    return nested_rope(Config({ROPE: c.get("rope_scaling") or c.get(ROPE)}), kind)
+
+
 def is_yarn(c: Config, kind: str = "") -> bool:
     """Whether the rotary embedding is YaRN's."""
     return rope_of(c, kind)["rope_type"] == "yarn"
 
 
-def only_kinds(*known: str, kind: str = "", nested: bool = False) -> Line:
+def only_kinds(*known: str, kind: str = "", of: Callable[[Config, str], Config | None] = rope_of) -> Line:
     """The kinds of rotary embedding that MaxText's layers have, the first of them in place of any other.
 
     Args:
       known: their names in `config.json`.
       kind: the kind of layers that this is about; all unless said.
-      nested: whether nothing but an object of these layers' own is about them.
+      of: finds their parameters: `nested_rope` or `sole_rope` where nothing but an object of their own is about them.
     """
 
     def limit(c: Config, model: str | None) -> str | None:
-        rope = nested_rope(c, kind) if nested else rope_of(c, kind)
+        rope = of(c, kind)
         if rope is None or rope["rope_type"] in known:
             return None
         found = f"rope_type is {rope['rope_type']!r}" + (f" in {kind} layers" if kind else "")

@@ -12,8 +12,8 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-import dataclasses
 import functools
+import math
 
 from weightbeam.model_mappings.blocks import (
     beyond_vocabulary,
@@ -42,7 +42,7 @@ from weightbeam.model_mappings.lines import (
 )
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.mixers import hyper_connection, hyper_dims
-from weightbeam.model_mappings.rope import THETA, nested_rope, only_kinds, rope_of
+from weightbeam.model_mappings.rope import THETA, only_kinds, rope_of, sole_rope
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.sparse_decoder import BIAS, as_spare
 from weightbeam.model_mappings.versions import NEWEST
@@ -202,7 +202,7 @@ def layers_rope(c, kind):
     configuration_deepseek_v4.py, `__post_init__`, and modeling_deepseek_v4.py): of objects for both kinds, which fields around them
     fill in; else of those fields alone, whatever else `rope_parameters` says.
     """
-    own, share = {each: nested_rope(c, each) for each in ("main", "compress")}, c.get("partial_rotary_factor")
+    own, share = {each: sole_rope(c, each) for each in ("main", "compress")}, c.get("partial_rotary_factor")
     if None not in own.values():
         return {"rope_theta": c.get("rope_theta", THETA), "partial_rotary_factor": 1.0 if share is None else share} | own[kind]
     if share is None:
@@ -217,7 +217,11 @@ def base(kind, key, field):
 
 def turned(c, kind):
     """How many dimensions of a head turn."""
-    return int(c.size("head_dim") * number(layers_rope(c, kind)["partial_rotary_factor"]))
+    share = layers_rope(c, kind)["partial_rotary_factor"]
+    found = int(c.size("head_dim") * share) if type(share) in (int, float) and 0 < share < math.inf else 0
+    if not found:
+        raise ConfigError(f"config.json: 'partial_rotary_factor' should be the share of a head that turns, but is {share!r}")
+    return found
 
 
 def turned_limit(c, model):
@@ -232,7 +236,7 @@ LINES = (
     *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
     *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups")),
-    dataclasses.replace(size("qk_rope_head_dim", "qk_rope_head_dim"), find=lambda c, model: turned(c, "main")),
+    derived("qk_rope_head_dim", lambda c, model: turned(c, "main"), "qk_rope_head_dim"),
     size("indexer_n_heads", "index_n_heads"),
     size("indexer_head_dim", "index_head_dim"),
     size("indexer_topk", "index_topk", default=512),
@@ -253,10 +257,10 @@ LINES = (
     derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
     base("main", "rope_max_timescale", "rope_theta"),
     base("compress", "compressed_rope_max_timescale", "compress_rope_theta"),
-    only_kinds("default", kind="main", nested=True), only_kinds("default", kind="compress"),
+    only_kinds("default", kind="main", of=sole_rope), only_kinds("default", kind="compress"),
     unless(turned_limit),
     derived("rope_type", lambda c, model: "default"),
-    derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
+    derived("original_max_position_embeddings", lambda c, model: number(rope_of(c, "compress").get("original_max_position_embeddings", 65_536))),
     only_in("e591f30", unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText, and e591f30 doesn't load them: see docs/explanation/numerics.md, DeepSeek V4")),
 )  # fmt: skip
 

@@ -173,7 +173,7 @@ TEXT = (
     theta(FULL, 1_000_000),
     derived("rope_linear_scaling_factor", lambda c, model: linear_factor(rope_of(c, FULL)), f"rope_parameters.{FULL}.factor"),
     written(f"rope_parameters.{FULL}.rope_type", "linear"),
-    only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, nested=True), unless(passed_over),
+    only_kinds("default", "linear", kind=FULL), only_kinds("default", kind=LOCAL, of=nested_rope), unless(passed_over),
     copied("query_pre_attn_scalar", query_scalar),
 )  # fmt: skip
 HEAD = tied(default=True)

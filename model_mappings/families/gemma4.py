@@ -49,7 +49,7 @@ from weightbeam.model_mappings.configuration import (
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, VOCAB, WIDTHS, activation, fixed_eps, tied
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import only_kinds, rope_of
+from weightbeam.model_mappings.rope import only_kinds, rope_of, sole_rope
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer, tower_activation, tower_eps, tower_theta
 
@@ -291,7 +291,7 @@ SHARED = (
     written(f"rope_parameters.{GLOBAL}.rope_type", "proportional"),
     derived("global_rope_proportion", turned, f"rope_parameters.{GLOBAL}.partial_rotary_factor"),
     derived("local_rope_proportion", lambda t, model: 1),
-    only_kinds("default", kind=LOCAL, nested=True), only_kinds("proportional", kind=GLOBAL, nested=True),
+    only_kinds("default", kind=LOCAL, of=sole_rope), only_kinds("proportional", kind=GLOBAL, of=sole_rope),
 )  # fmt: skip
 HEAD = tied(text=text)
 POOLED = "MaxText makes a token of 3 by 3 patches whatever its configuration says; an image has other tokens, and not as many. There is no way round"

@@ -137,6 +137,7 @@ LAYERED: list[dict[str, Any]] = [
     {"rope_parameters": {"sliding_attention": {}, "full_attention": {}}, "rope_scaling": OLD_LINEAR},
     {"rope_parameters": {"sliding_attention": {}, "full_attention": {"factor": 8.0}}, "rope_scaling": OLD_LINEAR},
 ]
+HALF, OLD_YARN = {"partial_rotary_factor": 0.5}, ORIGINAL | {"type": "yarn"}
 V4 = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e5, "compress_rope_theta": 1e6}
 SPELLINGS: dict[str, list[dict[str, Any]]] = {
     "deepseek_v4": [
@@ -144,9 +145,11 @@ SPELLINGS: dict[str, list[dict[str, Any]]] = {
         V4 | {"partial_rotary_factor": 0.5},
         V4 | {"qk_rope_head_dim": None},
         V4 | {"qk_rope_head_dim": None, "partial_rotary_factor": 0.25},
-        V4 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}},
-        V4 | {"rope_parameters": {"main": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}},
+        V4 | {"rope_parameters": HALF | {"rope_type": "default", "rope_theta": 5.0}},
+        V4 | {"rope_parameters": {"main": HALF | {"rope_theta": 5.0}}},
         V4 | {"rope_parameters": {"main": {}, "compress": {"rope_theta": 5.0}}, "partial_rotary_factor": 0.5},
+        V4 | {"rope_scaling": {"main": HALF | {"rope_theta": 5.0}, "compress": HALF | {"rope_theta": 6.0}}},
+        V4 | {"rope_parameters": {"main": HALF, "compress": HALF}, "rope_scaling": OLD_YARN},
     ],
     "gemma3": LAYERED,
     "olmo3": LAYERED,
@@ -171,4 +174,30 @@ def test_what_transformers_cannot_run(said: dict[str, Any]) -> None:
     spelled = changed(config, (), lambda part: part.update(said))
     assert not {"sliding_attention", "full_attention"} & theirs(spelled).keys()
     with pytest.raises(ConfigError, match="transformers can't run the model"):
+        ours(spelled, model)
+
+
+@pytest.mark.parametrize("share", ["x", -1, 0.001])
+def test_a_share_that_turns_nothing_is_refused(share: Any) -> None:
+    """By the name of the field that was read."""
+    config, model = MODELS["deepseek_v4"]
+    spelled = changed(config, (), lambda part: part.update(V4 | {"partial_rotary_factor": share}))
+    with pytest.raises(ConfigError, match=f"'partial_rotary_factor' should be .*, but is {share!r}"):
+        ours(spelled, model)
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention"),
+        ({"rope_parameters": 5}, "rope_parameters"),
+        ({"rope_scaling": 5}, "rope_scaling"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+def test_what_is_no_object_is_named(kind: str, said: dict[str, Any], field: str) -> None:
+    """By the field that was read."""
+    config, model = MODELS[kind]
+    spelled = changed(config, (), lambda part: part.update(V4 | said))
+    with pytest.raises(ConfigError, match=f"'{field}' should be an object, but is 5"):
         ours(spelled, model)
