@@ -49,13 +49,13 @@ from weightbeam.model_mappings.configuration import (
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, VOCAB, WIDTHS, activation, fixed_eps, tied
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import only_kinds, rope_of, sole_rope
+from weightbeam.model_mappings.rope import FULL, only_kinds, sole_rope
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer, tower_activation, tower_eps, tower_theta
 
 HF = "model.language_model."
 LAYER = HF + "layers.{layer}."
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = "sliding_attention", FULL
 CYCLE = (LOCAL,) * 5 + (GLOBAL,)
 DEFAULTS = dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=256)
 VISION_DEFAULTS = dict(num_key_value_heads=12, head_dim=64, patch_size=16, position_embedding_size=10_240)
@@ -261,17 +261,18 @@ def ids(t):
 
 
 def thetas(t, kind, default):
-    said = t.get("rope_scaling") or t.get("rope_parameters")
-    if said and (t.get("rope_scaling") or not isinstance(said, dict) or not {LOCAL, GLOBAL}.issubset(said)):
+    field = "rope_parameters" if t.get("rope_scaling") is None else "rope_scaling"  # which takes the other's place
+    said = t.get(field)
+    if said is not None and not (isinstance(said, dict) and all(isinstance(said.get(each), dict) for each in (LOCAL, GLOBAL))):
         # transformers v5.23.0, configuration_gemma4.py, `convert_rope_params_to_dict`: no other spelling is read
-        raise ConfigError(f"config.json: 'rope_parameters' should hold {LOCAL} and {GLOBAL}, and nothing in place of it, or transformers can't run the model; it says {said!r}")
-    return positive(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
+        raise ConfigError(f"config.json: {field!r} should hold {LOCAL} and {GLOBAL}, or transformers can't run the model; it says {said!r}")
+    return positive((sole_rope(t, kind) or {}).get("rope_theta", default))
 
 
 def turned(t, model):
     """How much of a head turns in layers that look at all: a quarter where nothing is said of any layers, else all of it unless it is said."""
-    default = 1 if isinstance(t.get("rope_parameters"), dict) else 0.25
-    return number(rope_of(t, GLOBAL).get("partial_rotary_factor", default))
+    own = sole_rope(t, GLOBAL)
+    return number(0.25 if own is None else own.get("partial_rotary_factor", 1))
 
 
 SHARED = (

@@ -202,7 +202,7 @@ def with_rope(model: str, rope: dict[str, object] | None, **others: object) -> d
         (PLAIN_V4 | {"scoring_func": "sigmoid"}, None, ["scoring_func"]),
         ({name: said for name, said in TREES["mistral-7b"].items() if name != "sliding_window"}, None, ["sliding_window is 4096"]),
         (TREES["qwen3-8b"] | {"is_causal": False}, None, ["is_causal is False"]),
-        (with_rope("gemma4-31b", {}, use_bidirectional_attention="all"), None, ["use_bidirectional_attention is 'all'"]),
+        (with_rope("gemma4-31b", None, use_bidirectional_attention="all"), None, ["use_bidirectional_attention is 'all'"]),
         (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
         (TREES["gemma3-4b"] | {"text_config": TREES["gemma3-4b"]["text_config"] | {"rms_norm_eps": 3e-6, "hidden_activation": None}}, None, ["rms_norm_eps"]),
         (TREES["gemma4-31b"] | {"text_config": TREES["gemma4-31b"]["text_config"] | {"rms_norm_eps": 3e-6}}, None, ["rms_norm_eps"]),
