@@ -59,14 +59,20 @@ def _full_rope(c: Config) -> dict[str, Any]:
 
 
 def passed_over(c: Config, model: str | None) -> str | None:
-    """A kind of embedding that v4's key says, and that `_full_rope` therefore hasn't got."""
-    kind = c.part("rope_scaling").get("type") if c.get("rope_scaling") else None
-    if kind in (None, "default") or rope_of(c, FULL)["rope_type"] == kind:
-        return None
-    theirs = "which transformers passes over in this model, and so do MaxText's keys"
-    return (
-        f"rope_scaling says {kind!r} by the old key 'type', {theirs}; if the model was trained so, call it 'rope_type'"
-    )
+    """A kind of embedding that `_full_rope` hasn't got: v4's key says it, or `rope_parameters` of no kind of layers."""
+    scaling, flat = (c.part(field) if c.get(field) else Config() for field in ("rope_scaling", ROPE))
+    theirs = "which transformers passes over in this model, and so do MaxText's keys; if the model was trained so"
+    for kind, said, instead in (
+        (scaling.get("type"), "rope_scaling says {!r} by the old key 'type'", "call it 'rope_type'"),
+        (
+            flat.get("rope_type", flat.get("type")),
+            f"{ROPE} says {{!r}} of no kind of layers",
+            f"say it in {ROPE}.{FULL}",
+        ),
+    ):
+        if kind not in (None, "default", rope_of(c, FULL)["rope_type"]):
+            return f"{said.format(kind)}, {theirs}, {instead}"
+    return None
 
 
 def nested_rope(c: Config, kind: str) -> Config | None:

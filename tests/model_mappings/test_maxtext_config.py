@@ -185,6 +185,8 @@ def with_rope(model: str, rope: dict[str, object] | None, **others: object) -> d
         (TREES["qwen3-8b"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.5}}, None, ["rope_max_timescale is 10000.5", "whole numbers"]),
         (TREES["gpt-oss-20b"] | {"rope_parameters": TREES["gpt-oss-20b"]["rope_parameters"] | {"beta_fast": 32.5}}, "gpt-oss-20b", ["beta_fast is 32.5"]),
         (with_rope("gemma3-4b", None, rope_scaling={"type": "linear", "factor": 8.0}, **TANH), None, ["'linear' by the old key 'type'"]),
+        (with_rope("gemma3-4b", LINEAR, **TANH), None, ["'linear' of no kind of layers"]),
+        (TREES["olmo3-7b"] | {"rope_parameters": {"type": "linear", "factor": 8.0}}, None, ["'linear' of no kind of layers"]),
         (TREES["qwen3-next-80b-a3b"] | {"rope_scaling": YARN}, None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3.5-35b-a3b", YARN), None, ["rope_type is 'yarn'"]),
         (with_rope("qwen3-vl-2b", YARN), None, ["rope_type is 'yarn'"]),
