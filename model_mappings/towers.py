@@ -86,20 +86,25 @@ def tower_theta(default: float = THETA) -> Line:
     return derived("rope_theta_for_vit", lambda v, model: positive(rope_of(v).get("rope_theta", default)))
 
 
-QWEN_VISION = (*inside("vision_config", (  # MaxText's keys of `qwen_vision`
-    size("hidden_size_for_vit", "hidden_size"),
-    size("intermediate_size_for_vit", "intermediate_size"),
-    size("num_hidden_layers_for_vit", "depth"),
-    size("num_attention_heads_for_vit", "num_heads"),
-    size("num_channels_for_vit", "in_channels", default=3),
-    size("patch_size_for_vit", "patch_size", default=16),
-    size("temporal_patch_size_for_vit", "temporal_patch_size", default=2),
-    size("spatial_merge_size_for_vit", "spatial_merge_size", default=2),
-    size("out_hidden_size_for_vit", "out_hidden_size"),
-    size("num_position_embeddings_for_vit", "num_position_embeddings", default=2304),
-    same("deepstack_visual_indexes_for_vit", "deepstack_visual_indexes", default=()),
-    tower_theta(),
-), when=bool), *of_tower("vision_config", (tower_activation("vision_config.hidden_act"), tower_eps())))  # fmt: skip
+DEEPSTACK = (8, 16, 24)  # transformers' default for Qwen 3 VL and 3 Omni; Qwen 3.5 has no such layers
+
+
+def qwen_vision_lines(deepstack: tuple[int, ...] = ()) -> tuple[Line, ...]:
+    """MaxText's keys of `qwen_vision`; `deepstack` are the layers with mergers of their own where none are said."""
+    return (*inside("vision_config", (
+        size("hidden_size_for_vit", "hidden_size"),
+        size("intermediate_size_for_vit", "intermediate_size"),
+        size("num_hidden_layers_for_vit", "depth"),
+        size("num_attention_heads_for_vit", "num_heads"),
+        size("num_channels_for_vit", "in_channels", default=3),
+        size("patch_size_for_vit", "patch_size", default=16),
+        size("temporal_patch_size_for_vit", "temporal_patch_size", default=2),
+        size("spatial_merge_size_for_vit", "spatial_merge_size", default=2),
+        size("out_hidden_size_for_vit", "out_hidden_size"),
+        size("num_position_embeddings_for_vit", "num_position_embeddings", default=2304),
+        same("deepstack_visual_indexes_for_vit", "deepstack_visual_indexes", default=deepstack),
+        tower_theta(),
+    ), when=bool), *of_tower("vision_config", (tower_activation("vision_config.hidden_act"), tower_eps())))  # fmt: skip
 
 
 def multimodal_rope(
@@ -148,7 +153,7 @@ def deepstack_mergers(v: Config) -> int:
     Raises:
       ConfigError: `deepstack_visual_indexes` isn't a list of layers.
     """
-    indexes = v["deepstack_visual_indexes"]
+    indexes = stated(v, "deepstack_visual_indexes", list(DEEPSTACK))
     if not isinstance(indexes, list) or not all(
         type(index) is int and 0 <= index < v.size("depth") for index in indexes
     ):

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import TIED, architecture
 from weightbeam.model_mappings.rules import rule, segments
-from weightbeam.model_mappings.towers import QWEN_VISION, multimodal_rope, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.towers import multimodal_rope, qwen_vision, qwen_vision_dims, qwen_vision_lines
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 
@@ -63,7 +63,7 @@ FAMILY = Family(
     copies=lambda c, layout: tied_head(text_part(c), layout, HF),
     configuration={
         "qwen3_5_moe_text": (*TEXT, *TIED, *architecture("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")),
-        "qwen3_5_moe": (*inside("text_config", TEXT), *TIED, *architecture("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"), *QWEN_VISION, fixed("vision_encoder_block", "qwen3_5")),
+        "qwen3_5_moe": (*inside("text_config", TEXT), *TIED, *architecture("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"), *qwen_vision_lines(), fixed("vision_encoder_block", "qwen3_5")),
     },
     towers="vision",
     aliases={f"model.{part}": f"{HF}{part}" for part in ("embed_tokens", "layers", "norm")},

@@ -13,13 +13,14 @@ from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import NORMED, TIED, architecture
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import (
-    QWEN_VISION,
+    DEEPSTACK,
     deepstack_mergers,
     layer_norm,
     linear_layer,
     multimodal_rope,
     qwen_vision,
     qwen_vision_dims,
+    qwen_vision_lines,
     tower_activation,
     whole_head,
 )
@@ -112,7 +113,7 @@ def short_sighted(c, model):
 
 THINKER = (
     *inside("text_config", (*MOE, NORMED, *multimodal_rope((24, 20, 20), whole_head, 1_000_000), *TIED)),
-    *QWEN_VISION,
+    *qwen_vision_lines(DEEPSTACK),
     size("position_id_per_seconds", "position_id_per_seconds", default=25),
     fixed("vision_encoder_block", "qwen3_omni"),
     *inside("audio_config", (

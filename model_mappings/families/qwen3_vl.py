@@ -28,11 +28,12 @@ from weightbeam.model_mappings.families.qwen import DENSE, HEAD, MOE, decoder, m
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import NORMED, TIED, architecture, tied_unscaled
 from weightbeam.model_mappings.towers import (
-    QWEN_VISION,
+    DEEPSTACK,
     deepstack_mergers,
     multimodal_rope,
     qwen_vision,
     qwen_vision_dims,
+    qwen_vision_lines,
     whole_head,
 )
 
@@ -93,7 +94,7 @@ ROPE, OWN = multimodal_rope((24, 20, 20), whole_head, 500_000), (fixed("vision_e
 
 
 def dense_lines(kind, name, head):
-    return (*inside("text_config", (*DENSE, *ROPE)), *head, *architecture("qwen3", f"{name}ForConditionalGeneration", kind), *QWEN_VISION, *OWN)
+    return (*inside("text_config", (*DENSE, *ROPE)), *head, *architecture("qwen3", f"{name}ForConditionalGeneration", kind), *qwen_vision_lines(DEEPSTACK), *OWN)
 
 
 FAMILY = Family(
@@ -106,7 +107,7 @@ FAMILY = Family(
     configuration={
         "qwen3_vl": dense_lines("qwen3_vl", "Qwen3VL", HEAD),
         **dict.fromkeys(REASONERS, dense_lines("cosmos3_omni", "Cosmos3Omni", tied_unscaled(text))),  # transformers has no class for Weaver
-        "qwen3_vl_moe": (*inside("text_config", (*MOE, NORMED, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *QWEN_VISION, *OWN),
+        "qwen3_vl_moe": (*inside("text_config", (*MOE, NORMED, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *qwen_vision_lines(DEEPSTACK), *OWN),
     },
     towers="vision",
     layouts=("unscanned",),

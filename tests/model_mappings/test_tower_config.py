@@ -105,7 +105,7 @@ def fields_of(kind: str) -> dict[str, Any]:
         if isinstance(value, dict):
             found |= {f"{name}.{inner}": each for inner, each in value.items()}
         elif value is not None:
-            found[name] = value
+            found[name] = list(value) if isinstance(value, tuple) else value
     return found
 
 
@@ -128,7 +128,7 @@ def test_the_values_that_a_class_has(model: str, part: str, kind: str) -> None:
     checked = (
         "hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "rms_norm_eps", "pooling_kernel_size", "patch_size", "image_size",
         "spatial_merge_size", "temporal_patch_size", "num_position_embeddings", "num_mel_bins", "n_window", "n_window_infer", "max_source_positions",
-        "conv_chunksize",
+        "conv_chunksize", "deepstack_visual_indexes",
     )  # fmt: skip
     at(named, part).update({name: value for name, value in defaults.items() if name in checked})
     for name in (*checked, "rope_parameters"):
