@@ -39,12 +39,14 @@ ROUTED, SHARED = f"{MOE}/MoeBlock_0", f"{MOE}/shared_experts"
 
 def moe_step(t):
     """Every how many layers there is an MoE layer; the first has number step - 1. A list of them counts before the number, in any
-    order (transformers v5.23.0, configuration_llama4.py and modeling_llama4.py).
+    order and with others that the model hasn't got; an empty one is of a model without (transformers v5.23.0,
+    configuration_llama4.py and modeling_llama4.py).
     """
     n, listed = t.size("num_hidden_layers"), t.get("moe_layers")
-    if listed in (None, []):
+    if listed is None:
         return t.size("interleave_moe_layer_step", 1)
-    numbers = sorted(set(listed)) if isinstance(listed, list) and all(type(layer) is int for layer in listed) else None
+    is_numbers = isinstance(listed, list) and all(type(layer) is int for layer in listed)
+    numbers = sorted({*range(n)}.intersection(listed)) if is_numbers else None
     for step in (1, 2, CYCLE):
         if numbers == list(range(step - 1, n, step)):
             return step

@@ -345,6 +345,8 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
     [
         (dict(moe_layers=[0, 1]), "moe_layers"),
         (dict(moe_layers=[1, "3"]), "moe_layers"),
+        (dict(moe_layers=[]), "moe_layers"),
+        (dict(moe_layers=[4]), "moe_layers"),
         (dict(no_rope_layers=[0, 1, 1, 1]), "no_rope_layers"),
         (dict(no_rope_layer_interval=2), "no_rope_layer_interval"),
         (dict(layer_types=[CHUNKED, FULL, CHUNKED, FULL]), "layer_types"),
@@ -376,7 +378,9 @@ def test_its_own_pattern_is_taken(change: dict[str, Any]) -> None:
     assert plan(TEXT | change).plan.problems == ()
 
 
-@pytest.mark.parametrize(("listed", "step"), [([3, 1], 2), ([2, 0, 1, 3], 1), ([3], 4)], ids=str)
+@pytest.mark.parametrize(
+    ("listed", "step"), [([3, 1], 2), ([2, 0, 1, 3], 1), ([3], 4), ([*range(48)], 1), ([1, 3, 5], 2)], ids=str
+)
 def test_a_list_of_layers_counts_before_a_number(listed: list[int], step: int) -> None:
     """As in transformers, which looks whether a layer is in it."""
     for said in (2, 3):
