@@ -52,6 +52,7 @@ MOE = "mlp/MoeBlock_0"
 TOP = dict(hf="", embed="embed", head="head")
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {"sliding_attention": 0, CSA: 4, HCA: 128}  # tokens compressed into one
+OLD_RATES = {"compress_rate_csa": CSA, "compress_rate_hca": HCA}  # fields for a kind by itself
 PAIR = [128, 4]  # the rates of the layers that MaxText scans
 NAMES = {  # the hub's: transformers'
     "hc_attn_fn": "attn_hc.fn", "hc_attn_base": "attn_hc.base", "hc_attn_scale": "attn_hc.scale",
@@ -72,15 +73,19 @@ NAMES = {  # the hub's: transformers'
 
 def compress_ratios(c):
     """The rate of each layer: 0, 4 with an indexer (CSA), or a higher one without (HCA). The ratios beyond the last layer's are the MTP layers'.
-    Where nothing is said, both kinds take turns behind two HCA layers (transformers v5.23.0, configuration_deepseek_v4.py).
+    Where nothing is said, both kinds take turns behind two HCA layers; a rate for a kind by itself counts before `compress_rates`
+    (transformers v5.23.0, configuration_deepseek_v4.py).
     """
     n, field = c.size("num_hidden_layers"), "compress_ratios" if c.get("layer_types") is None else "layer_types"
     rates = RATES if c.get("compress_rates") is None else RATES | c.part("compress_rates")
+    rates = rates | {kind: c[name] for name, kind in OLD_RATES.items() if c.get(name) is not None}
     ratios = found = c.get(field)
     if found is None:
         field, found = "layer_types", [CSA if i > 1 and i % 2 else HCA for i in range(n)]
     if field == "layer_types" and isinstance(found, list):
         ratios = [rates.get(str(kind)) for kind in found]
+        if any((kind == CSA) != (ratio == RATES[CSA]) for kind, ratio in zip(found, ratios, strict=True)):
+            raise ConfigError(f"config.json: 'compress_rates' (or {' and '.join(OLD_RATES)}) should be {RATES[CSA]} for {CSA} and no others, as MaxText knows them by it, but is {rates}")
     if not isinstance(ratios, list) or len(ratios) < n or not all(type(ratio) is int and (ratio == 0 or ratio >= 4) for ratio in ratios[:n]):
         raise ConfigError(f"config.json: {field!r} should say for each of {n} layers whether and how it compresses what MaxText knows, but is {found!r}")
     return ratios[:n]

@@ -6,6 +6,7 @@ That the arrays are MaxText's bit for bit is tested with the other cases (`tests
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from support import assert_same_bits, call, convert, converted, read_config, rea
 
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families.deepseek_v4 import compress_ratios
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
@@ -382,6 +384,28 @@ def test_layers_that_nobody_says(layers: int) -> None:
         {key: array.shape for key, array in arrays_of(config, scan=False).items()} for config in (unsaid, written)
     )
     assert made == wanted
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"compress_rate_csa": 4, "compress_rate_hca": 64},
+        {"compress_rates": {CSA: 4, HCA: 128}, "compress_rate_hca": 64},
+        {"layer_types": [HCA, CSA, SLIDING], "compress_rate_csa": None, "compress_rate_hca": 256},
+    ],
+)
+def test_a_rate_by_itself_counts_before_the_others(said: dict[str, Any]) -> None:
+    """As transformers' class folds it into `compress_rates`."""
+    theirs = transformers.DeepseekV4Config(num_hidden_layers=3, **copy.deepcopy(said))
+    rates = [{SLIDING: 0, **theirs.compress_rates}[kind] for kind in theirs.layer_types]
+    assert compress_ratios(Config(num_hidden_layers=3, **said)) == rates
+
+
+@pytest.mark.parametrize("said", [{"compress_rate_csa": 8}, {"compress_rate_hca": 4}, {"compress_rates": {CSA: 8}}])
+def test_maxtext_knows_a_kind_by_its_rate(said: dict[str, Any]) -> None:
+    """A layer with an indexer has the rate 4, and none else."""
+    with pytest.raises(ConfigError, match=f"'compress_rates' .* should be 4 for {CSA} and no others"):
+        compress_ratios(Config(num_hidden_layers=4, **said))
 
 
 @pytest.mark.parametrize("scan", [True, False])
