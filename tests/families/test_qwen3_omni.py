@@ -132,7 +132,7 @@ def test_what_is_left_out_is_named(generated: Path, tmp_path: Path, multimodal: 
             "'deepstack_visual_indexes' should be a list of the tower's layers, but is '0, 2'",
         ),
         ("audio_config", dict(encoder_layers=0), "'encoder_layers' should be a positive integer, but is 0"),
-        ("audio_config", dict(num_mel_bins=None), "'num_mel_bins' should be a positive integer, but is None"),
+        ("audio_config", dict(num_mel_bins=0), "'num_mel_bins' should be a positive integer, but is 0"),
     ],
 )
 def test_configs_that_maxtext_has_no_model_for(generated: Path, part: str, fields: dict, message: str) -> None:
