@@ -153,7 +153,7 @@ def deepstack_mergers(v: Config) -> int:
     Raises:
       ConfigError: `deepstack_visual_indexes` isn't a list of layers.
     """
-    indexes = stated(v, "deepstack_visual_indexes", list(DEEPSTACK))
+    indexes = v.get("deepstack_visual_indexes", list(DEEPSTACK))
     if not isinstance(indexes, list) or not all(
         type(index) is int and 0 <= index < v.size("depth") for index in indexes
     ):
