@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ READ = 8 << 20  # encoded bytes that are read at a time
 INDEX_BYTES = zarr.INDEX_ENTRY_BYTES + zarr.INDEX_CHECKSUM_BYTES  # of a shard with one chunk
 # where such an index stands, and how it is encoded
 INDEX = ("end", [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}])
+ZEROS = ("None", "False", "0", "0.0", "[0, 0]", "[0.0, 0.0]")  # as metadata say what a chunk is that isn't stored
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,16 +226,31 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
     base = _base(array)
     form = _form(array, _about(base, array))
     key = f"{array.key}/{form.separator.join([*form.prefix, *map(str, index)]) or '0'}"
-    if form.is_sharded:
-        entry = _read(base, array, key, -INDEX_BYTES, None)
-        if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
-            raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
-        start, length = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:16], "little")
-        encoded = _Value(base, array, key, start, start + length)
-    else:
-        encoded = _Value(base, array, key, 0, _size(base, array, key))
+    try:
+        encoded = _Value(base, array, key, *_range(base, array, key, form))
+    except _MissingError:
+        if not array.sparse:
+            raise
+        return _Zeros(math.prod(array.chunk) * array.dtype.itemsize)
     stream = _Decoder(encoded, f"{array.items}: {key}") if form.codecs else encoded
     return _Swapped(stream, array.dtype) if form.is_swapped else stream
+
+
+def _range(base: ts.KvStore, array: OrbaxArray, key: str, form: _Form) -> tuple[int, int]:
+    """Where in its value an encoded chunk lies: its first byte, and the one behind its last.
+
+    Raises:
+      StorageError: the chunk isn't there (_MissingError), or the index of its shard is damaged.
+    """
+    if not form.is_sharded:
+        return 0, _size(base, array, key)
+    entry = _read(base, array, key, -INDEX_BYTES, None)
+    if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
+        raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
+    if entry[:-4] == zarr.NO_ENTRY:
+        raise _MissingError(f"{array.items}: {key} is missing")
+    start, length = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:16], "little")
+    return start, start + length
 
 
 class _Value:
@@ -273,6 +290,18 @@ class _Decoder:
             return self._reader.read(size)
         except zstandard.ZstdError as e:
             raise StorageError(f"{self._name}: damaged: {e}") from e
+
+
+class _Zeros:
+    """A chunk that isn't stored, since it is all zeros."""
+
+    def __init__(self, nbytes: int):
+        self._left = nbytes
+
+    def read(self, size: int) -> bytes:
+        size = min(size, self._left)
+        self._left -= size
+        return bytes(size)
 
 
 class _Swapped:
@@ -327,6 +356,10 @@ class _WholeError(StorageError):
     """A chunk has to be decoded whole; the message says why."""
 
 
+class _MissingError(StorageError):
+    """A chunk isn't stored."""
+
+
 def _base(array: OrbaxArray) -> ts.KvStore:
     items = open_store(array.items)
     return ts.KvStore.open(
@@ -348,6 +381,8 @@ def _form(array: OrbaxArray, about: dict[str, Any]) -> _Form:
         raise _WholeError(f"they are stored with {', '.join(form.codecs)}")
     if chunk != array.chunk:
         raise _WholeError(f"they are {chunk}, larger than the array")
+    if array.sparse and str(about.get("fill_value")) not in ZEROS:
+        raise _WholeError(f"those that aren't stored are filled with {reprlib.repr(about['fill_value'])}")
     return form
 
 
@@ -413,5 +448,5 @@ def _value(under_way: Any, array: OrbaxArray, key: str, may_end: bool = False) -
             return b""
         raise StorageError(f"{array.items}: {key}: {ocdbt.brief(e)}") from e
     if got.state != "value":
-        raise StorageError(f"{array.items}: {key} is missing")
+        raise _MissingError(f"{array.items}: {key} is missing")
     return got.value

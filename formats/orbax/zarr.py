@@ -18,6 +18,7 @@ from weightbeam.model_mappings.boxes import Box, tile
 
 # of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
 INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4
+NO_ENTRY = b"\xff" * INDEX_ENTRY_BYTES  # of a chunk that isn't stored
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 from lazily import lazily
@@ -89,6 +91,51 @@ def test_streamed_or_not_the_same_bits(
     assert np.array_equal(unpacked.decode(read_boxes(unpacked.reads(box))[0], box, VALUES.dtype), VALUES[3:17, 1:29])
 
 
+SOME = np.concatenate([VALUES, np.zeros_like(VALUES)])  # the second of two chunks is all zeros
+GRID = {"name": "regular", "configuration": {"chunk_shape": [20, 30]}}
+SPARSE = {
+    "zarr 2": zarr2(SOME, chunks=[20, 30], compressor=ZSTD2, fill_value=0),
+    "zarr 3": zarr3(SOME, [LITTLE, ZSTD3], chunk_grid=GRID),
+    "a shard": zarr3(SOME, [sharded((20, 30))], chunk_grid=GRID),
+}
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+@pytest.mark.parametrize("form", SPARSE)
+def test_a_chunk_that_is_left_out(tmp_path: Path, form: str, use_ocdbt: bool) -> None:
+    """An older Orbax stores no chunk that is all zeros; a newer one stores each, so one that isn't there is damage."""
+    items = item(tmp_path / "items", {"params.params.w": (SOME, SPARSE[form])}, use_ocdbt)
+    (array,) = open_orbax(items).arrays.values()
+    (tmp_path / "files").mkdir()
+    files = open_store(tmp_path / "files")
+    assert unpacking.can_unpack(array)
+    assert [unpacking.unpack(array, (i, 0), files) for i in (0, 1)] == [VALUES.nbytes] * 2
+    unpacked, box = unpacking.UnpackedArray(array, str(tmp_path / "files")), ((3, 40), (1, 29))
+    assert np.array_equal(unpacked.decode(read_boxes(unpacked.reads(box))[0], box, VALUES.dtype), SOME[3:, 1:29])
+    with pytest.raises(StorageError, match="is missing"):
+        unpacking.decoded(dataclasses.replace(array, sparse=False), (1, 0))
+
+
+def test_a_shard_that_holds_nothing(tmp_path: Path) -> None:
+    """zarr-python writes an index of no chunk where TensorStore writes no shard."""
+    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (SOME, SPARSE["a shard"])})).arrays.values()
+    index = b"\xff" * 16
+    (tmp_path / "items/params.params.w/c/1").mkdir(exist_ok=True)
+    shard = tmp_path / "items/params.params.w/c/1/0"
+    assert not shard.exists()
+    shard.write_bytes(index + google_crc32c.value(index).to_bytes(4, "little"))
+    assert unpacking.decoded(array, (1, 0)).read(10**6) == bytes(VALUES.nbytes)
+    with pytest.raises(StorageError, match="is missing"):
+        unpacking.decoded(dataclasses.replace(array, sparse=False), (1, 0))
+
+
+def test_what_is_left_out_is_no_zero(tmp_path: Path) -> None:
+    """A stranger's metadata say what a chunk holds that isn't stored: another value isn't made into zeros."""
+    about = zarr3(SOME, fill_value=1.5, chunk_grid=GRID)
+    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (SOME, about)})).arrays.values()
+    assert "are filled with 1.5" in unpacking.why_whole(array)
+
+
 def test_another_checkpoint_in_its_place(tmp_path: Path) -> None:
     """Between the plan and the first byte another array of the same name came there: said in words."""
     (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (VALUES, FORMS["zarr 2"][0])})).arrays.values()
@@ -109,6 +156,14 @@ def test_small_units_make_the_same_copy(tmp_path: Path, form: str, capsys: pytes
     if not whole:
         (array,) = open_orbax(tmp_path / "out").arrays.values()
         assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
+
+
+def test_small_units_copy_what_is_left_out(tmp_path: Path) -> None:
+    """A state of training whose moments are zeros, in chunks larger than a unit: the copy stores them."""
+    items = item(tmp_path / "0" / "items", {"params.params.w": (SOME, SPARSE["zarr 3"])})
+    assert call("reshard", items, tmp_path / "out", "--unit_bytes", "1200", "--mesh", "fsdp=5") == 0
+    (array,) = open_orbax(tmp_path / "out").arrays.values()
+    assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 40), (0, 30)))])[0][0], SOME)
 
 
 @pytest.mark.parametrize("settings", DATABASES)
