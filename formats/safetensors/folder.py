@@ -251,10 +251,12 @@ class HfCheckpoint:
           StorageError: one isn't, or is gone.
         """
         store = open_store(self.root)
-        linked = check_files(store, self.shards, store.list(recursive=False))
-        for shard in self.shards:
-            if shard.name in linked and _fingerprint(store, shard.name, shard.tensors) != shard.fingerprint:
-                raise touched(shard.path)
+        check_files(store, self.shards, store.list(recursive=False))
+        with StoppablePool(store.at_a_time) as pool:
+            prints = pool.map(lambda shard: _fingerprint(store, shard.name, shard.tensors), self.shards)
+            for shard, fingerprint in zip(self.shards, prints, strict=True):
+                if fingerprint != shard.fingerprint:
+                    raise touched(shard.path)
 
 
 def is_release(store: Store) -> bool:

@@ -6,8 +6,9 @@ files, a hash of some bytes. That is the same wherever the files lie: they may b
 elsewhere. What is made may name the place, though: a release whose model card does is of another plan then.
 
 Staged beside it are inode and time of any change, which no tool sets back, of the files and, in an Orbax checkpoint, of
-the folders that they lie in. They are compared when a plan is resumed, and before anything is published. A source that
-is moved keeps them; a copy doesn't, and isn't gone on with: it may differ where no block is hashed.
+the folders that they lie in. They are compared when a plan is resumed, and before anything is published, the hash with
+them: what is written through a memory map needn't change a time. A source that is moved keeps them; a copy doesn't, and
+isn't gone on with: it may differ where no block is hashed.
 """
 
 from __future__ import annotations
@@ -226,18 +227,15 @@ def _difference(then: Seen, now: Seen, linked: bool) -> str:
     return "" if linked else f"{names}: that may hide a change of what it holds"
 
 
-def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> list[str]:
-    """Checks that files are those that were planned with.
-
-    Returns:
-      The names of those whose time of change is another one since they got or lost a name, as our own links are: other
-      bytes may have come at the same time, so the caller compares their blocks.
+def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> None:
+    """Checks that files are those that were planned with, by what their folder says. The caller compares their blocks, too:
+    other bytes may have come as the file got or lost a name, as it does by our own links, and what is written through
+    a memory map needn't change a time.
 
     Raises:
       ChangedError: one isn't, or is gone.
     """
     now = {file.name: file for file in found}
-    linked = []
     for then in planned:
         path = store.path(then.name)
         if (file := now.get(then.name)) is None:
@@ -247,9 +245,6 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
             raise changed_error(f"{path} changed", f" ({', '.join(changed)})")
         if was_touched(then, file):
             raise touched(path)
-        if file.changed != then.changed:
-            linked.append(then.name)
-    return linked
 
 
 def check_together(store: Store, seen: Iterable[Seen], found: Iterable[File]) -> None:
@@ -350,14 +345,14 @@ class Files:
         """
         store = open_store(self.root)
         found = store.list()
-        linked = check_files(store, self.files, found)
+        check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
             raise changed_error(f"{store.path(added[0])} came there")
         if moved := sorted({*self.folders} - {*_folders(store)}) if self.folders else ():
             raise changed_error(f"{store.path(moved[0][0])} was changed or renamed")
         _check_folders(self.linked)
-        if linked and self.blocks and hash_files(store, self.files) != self.blocks:
-            raise touched(store.path(linked[0]))
+        if self.blocks and hash_files(store, self.files) != self.blocks:
+            raise touched(f"a file of {self.root}")
 
     def to_json(self) -> list[Any]:
         """As JSON."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from weightbeam.formats.release.small_files import small_files
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import ChangedError, StorageError, open_store
 from weightbeam.formats.storage.identity import SAMPLE_BYTES, Files, describe_changes, spread
 from weightbeam.formats.targets.release import release_staging
@@ -142,12 +146,25 @@ def test_files_that_come_go_or_get_another_name(folder: Path) -> None:
         seen.check()
 
 
+def test_what_is_written_through_a_memory_map(tmp_path: Path) -> None:
+    """The kernel notes the time at the first write to a page, not at those that follow before it is on the disk."""
+    save_file({"w": np.zeros((4096, 64), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with open(tmp_path / "model.safetensors", "r+b") as file, mmap.mmap(file.fileno(), 0) as written:
+        written[:] = bytes(written)
+        release, files = open_hf(tmp_path), Files.of(open_store(tmp_path))
+        written[-(1 << 20) :] = bytes([1]) * (1 << 20)
+        for seen in (release, files):
+            with pytest.raises(ChangedError, match=r"changed while it was converted"):
+                seen.check()
+
+
 def test_another_name_doesnt_hide_a_change(folder: Path) -> None:
     """A file that is written in place, its time set back, and linked, as by a tool that keeps backups."""
     seen = Files.of(open_store(folder))
     set_back(folder / "c" / "0", bytes([1]) * (1 << 20), 0)
     os.link(folder / "c" / "0", folder.parent / "another name")
-    with pytest.raises(ChangedError, match=r"c/0 changed while .*though its size and time are as before"):
+    with pytest.raises(ChangedError, match=r"a file of .* changed while .*though its size and time are as before"):
         seen.check()
 
 
