@@ -1,5 +1,5 @@
 """Several processes meet before anything is exchanged: all have come to the same call of `load`, none refuses, and all
-are about to load the same.
+are about to load the same. Threads of one process come one after the other: devices exchange in one order.
 
 What they say goes through JAX's coordinator, which needs no devices: one that refuses doesn't begin them, and the others
 would wait for it. Process 0 hears all of them and tells the outcome. Each call has keys of its own, so that no process
@@ -33,6 +33,7 @@ BEAT = 5.0  # seconds between two signs of a process, at most
 LOOK = 1000  # milliseconds for which the coordinator is asked at a time, and between two looks at signs
 SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
 
+_TURN = threading.RLock()  # of the thread of this process whose call it is
 _CALLS = itertools.count(1)  # of this process
 _BROKEN_OFF: list[str] = []  # how calls of this process ended amid exchanges
 
@@ -65,15 +66,25 @@ class Meeting:
         self._moved = time.monotonic()  # when any process last came further with its exchanges, or read
         self._looked = time.monotonic()  # for signs
         self._amid = self.agreed = False  # in the exchanges; all have heard there of the error of this call
-        self.number = 0 if self.alone else next(_CALLS)
+        self.number = 0
 
     def __enter__(self) -> Self:
         if not self.alone:
+            _TURN.acquire()
+            self.number = next(_CALLS)
             self._listen()
             self._beating.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        try:
+            self._leave(error)
+        finally:
+            if not self.alone:
+                _TURN.release()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Tells the others that this process leaves, and with what error."""
         self._left.set()
         if self._amid and error is not None:
             _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")

@@ -3,7 +3,8 @@ file of JSON.
 
     {"devices": of all processes, "heartbeat": seconds after which JAX ends those who live, "abruptly": whether these end
     without JAX's farewell, "loads": [{"source": …,
-    "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false, "waits": [process, path, "to call" or "to open"]}, …]}
+    "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false, "waits": [process, path, "to call" or "to open"],
+    "twice": whether another thread loads it, too, at the same time}, …]}
 
 A list of sources, or of options, has one for each process. `waits` has a process call, or open its source, when there is such a file, or after a minute; when
 it is done with a load, a process makes the file `done-LOAD-PROCESS` beside the request.
@@ -17,6 +18,8 @@ A process of its own, since the number of devices is settled when JAX starts.
 from __future__ import annotations
 
 import base64
+import concurrent.futures
+import functools
 import json
 import os
 import shutil
@@ -93,8 +96,13 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         wait_for_file(Path(path))
     elif waiting == process:
         loading._open = lambda *arguments: wait_for_file(Path(path)) or opening(*arguments)
+    load = functools.partial(loading.load, source, mesh=mesh, **options)
     try:
-        tree = loading.load(source, mesh=mesh, **options)
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            other = [threads.submit(load)] if wanted.get("twice") else []
+            tree = load()
+            for each in other:
+                each.result()
     except Refused as e:
         return {"refused": str(e)}
     except Failed as e:

@@ -67,6 +67,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "one has no device of the mesh": dict(source=second, mesh=[["fsdp"], [4]]),
         "no time": dict(source=first, mesh=MESH, options=[{}, dict(timeout=0)]),
         "after no time": dict(source=first, mesh=MESH),
+        "twice at once": dict(source=first, mesh=MESH, twice=True),
         "versions differ": dict(source=checkpoints[0], mesh=MESH, fault=[1, "is another version"]),
         "a copy goes": dict(source=[checkpoints[0], gone], mesh=MESH, fault=[1, "loses it"]),
         "slow": dict(source=first, mesh=MESH, options=STEPS | SOON, fault=[1, "is slow"]),
@@ -98,6 +99,12 @@ def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
     for name, seed in {"after it": 2, "copies": 1, "after both": 1, "slow": 1}.items():
         for told in job[name]:
             assert_holds(told, wanted(seed))
+
+
+def test_threads_take_turns(job: Told) -> None:
+    """Two of each process load at once: the one's call doesn't clear away what the other's is saying."""
+    for told in job["twice at once"]:
+        assert_holds(told, wanted(1))
 
 
 def test_one_without_a_device_of_the_mesh(job: Told) -> None:
