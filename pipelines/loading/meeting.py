@@ -13,11 +13,10 @@ the first one of any later call would meet that one: the process remembers it, a
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import functools
 import itertools
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -160,18 +159,20 @@ class Meeting:
 
         wide = jax.dtypes.canonicalize_dtype("int64") == "int64"  # a context manager sets it for its thread alone
 
-        def ending() -> None:
-            with jax.enable_x64(wide):
-                ended.put(_outcome(work))
+        def exchange() -> None:
+            try:
+                with jax.enable_x64(wide):
+                    outcome.set_result(work())
+            except BaseException as e:
+                outcome.set_exception(e)
 
-        ended: queue.SimpleQueue[Callable[[], Made]] = queue.SimpleQueue()
+        outcome: concurrent.futures.Future[Made] = concurrent.futures.Future()
         self._moved = time.monotonic()
-        threading.Thread(target=ending, name="exchange", daemon=True).start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return ended.get(timeout=LOOK / 1000)()
+        threading.Thread(target=exchange, name="exchange", daemon=True).start()
+        while not concurrent.futures.wait([outcome], LOOK / 1000).done:
             self._check()
             self._check_progress()
+        return outcome.result()
 
     def go_on(self) -> None:
         """What the work of `until` calls before it begins an exchange.
@@ -367,19 +368,6 @@ class Meeting:
             raise Failed(
                 f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"
             ) from e
-
-
-def _outcome(wait: Callable[[], Made]) -> Callable[[], Made]:
-    """What returns what a wait returned, or raises what it raised."""
-    try:
-        made = wait()
-    except BaseException as e:
-        return functools.partial(_raise, e)
-    return lambda: made
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
 
 
 def _words(error: BaseException) -> str:
