@@ -24,7 +24,7 @@ MAX_DEPTH = 20  # groups and repetitions within each other
 # parts of expressions that are followed for one configuration, and for each module that is looked up besides; in all
 # they take some seconds
 MAX_STEPS, MODULE_STEPS, MOST_STEPS = 2_000_000, 20_000, 6_000_000
-LOOKS = 8  # expressions whose texts are looked for in a name in the time of a step
+SEARCHES = 8  # expressions whose texts are looked for in a name in the time of a step
 
 ANY = "\n"  # which no name has
 
@@ -102,7 +102,7 @@ class Patterns:
                 for at in any_at:
                     end[at] = ANY
                 first = min(first, names.get("".join(end), first))
-        self._count(len(self._others) // LOOKS)
+        self._count(len(self._others) // SEARCHES)
         all_starts = sum(1 << start for start in starts)
         for number, parts, literal in self._others:
             if literal in module and number < first:
