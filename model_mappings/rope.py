@@ -62,16 +62,11 @@ def passed_over(c: Config, model: str | None) -> str | None:
     """A kind of embedding that `_full_rope` hasn't got: v4's key says it, or `rope_parameters` of no kind of layers."""
     scaling, flat = (c.part(field) if c.get(field) else Config() for field in ("rope_scaling", ROPE))
     theirs = "which transformers passes over in this model, and so do MaxText's keys; if the model was trained so"
-    for kind, said, instead in (
-        (scaling.get("type"), "rope_scaling says {!r} by the old key 'type'", "call it 'rope_type'"),
-        (
-            flat.get("rope_type", flat.get("type")),
-            f"{ROPE} says {{!r}} of no kind of layers",
-            f"say it in {ROPE}.{FULL}",
-        ),
-    ):
-        if kind not in (None, "default", rope_of(c, FULL)["rope_type"]):
-            return f"{said.format(kind)}, {theirs}, {instead}"
+    taken = (None, "default", rope_of(c, FULL)["rope_type"])
+    if (old := scaling.get("type")) not in taken:
+        return f"rope_scaling says {old!r} by the old key 'type', {theirs}, call it 'rope_type'"
+    if (kind := flat.get("rope_type", flat.get("type"))) not in taken:
+        return f"{ROPE} says {kind!r} of no kind of layers, {theirs}, say it in {ROPE}.{FULL}"
     return None
 
 
@@ -113,25 +108,29 @@ def only_kinds(*known: str, kind: str = "", of: Callable[[Config, str], Config |
     return unless(limit)
 
 
+def field_of(kind: str, name: str) -> str:
+    """The path of a parameter in `config.json`: of one kind of layers, if `kind` says which."""
+    return ".".join(filter(None, (ROPE, kind, name)))
+
+
 def theta(kind: str = "", default: float = THETA) -> Line:
     """The base of the frequencies."""
     return derived(
         "rope_max_timescale",
         lambda c, _: positive(rope_of(c, kind).get("rope_theta", default)),
-        f"{ROPE}.{kind}.rope_theta".replace("..", "."),
+        field_of(kind, "rope_theta"),
     )
 
 
 def yarn_lines(kind: str = "") -> tuple[Line, ...]:
     """YaRN's keys, for models whose rotary embedding it is."""
-    prefix = f"{ROPE}.{kind}.".replace("..", ".")
 
     def parameter(key: str, name: str, default: Any) -> Line:
         def find(c: Config, model: str | None) -> Any:
             value = rope_of(c, kind).get(name, default(c) if callable(default) else default)
             return value if isinstance(value, bool) else number(value)
 
-        return derived(key, find, prefix + name, when=lambda c: is_yarn(c, kind))
+        return derived(key, find, field_of(kind, name), when=lambda c: is_yarn(c, kind))
 
     return (
         parameter("rope_factor", "factor", 1),
@@ -159,8 +158,8 @@ def attention_scaling(kind: str = "", when: Holds | None = None) -> tuple[Line, 
     def written_factor(keys: Mapping[str, Any]) -> float | None:
         return 1.0 if keys.get("rope_type") == "yarn" and keys.get("rope_attention_scaling") is False else None
 
-    path = f"{ROPE}.{kind}.attention_factor".replace("..", ".")
-    return derived("rope_attention_scaling", find, when=when), copied(path, written_factor)
+    scale = copied(field_of(kind, "attention_factor"), written_factor)
+    return derived("rope_attention_scaling", find, when=when), scale
 
 
 def yarn_scale(rope: Config, mscale: float = 1) -> float:
@@ -201,8 +200,7 @@ def plain_rope(default: float = THETA, kind: str = "") -> tuple[Line, ...]:
     def find(c: Config, model: str | None) -> str:
         return PLAIN.get(rope_of(c, kind)["rope_type"], "default")
 
-    path = f"{ROPE}.{kind}.rope_type".replace("..", ".")
-    rope = derived("rope_type", find, path)
+    rope = derived("rope_type", find, field_of(kind, "rope_type"))
     return (*scaled_rope(default, kind), rope, *linear_lines(kind), only_kinds(*PLAIN, kind=kind))
 
 
@@ -236,8 +234,8 @@ def linear_lines(kind: str = "") -> tuple[Line, ...]:
 
         return of
 
-    prefix = f"{ROPE}.{kind}.".replace("..", ".")
-    return copied(f"{prefix}rope_type", scaled(lambda _: "linear")), copied(f"{prefix}factor", scaled(float))
+    kind_line = copied(field_of(kind, "rope_type"), scaled(lambda _: "linear"))
+    return kind_line, copied(field_of(kind, "factor"), scaled(float))
 
 
 def llama3_lines() -> tuple[Line, ...]:
