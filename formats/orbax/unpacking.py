@@ -128,14 +128,14 @@ def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
     return [(*first, span, *rest) for first in itertools.product(*leading) for span in ranges]
 
 
-def file_name(array: OrbaxArray, index: Sequence[int], number: int, prefix: str = "") -> str:
-    """The file of a piece of a chunk; `prefix` tells arrays of one name apart."""
-    return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.{number}"
+def file_name(array: OrbaxArray, index: Sequence[int], piece: int | str, prefix: str) -> str:
+    """The file of a piece of a chunk, by its number; `prefix` tells arrays of one name apart."""
+    return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.{piece}"
 
 
 def share_name(array: OrbaxArray, index: Sequence[int], prefix: str = "") -> str:
     """The file of a chunk's share in the array's digest."""
-    return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.digest"
+    return file_name(array, index, "digest", prefix)
 
 
 def unpack(array: OrbaxArray, index: Sequence[int], folder: Store, prefix: str = "", summed: bool = False) -> int:

@@ -563,12 +563,9 @@ def mounts_in(folder: Path) -> list[str]:
         lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return [place for place, *_ in os.walk(root) if os.path.ismount(place)]
-    escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], os.fsencode(root))  # as places are in there
-    places = (line.split(b" ", 5)[4] for line in lines if line)
-    found = [place for place in places if place == escaped or place.startswith(escaped + b"/")]
-    return sorted(
-        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), place)) for place in found
-    )
+    escaped = (line.split(b" ", 5)[4] for line in lines if line)  # as `\040` for a space
+    places = (os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), one)) for one in escaped)
+    return sorted(place for place in places if place == root or place.startswith(f"{root}/"))
 
 
 def _attribute(folder: Path) -> str:
