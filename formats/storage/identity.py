@@ -181,7 +181,7 @@ def this_machine() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {mounts}".encode()).hexdigest()[:16]
 
 
-def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool = False) -> bool:
+def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen], linked: bool) -> bool:
     """Whether files, by their paths, were replaced or touched since; they may have moved. A further name of a file may
     hide a change, and counts as one unless it is our own (`linked`).
     """

@@ -239,9 +239,7 @@ def size_rows(planned: ToRelease, threads: int, output: str | None) -> Iterator[
         yield "memory", memory_text(planned, threads, output)
 
 
-def slots_for(
-    asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool = False
-) -> int | None:
+def slots_for(asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool) -> int | None:
     """Units at a time that those of a release are cut for; see `running/slots.py`."""
     # what goes to the hub is made in a folder first
     local = output if output and not output.startswith("hf://") else ""

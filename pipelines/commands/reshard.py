@@ -237,7 +237,7 @@ def _array_items(step: Store) -> list[str]:
 
 
 def find_model(
-    checkpoint: OrbaxCheckpoint, like: str | None, maxtext_config: str | None = None, maxtext_model: str | None = None
+    checkpoint: OrbaxCheckpoint, like: str | None, maxtext_config: str | None, maxtext_model: str | None
 ) -> Model:
     """What is known of a checkpoint's model: what the release says that it should be like, or a MaxText configuration;
     else what the checkpoint remembers, or the `maxtext.yml` beside it; else MaxText's model of a name.

@@ -32,9 +32,7 @@ READ = {  # what a command reads, where it isn't just any release
 }
 
 
-def plan_source(
-    source: str, options: ConvertOptions, hf_token_secret: str | None = None, slots: int | None = None
-) -> Conversion:
+def plan_source(source: str, options: ConvertOptions, hf_token_secret: str | None, slots: int | None) -> Conversion:
     """Plans a conversion, its units cut for `slots` of them at a time if that is known; problems stay in the plan.
 
     Raises:

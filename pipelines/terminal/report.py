@@ -89,7 +89,7 @@ def units_text(planned: Transfer) -> str:
     return size + (f", cut for {planned.slots:,} at a time" if planned.slots else "")
 
 
-def plan_blocks(conversion: Conversion, threads: int, output: str | None = None) -> Iterator[Block]:
+def plan_blocks(conversion: Conversion, threads: int, output: str | None) -> Iterator[Block]:
     """The whole plan: arrays (alike layers collapsed), what is rounded, drops, warnings and totals."""
     plan = conversion.plan
     yield _arrays_table(conversion)

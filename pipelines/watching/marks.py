@@ -119,7 +119,7 @@ class Marks:
         """The marks of a target's histories in a state, in no order."""
         return [mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target]
 
-    def all_but_last(self, last: int, target: str, there: Listed, state: str = State.PUBLISHED) -> list[Mark]:
+    def all_but_last(self, last: int, target: str, there: Listed, state: str) -> list[Mark]:
         """Those of all but the last steps, the oldest first: by when they were committed, but none that is there behind one
         of a higher number that is, too, since a clock may have been wrong. A step that was published twice, as with other
         options, is one.

@@ -24,7 +24,7 @@ from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import RunStep, read_step
 
 
-def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
+def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
     """Looks at every run and at every place before the first byte.
 
     Raises:

@@ -347,7 +347,7 @@ def history_of(output: Store, version: Version, target: VersionTarget, root: str
     return History(output, version.name, key_of(version.name, version.weights, target), root)
 
 
-def find_history(output: Store, name: str, key: str, root: str = ROOT) -> History | None:
+def find_history(output: Store, name: str, key: str, root: str) -> History | None:
     """A history that was begun; None where it wasn't, or where a record is damaged, which is said."""
     try:
         history = History(output, name, key, root)

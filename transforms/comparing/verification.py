@@ -475,7 +475,7 @@ def compared_elements(array: Array, sample: float) -> int:
 
 
 def run_task(
-    task: CompareTask, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False
+    task: CompareTask, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool
 ) -> ArrayResult:
     """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an
     export, which hasn't got it.

@@ -218,8 +218,8 @@ def recipe_for(
     quantized: frozenset[str],
     box: Box,
     pieces: tuple,
+    given: Given | None,
     merged: Encoding | None = None,
-    given: Given | None = None,
 ) -> RowsRecipe:
     """Rows of a tensor to make, of whichever kind it is."""
     if name in quantized:

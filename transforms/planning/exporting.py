@@ -235,7 +235,7 @@ class Export(FromCheckpoint, ToRelease):
         for name, boxes in rows_of(self.plan.arrays, self.grids, of_arrays).items():
             for box, inside in boxes:
                 recipes += [
-                    recipe_for(self.layout.tensors, one, self.quantized, box, inside, self.merged.get(name), self.given)
+                    recipe_for(self.layout.tensors, one, self.quantized, box, inside, self.given, self.merged.get(name))
                     for one in self.names[name]
                 ]
         names = list(self.taken) if len(of_arrays) < len(self.units[unit]) else []

@@ -123,9 +123,8 @@ class Merge(ToRelease):
         fetches, recipes = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = self._names[block.array], block.shards
-            recipe = recipe_for(
-                self.layout.tensors, name, self.quantized, box, ((number, itself(name, box)),), given=self.given
-            )
+            pieces = ((number, itself(name, box)),)
+            recipe = recipe_for(self.layout.tensors, name, self.quantized, box, pieces, self.given)
             fetches.append(Fetch(self.encodings[name], box, self._read_as(name, recipe.dtype)))
             recipes.append(recipe)
         return Unit(unit, tuple(fetches), tuple(recipes))
