@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, read_boxes
 from weightbeam.formats.targets import orbax, release
 from weightbeam.model_mappings.boxes import Box, whole
@@ -50,6 +51,17 @@ def convert(source: Path, output: Path, *options: str) -> Path:
     assert main(["convert", "--source", str(source), "--output", str(output), *options]) == 0
     step = options[options.index("--step") + 1] if "--step" in options else "0"
     return output / step
+
+
+def reshard(source: Path, output: Path, *options: object, status: int = 0) -> Path:
+    """Runs `weightbeam reshard` in this process; returns the folder of the only step."""
+    assert call("reshard", source, output, *options) == status
+    return find_items(output).folder.parent if status == 0 else output
+
+
+def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, by its key."""
+    return {key: np.asarray(store.read().result()) for key, store in open_arrays(find_items(checkpoint)).items()}
 
 
 def stop_midway(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

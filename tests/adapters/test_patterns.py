@@ -114,31 +114,22 @@ def test_what_isnt_supported_is_said(pattern: str, said: str) -> None:
     assert said in problem.message
 
 
-def test_too_much_is_refused() -> None:
-    """A thousand expressions that take long, each with each module."""
-    config = AdapterConfig(rank_pattern={f"(({'.?' * 200})*)*[!?]{{{i + 1}}}": 1 for i in range(1000)})
+@pytest.mark.parametrize(
+    ("pattern", "patterns", "name", "modules"),
+    [
+        ("((" + ".?" * 200 + ")*)*[!?]{{{}}}", 1000, MODULE + ".{}", 1000),
+        (".*" + "(?=a)" * 150 + ".{{{}}}x", 8, "x{}" + "a" * 9_000, 1000),
+        ("z[ab]q{}[ab]+", 9000, MODULE + ".{}", 18_000),
+    ],
+    ids=["repetitions", "places from which it looks ahead", "texts that stand in no name"],
+)
+def test_too_much_is_refused(pattern: str, patterns: int, name: str, modules: int) -> None:
+    """Expressions that take long, each with each module: took minutes."""
+    config = AdapterConfig(rank_pattern={pattern.format(number): 1 for number in range(1, patterns + 1)})
     start = time.process_time()
     with pytest.raises(PatternError, match="take too long"):
-        _ = [config.rank(f"{MODULE}.{number}") for number in range(1000)]
+        _ = [config.rank(name.format(number)) for number in range(modules)]
     assert time.process_time() - start < 30
-
-
-def test_what_looks_ahead_counts() -> None:
-    """The places of a long name from which it looks: took 40 minutes of a thousand modules."""
-    config = AdapterConfig(rank_pattern={f".*{'(?=a)' * 150}.{{{number}}}x": 1 for number in range(1, 9)})
-    start = time.process_time()
-    with pytest.raises(PatternError, match="take too long"):
-        _ = [config.rank(f"x{number}{'a' * 9_000}") for number in range(1000)]
-    assert time.process_time() - start < 30
-
-
-def test_looks_for_texts_count() -> None:
-    """Thousands of expressions, none of whose texts stands in a name, with each of thousands of modules: took minutes."""
-    config = AdapterConfig(rank_pattern={f"z[ab]q{number}[ab]+": 1 for number in range(9000)})
-    start = time.process_time()
-    with pytest.raises(PatternError, match="take too long"):
-        _ = [config.rank(f"{MODULE}.{number}") for number in range(18_000)]
-    assert time.process_time() - start < 20
 
 
 def test_every_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,19 @@ import warm
 import yaml
 from lazily import lazily
 from pairs import each
-from support import LLAMA, assert_same_bits, call, convert, digest, digests, given, make_release, restore
+from support import (
+    LLAMA,
+    arrays,
+    assert_same_bits,
+    call,
+    convert,
+    digest,
+    digests,
+    given,
+    make_release,
+    reshard,
+    restore,
+)
 from trained import SHARED, needs_shared, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
@@ -27,7 +39,6 @@ from weightbeam.transforms.cutting.mesh import Mesh, axes_in, model_rules, parti
 from weightbeam.transforms.cutting.read_cost import load_of, total
 
 jax = lazily("jax")
-ocp = lazily("orbax.checkpoint")
 jnp = lazily("jax.numpy")
 ocp = lazily("orbax.checkpoint")
 optax = lazily("optax")
@@ -37,17 +48,6 @@ CASES = [
     for case, facts in given().items()
     if {"scanned", "unscanned"} <= set(facts) and case != "deepseek3-mtp-standalone"
 ]
-
-
-def reshard(source: Path, output: Path, *options: object, status: int = 0) -> Path:
-    """Runs the command; returns the folder of the only step."""
-    assert main(["reshard", str(source), str(output), *map(str, options)]) == status
-    return find_items(output).folder.parent if status == 0 else output
-
-
-def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, by its key."""
-    return {key: np.asarray(store.read().result()) for key, store in open_arrays(find_items(checkpoint)).items()}
 
 
 def weights(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -9,10 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pairs import each, some
-from support import LLAMA, QWEN3_MOE, assert_same_bits, call, convert, converted, make_release, read_config, restore
+from support import (
+    LLAMA,
+    QWEN3_MOE,
+    arrays,
+    assert_same_bits,
+    call,
+    convert,
+    converted,
+    make_release,
+    read_config,
+    reshard,
+    restore,
+)
 from trained import SHARED, needs_shared, trained_like
-
-from weightbeam.formats.orbax import find_items, open_arrays
 
 MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, collections, places without a layer, pairs
     "cases/llama3.1": "1:3",
@@ -23,17 +33,6 @@ MODELS = {  # of a kind of stacks each: one, a dense prefix, cycles, two axes, c
     "models/glm5": "3:6",
     "cases/gemma2": "2:4",
 }
-
-
-def reshard(source: Path, output: Path, *options: object, status: int = 0) -> Path:
-    """Runs the command; returns the folder of the only step."""
-    assert call("reshard", source, output, *options) == status
-    return find_items(output).folder.parent if status == 0 else output
-
-
-def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, by its key."""
-    return {key: np.asarray(store.read().result()) for key, store in open_arrays(find_items(checkpoint)).items()}
 
 
 @pytest.mark.parametrize(
