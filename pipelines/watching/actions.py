@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from weightbeam.pipelines.running.without_beam import leave_out_services
@@ -128,11 +128,10 @@ def plan_export(source: str, asked: ExportOptions, lora: str) -> dict[str, Any]:
     Raises:
       Refused: it has problems.
     """
-    from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.pipelines.commands import export
     from weightbeam.transforms.planning.adapters import is_adapter
 
-    checkpoint = _opened(open_orbax, source)
+    checkpoint = _opened(source)
     if is_adapter(checkpoint):
         return _planned_adapter(checkpoint, asked, [lora, hashed(asked)] if lora == MERGED else [])
     return _planned(export.plan(checkpoint, asked=asked))
@@ -140,11 +139,10 @@ def plan_export(source: str, asked: ExportOptions, lora: str) -> dict[str, Any]:
 
 def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
     """Plans the quantisation of a checkpoint; see `plan_export`."""
-    from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.pipelines.commands import quantize
     from weightbeam.transforms.planning.adapters import is_adapter
 
-    checkpoint = _opened(open_orbax, source)
+    checkpoint = _opened(source)
     if is_adapter(checkpoint):
         return _planned_adapter(checkpoint, options_as(ExportOptions, asked), ["quantize", hashed(asked)])
     return _planned(quantize.plan(source, asked=asked))
@@ -180,13 +178,14 @@ def _planned(planned: Any) -> dict[str, Any]:
     }
 
 
-def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
+def _opened(source: str) -> Any:
     """A checkpoint of a run.
 
     Raises:
       Refused: its tree isn't one that can be taken.
       Failed: it can't be read, which may be different another time.
     """
+    from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.formats.storage import StorageError
     from weightbeam.model_mappings.trees import TreeError
 
@@ -242,12 +241,11 @@ def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
     Raises:
       Refused: it has problems.
     """
-    from weightbeam.formats.orbax.source import open_orbax
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.commands import reshard
     from weightbeam.pipelines.running.problems import refuse
 
-    _opened(open_orbax, source)
+    _opened(source)
     planned = reshard.plan(source, asked=asked)
     refuse(planned.plan.problems)
     return _about(planned, planned.tree.kind, planned.target_bytes) | {"read": digest(planned.sources[0])}

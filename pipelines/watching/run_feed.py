@@ -253,8 +253,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         } - {history.key}
         found = (self.places.find(key) for key in sorted(others))
         taken = any(other is None or not self.places.is_elsewhere(other) for other in found)
-        is_free = not taken and not place.is_taken(url, history.key)
-        if is_free:
+        if not taken and not place.is_taken(url, history.key):
             return url
         named = f"{history.first['commit']}-{plan[:8]}"
         if place.is_taken(place.of(named), history.key):  # the same files were put there at other times
@@ -308,11 +307,8 @@ class RunFeed(Feed[RunStep, RunTarget]):
         return {seen.listed for seen in self._there}
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
-        return (
-            None
-            if facts.get("verified")
-            else "not compared: " + ("verify is 0" if not self._verifies else "an adapter")
-        )
+        why = "an adapter" if self._verifies else "verify is 0"
+        return None if facts.get("verified") else f"not compared: {why}"
 
     def withheld(self, history: History, target: RunTarget) -> str | None:
         if not _not_finite(history) or target.on_nan != HOLD or self.places.is_published(history):
