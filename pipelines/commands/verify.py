@@ -11,7 +11,6 @@ from typing import Any
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage.identity import as_read
 from weightbeam.formats.storage.stoppable import StoppablePool
-from weightbeam.model_mappings.plan import Array
 from weightbeam.pipelines.checking.of_source import plan_verification
 from weightbeam.pipelines.checking.subject import Subject, is_spare
 from weightbeam.pipelines.checking.verification import Verification
@@ -30,7 +29,7 @@ from weightbeam.transforms.comparing.counterparts import compare_counterparts
 from weightbeam.transforms.comparing.verification import (
     ArrayResult,
     CompareTask,
-    compared_elements,
+    compared_bytes,
     is_compared,
     run_task,
     tasks,
@@ -99,11 +98,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     say(args, found)
     found.check()
     return 0
-
-
-def compared_bytes(array: Array, sample: float) -> int:
-    """Bytes of an array that are compared, about."""
-    return compared_elements(array, sample) * array.dtype.itemsize
 
 
 def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Any]:

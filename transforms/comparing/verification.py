@@ -457,9 +457,8 @@ def tasks(conversion: Conversion) -> list[CompareTask]:
     for number, array in enumerate(conversion.plan.arrays):
         total = sum(len(part.tensors) for part in array.parts)
         step = max(1, TASK_BYTES * total // max(1, array.nbytes))
-        made += [CompareTask(number, first, min(first + step, total)) for first in range(0, total, step)] or [
-            CompareTask(number, 0, 0)
-        ]
+        # of one without tensors its padding
+        made += [CompareTask(number, first, min(first + step, total)) for first in range(0, max(1, total), step)]
     return made
 
 
@@ -468,10 +467,11 @@ def is_compared(number: int, sample: float) -> bool:
     return number == 0 or int(number * sample) != int((number - 1) * sample)
 
 
-def compared_elements(array: Array, sample: float) -> int:
-    """How many elements of an array are compared, about."""
+def compared_bytes(array: Array, sample: float) -> int:
+    """Bytes of an array that are compared, about."""
     numbers = sum(1 for _ in cells(array))
-    return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
+    compared = sum(is_compared(number, sample) for number in range(numbers))
+    return math.prod(array.shape) * compared // max(1, numbers) * array.dtype.itemsize
 
 
 def run_task(
