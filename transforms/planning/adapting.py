@@ -234,17 +234,10 @@ def _pair(
     scaling: float,
 ) -> LoraPair:
     a, b = (
-        LoraFactor(adapter.files.weights[place.key], _layer_axis(place.part), rank_axis)
+        LoraFactor(adapter.files.weights[place.key], min(place.part.stack_axes, default=0), rank_axis)
         for place, rank_axis in zip(places, (1, 0), strict=True)
     )
     return LoraPair(layers, first, a, b, scaling)
-
-
-def _layer_axis(part: Part) -> int:
-    """The first axis of layers; 0 where there is none."""
-    return next(
-        (axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)), 0
-    )
 
 
 def _kernel(source: OrbaxCheckpoint, name: str, part: Part, pairs: Sequence[LoraPair]) -> AdaptedKernel:
@@ -252,7 +245,8 @@ def _kernel(source: OrbaxCheckpoint, name: str, part: Part, pairs: Sequence[Lora
     _, inputs = part.rule.axes.left
     words = part.rule.axes.right
     first = next((axis for axis, held in enumerate(words) if held and not set(held) <= set(inputs)), len(words))
-    return AdaptedKernel(source.weights[name], tuple(pairs), _layer_axis(part), part.layers.ndim, first)
+    layers = min(part.stack_axes, default=0)
+    return AdaptedKernel(source.weights[name], tuple(pairs), layers, part.layers.ndim, first)
 
 
 def beside(kernel: AdaptedKernel, part: Part) -> Beside:
@@ -264,15 +258,12 @@ def beside(kernel: AdaptedKernel, part: Part) -> Beside:
     """
     layers = range(kernel.at, kernel.at + kernel.stacked)
     others = [axis for axis in range(len(kernel.shape)) if axis not in layers]
-    stacked = frozenset(
-        axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)
-    )
     terms = []
     for held, factors in (
         (others[: kernel.inputs], [pair.a for pair in kernel.pairs]),
         (others[kernel.inputs :], [pair.b for pair in kernel.pairs]),
     ):
-        along = stacked.union(*(part.axes_of(axis) for axis in (*layers, *held[:1])))
+        along = part.stack_axes.union(*(part.axes_of(axis) for axis in (*layers, *held[:1])))
         adapters = {
             factor.array.items: factor.rank * (factor.array.dtype.itemsize + 8)
             for factor in factors
