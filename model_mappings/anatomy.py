@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from weightbeam.model_mappings.cells import size_of
 from weightbeam.model_mappings.config import Config, ConfigError, Layout, text_parts
 from weightbeam.model_mappings.family import Family, Prediction, rename
+from weightbeam.model_mappings.rules import Rule
 
 # what `config.json` calls their number; GPT-2's, MPT's, GPT-Neo's, xLSTM's
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -122,18 +123,25 @@ def by_table(family: Family, config: Config, shapes: Shapes) -> Anatomy | None:
         if rule.name_axes == (EXPERT,):
             single.add(name.partition(r"\{expert\}")[0] + r"(\d+)\.")
             continue
-        for word in (EXPERT, VOCAB, LAYER):
-            for at, axis in enumerate(rule.axes.left[len(rule.name_axes) :]):
-                if word in axis:
-                    sizes = [size_of(each, rule, dims) for each in axis]
-                    place = axis.index(word)
-                    axes[word][name] = Axis(at, math.prod(sizes[place + 1 :]))
-                    if math.prod(sizes[:place]) > 1:
-                        opposed[word][name] = f"has no {word} side by side with the next"
+        for word, axis, before in _cut_axes(rule, dims):
+            axes[word][name] = axis
+            if before > 1:
+                opposed[word][name] = f"has no {word} side by side with the next"
         if rule.integer:
             opposed[EXPERT][name] = "holds integers for each token, the numbers of its experts"
     axes[VOCAB] |= dict.fromkeys(map(re.escape, family.copies(config, layout)), Axis(0, 1))
     return Anatomy(prefix % r"(\d+)", "|".join(sorted(single)) or NEVER, axes, opposed, family.aliases, family)
+
+
+def _cut_axes(rule: Rule, dims: Mapping[str, int]) -> Iterator[tuple[str, Axis, int]]:
+    """The axes of a rule's tensor that hold several experts, tokens or layers: `(axis word, axis, product of the words'
+    sizes before it on that axis)`.
+    """
+    for at, words in enumerate(rule.axes.left[len(rule.name_axes) :]):
+        sizes = [size_of(word, rule, dims) for word in words]
+        for place, word in enumerate(words):
+            if word in (EXPERT, VOCAB, LAYER):
+                yield word, Axis(at, math.prod(sizes[place + 1 :])), math.prod(sizes[:place])
 
 
 def _escaped(prefix: str) -> str:

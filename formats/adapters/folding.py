@@ -153,20 +153,14 @@ def fold(
     )
     alpha = adapters[0].config.alpha_of(next(iter(deltas.values())).scaling, rank) if plain else float(rank)
     made: dict[str, Encoding] = {}
-    shapes = {name: (encodings[name].shape, delta) for name, delta in deltas.items()}
     for factor, of in table.factors.items():
-        delta = deltas.get(of.tensor)
-        (outputs, inputs), near = (
-            shapes[of.tensor] if delta else (encodings[of.tensor].shape, next(iter(deltas.values())))
-        )
-        rows = range(outputs)[of.rows]
+        is_zero, delta = of.tensor not in deltas, deltas.get(of.tensor) or next(iter(deltas.values()))
+        outputs, inputs = encodings[of.tensor].shape
         if factor.endswith("lora_a"):
-            made[factor] = FoldedFactor(delta.a if delta else near.a, (rank, inputs), is_zero=delta is None)
+            made[factor] = FoldedFactor(delta.a, (rank, inputs), is_zero=is_zero)
         else:
-            scaling = 1.0 if plain or delta is None else delta.scaling
-            made[factor] = FoldedFactor(
-                delta.b if delta else near.b, (len(rows), rank), (rows.start, rows.step), scaling, is_zero=delta is None
-            )
+            rows, scaling = range(outputs)[of.rows], 1.0 if plain or is_zero else delta.scaling
+            made[factor] = FoldedFactor(delta.b, (len(rows), rank), (rows.start, rows.step), scaling, is_zero=is_zero)
     return Folding(table.stacks, made, rank, alpha, tuple(problems), found.uses)
 
 
