@@ -242,22 +242,19 @@ def why_not(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int
     shapes = dict(tensors)
     outer = [(name, shape) for name, shape in shapes.items() if name.count(".") == 1]
     bare = tuple(module for module in not_converted(outer) if "." not in module)
-    return [
+    named = [
         (name, f"{next(filter(module.endswith, bare))} isn't quantised, and engines go by how a module's name ends")
         for name, shape in shapes.items()
         if (module := name.removesuffix(".weight")).endswith(bare) and len(shape) == 2 and why_kept(name, shape) is None
-    ] + [
-        (
-            name,
-            f"{tuple(shape)}: what engines make of such a tensor isn't known, and so nor whether they take it for codes",
-        )
-        for name, shape in shapes.items()
-        if len(shape) > 2
-        and min(shape[-2:]) >= KERNEL
-        and IN_A_LAYER.fullmatch(name)
-        and not JOINED.fullmatch(name)
-        and not KEPT["a tower or its projector"].fullmatch(name)
     ]
+    unknown = "what engines make of such a tensor isn't known, and so nor whether they take it for codes"
+    return named + [(name, f"{tuple(shape)}: {unknown}") for name, shape in shapes.items() if _is_unknown(name, shape)]
+
+
+def _is_unknown(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is several matrices of a layer, and not known as experts, a tower's, or small kernels."""
+    is_joined = len(shape) > 2 and min(shape[-2:]) >= KERNEL and IN_A_LAYER.fullmatch(name)
+    return bool(is_joined) and not JOINED.fullmatch(name) and not KEPT["a tower or its projector"].fullmatch(name)
 
 
 def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:

@@ -315,9 +315,14 @@ def open_source(checkpoint: HfCheckpoint) -> ReleaseTensors:
             if logical in encodings:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
-    sections = [checkpoint.config, *(each for each in checkpoint.config.values() if isinstance(each, Mapping))]
+    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), biases=_biases(checkpoint.config))
+
+
+def _biases(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of `config.json`, and of the objects in it, that say there are biases."""
+    sections = [config, *(each for each in config.values() if isinstance(each, Mapping))]
     said = (key for section in sections for key, value in section.items() if key.endswith("bias") and value is True)
-    return ReleaseTensors(encodings, tuple(problems), dropped, frozenset(lost), biases=tuple(dict.fromkeys(said)))
+    return tuple(dict.fromkeys(said))
 
 
 def stored_tensors(checkpoint: HfCheckpoint, source: ReleaseTensors, names: Iterable[str]) -> dict[str, set[str]]:

@@ -81,19 +81,15 @@ def explain(
             others = [problem for problem in problems if problem.kind not in ("missing", "unused")]
             return [*others, Problem("unused", f"{prefix}*", message)]
     heads = {name for array in arrays if array.key.endswith(HEAD) for part in array.parts for name in part.tensors}
-    problems = [
-        dataclasses.replace(problem, message=f"{problem.message}{HEADLESS}")
-        if problem.kind == "missing" and problem.subject in heads
-        else problem
-        for problem in problems
-    ]
-    if not source.biases:
-        return problems
-    why = f"config.json says {' and '.join(source.biases)}, and MaxText's {family.name} models have no such bias; if all are zeros, say false there"
+    biases = f"config.json says {' and '.join(source.biases)}, and MaxText's {family.name} models have no such bias; if all are zeros, say false there"
+
+    def why(problem: Problem) -> str:
+        if problem.kind == "missing" and problem.subject in heads:
+            return HEADLESS
+        return f": {biases}" if problem.kind == "unused" and source.biases and problem.subject.endswith(".bias") else ""
+
     return [
-        dataclasses.replace(problem, message=f"{problem.message}: {why}")
-        if problem.kind == "unused" and problem.subject.endswith(".bias")
-        else problem
+        dataclasses.replace(problem, message=f"{problem.message}{also}") if (also := why(problem)) else problem
         for problem in problems
     ]
 
