@@ -22,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -101,10 +101,7 @@ def open_repository(url: str) -> Repository:
         return Repository(url)
     if hub_cache.is_offline():
         return Repository(f"hf://{repo}@{_cached_commit(url, repo, revision or 'main')}")
-    found = _info(repo, revision or None, url)
-    commit = found.sha or ""
-    _remember(_INFO, repo, commit, found)
-    return Repository(f"hf://{repo}@{commit}")
+    return Repository(f"hf://{repo}@{_ask(repo, revision or None, url).commit}")
 
 
 def _cached_commit(url: str, repo: str, revision: str) -> str:
@@ -131,14 +128,9 @@ class Repository(Store):
                     f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit"
                 )
             return
-        if self._info().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
+        if self._known().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
             with hub_errors(self.url, self.repo):
                 retried(api().auth_check)(self.repo)
-
-    def _info(self) -> ModelInfo:
-        if found := _INFO.get((self.repo, self.commit)):
-            return found
-        return _remember(_INFO, self.repo, self.commit, _info(self.repo, self.commit, self.url))
 
     def files(self) -> dict[str, File]:
         """Everything in the repository, by name; offline, what the cache holds of it."""
@@ -146,21 +138,11 @@ class Repository(Store):
             cached = hub_cache.snapshot(self.repo, self.commit)
             names = [file.name for file in cached.list()] if cached else []
             return {name: file for name in names if cached and (file := hub_cache.file_of(cached, name))}
-        return {name: self._cached(name)[1] or file for name, file in self._known().items()}
+        return {name: self._cached(name)[1] or file for name, file in self._known().files.items()}
 
-    def _known(self) -> dict[str, File]:
-        """What the hub says of the files."""
-        if (known := _FILES.get((self.repo, self.commit))) is not None:
-            return known
-        found = self._info().siblings or []
-        hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
-        versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
-        files = {
-            name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
-            for file in found
-            for name in [file.rfilename]
-        }
-        return _remember(_FILES, self.repo, self.commit, files)
+    def _known(self) -> Known:
+        """What the hub says of it."""
+        return _KNOWN.get((self.repo, self.commit)) or _ask(self.repo, self.commit, self.url)
 
     def fetched(self) -> list[File]:
         """The files that the hub's cache on this machine doesn't hold, so that reading them fetches them."""
@@ -175,7 +157,7 @@ class Repository(Store):
         ]
 
     def stat(self, name: str) -> File | None:
-        return self._cached(name)[1] or (None if hub_cache.is_offline() else self._known().get(name))
+        return self._cached(name)[1] or (None if hub_cache.is_offline() else self._known().files.get(name))
 
     def _cached(self, name: str) -> tuple[LocalFolder, File] | tuple[None, None]:
         """The snapshot in the cache, and the file as it lies there, if it is what the hub knows: of the same size, and
@@ -184,7 +166,7 @@ class Repository(Store):
         cached = hub_cache.snapshot(self.repo, self.commit)
         if cached is None or (found := hub_cache.file_of(cached, name)) is None:
             return None, None
-        known = found if hub_cache.is_offline() else self._known().get(name)
+        known = found if hub_cache.is_offline() else self._known().files.get(name)
         is_same = known is not None and (known.size, known.version) == (found.size, found.version)
         return (cached, found) if is_same else (None, None)
 
@@ -556,22 +538,36 @@ def answered(answer: httpx2.Response) -> str:
     return f"the hub answered {answer.status_code} {answer.reason_phrase}".rstrip() + when
 
 
-_INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
-_FILES: dict[tuple[str, str], dict[str, File]] = {}  # the same, of its files
+class Known(NamedTuple):
+    """What the hub said of a repository at a commit, which doesn't change.
+
+    Attributes:
+      commit: its 40 hexadecimal digits.
+      gated: whether it is read by those alone who have accepted its terms.
+      files: all of them, by name.
+    """
+
+    commit: str
+    gated: bool
+    files: dict[str, File]
+
+
+_KNOWN: dict[tuple[str, str], Known] = {}
 MAX_KNOWN = 64  # commits of which that is kept: it may be megabytes, and a watcher sees new ones for months
 
 
-def _remember(known: dict[tuple[str, str], T], repo: str, commit: str, value: T) -> T:
-    """Keeps, and returns, what the hub said of a commit; the oldest are forgotten, and asked for anew if need be."""
-    known[repo, commit] = value
-    for old in list(known)[:-MAX_KNOWN]:
-        known.pop(old, None)  # another thread may have done so
-    return value
-
-
-def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
+def _ask(repo: str, revision: str | None, url: str) -> Known:
+    """Asks the hub, and keeps what it says; of the oldest commits that is forgotten, and asked for anew if need be."""
     with hub_errors(url, repo):
-        return describe(api(), repo, revision, FIRST_ATTEMPTS)
+        found = describe(api(), repo, revision, FIRST_ATTEMPTS)
+    commit, files = found.sha or "", dict[str, File]()
+    for file in found.siblings or []:
+        sha256 = file.lfs.sha256 if file.lfs else None
+        files[file.rfilename] = File(file.rfilename, file.size or 0, sha256 or file.blob_id or commit, sha256=sha256)
+    known = _KNOWN[repo, commit] = Known(commit, bool(found.gated), files)
+    for old in list(_KNOWN)[:-MAX_KNOWN]:
+        _KNOWN.pop(old, None)  # another thread may have done so
+    return known
 
 
 def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMPTS) -> ModelInfo:

@@ -61,7 +61,7 @@ def test_offline(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     wanted = convert_from_hub(tmp_path / "online")
     download(hub, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hubs, "_INFO", {})
+    monkeypatch.setattr(hubs, "_KNOWN", {})
     assert convert_from_hub(tmp_path / "offline") == wanted
     assert (len(hub.log), len(hub.cdn.log)) == (0, 0)
     assert call("verify", tmp_path / "offline") == 0

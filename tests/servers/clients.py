@@ -52,8 +52,7 @@ def at_hub(token: str | None = None, **environment: str) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which the environment tells other processes
         patch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
         patch.setattr(hubs, "_locations", hubs._Locations())  # another hub, with the same commits
-        patch.setattr(hubs, "_INFO", {})
-        patch.setattr(hubs, "_FILES", {})
+        patch.setattr(hubs, "_KNOWN", {})
         patch.setattr(hubs, "BACKOFF", 0.01)
         if token:
             server.users.add(token)
