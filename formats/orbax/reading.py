@@ -28,7 +28,7 @@ from weightbeam.formats.orbax.metadata import (
 )
 from weightbeam.formats.orbax.references import read_references
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
-from weightbeam.formats.staging import GROWING, ITEMS, MARKER
+from weightbeam.formats.staging import GROWING, ITEMS, MARKER, REPLACED
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 from weightbeam.formats.storage.stoppable import StoppablePool
@@ -174,7 +174,7 @@ def _what_it_may_be(store: Store, folders: Sequence[str]) -> str:
 
 def is_unpublished(name: str) -> bool:
     """Whether a folder of that name holds what will be a checkpoint, or what was one."""
-    return GROWING in name or bool(re.fullmatch(r"\w+\.replaced-[0-9a-f]+", name))
+    return GROWING in name or bool(re.fullmatch(rf"\w+{REPLACED}", name))
 
 
 def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStore]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.staging.bucket import BucketStaging
-from weightbeam.formats.staging.folder import FolderStaging, holds_plan
+from weightbeam.formats.staging.folder import REPLACED, FolderStaging, holds_plan
 from weightbeam.formats.staging.ledger import BYTES, IncompleteError
 from weightbeam.formats.staging.staging import (
     ASIDE,
@@ -24,7 +24,7 @@ from weightbeam.formats.staging.staging import (
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
 
 __all__ = [
-    "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
+    "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "REPLACED", "UNPACKED",
     "BucketStaging", "FolderStaging", "IncompleteError", "Staging", "TakenOverError", "holds_plan", "staging_at",
 ]  # fmt: skip
 

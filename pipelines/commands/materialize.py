@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.formats.record.provenance import RECORD
-from weightbeam.formats.staging import ITEMS
+from weightbeam.formats.staging import ITEMS, REPLACED
 from weightbeam.formats.storage import LocalFolder, Store
 from weightbeam.model_mappings.versions import UNSAID
 from weightbeam.pipelines.checking.virtual import is_virtual, open_own_source, with_hashes
@@ -114,8 +114,7 @@ def _replaced_by(items: Store) -> list[Store]:
     step, root = items.parent, items.parent.parent
     if not isinstance(root, LocalFolder):
         return []
-    named = re.compile(rf"{re.escape(step.name)}\.replaced-[0-9a-f]+")
-    return [root / name / ITEMS for name in root.folders() if named.fullmatch(name)]
+    return [root / name / ITEMS for name in root.folders() if re.fullmatch(re.escape(step.name) + REPLACED, name)]
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

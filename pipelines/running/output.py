@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release.files import CARD
-from weightbeam.formats.staging import JOB, Staging, staging_at
+from weightbeam.formats.staging import JOB, REPLACED, Staging, staging_at
 from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.staging.links import COPY
 from weightbeam.formats.storage import LocalFolder, Store, open_store, patience, reason
@@ -98,9 +98,7 @@ def bring_back(output: str) -> None:
     """
     store = open_store(output)
     if isinstance(store, LocalFolder) and store.folder.is_dir():
-        for step in {
-            found[1] for name in store.entries() if (found := re.fullmatch(r"(\d+)\.replaced-[0-9a-f]+", name))
-        }:
+        for step in {found[1] for name in store.entries() if (found := re.fullmatch(rf"(\d+){REPLACED}", name))}:
             if not os.path.lexists(store / step):
                 with alone(staging_at(store, int(step))):
                     pass
