@@ -308,7 +308,7 @@ def plan_rows(planned: Reshard, threads: int, output: str | None = None) -> Iter
         "re-cut": "read and written once",
         "unpacked": "chunks that no unit can hold, decoded once into files beside the checkpoint",
     }
-    for name, (arrays, nbytes) in sorted(planned.by_way().items()) if planned.ways else ():
+    for name, (arrays, nbytes) in sorted(planned.by_way().items()):
         yield name, f"{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}"
     for adapter in planned.adapted.adapters:
         scale = f"rank {adapter['lora_rank']}, alpha {adapter['lora_alpha']:g}, weight {adapter['weight']:g}"
@@ -331,7 +331,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
             "shape": list(array.shape), "dtype": array.dtype.name, "way": way.name, "chunk": list(way.grid.spec.chunk), "shard": list(way.grid.spec.shard),
             "lossy": array.lossy, "axes": list(array.logical_axes),
         }
-        for array, way in zip(planned.plan.arrays, planned.ways, strict=False)  # none where there are problems
+        for array, way in planned.arrays
     }  # fmt: skip
     return {
         "source": planned.source.root,

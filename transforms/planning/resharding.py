@@ -42,7 +42,7 @@ from weightbeam.formats.targets import Target
 from weightbeam.formats.targets.orbax import OrbaxTarget
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.plan import ArrayPlan
+from weightbeam.model_mappings.plan import Array, ArrayPlan
 from weightbeam.model_mappings.trust import as_said
 from weightbeam.transforms.comparing import odd_values
 from weightbeam.transforms.comparing.array_sums import Shares, add_shares
@@ -129,10 +129,15 @@ class Reshard(FromCheckpoint):
             for key in {key for array in self.plan.arrays for part in array.parts for key in part.tensors}
         )
 
+    @property
+    def arrays(self) -> list[tuple[Array, Way]]:
+        """The new arrays, and how each is made; none if the plan has problems."""
+        return list(zip(self.plan.arrays, self.ways, strict=True)) if self.ways else []
+
     def by_way(self) -> dict[str, tuple[int, int]]:
         """The arrays and bytes that go each way."""
         found: dict[str, tuple[int, int]] = {}
-        for array, way in zip(self.plan.arrays, self.ways, strict=True):
+        for array, way in self.arrays:
             arrays, nbytes = found.get(way.name, (0, 0))
             found[way.name] = arrays + 1, nbytes + array.nbytes
         return found
@@ -143,8 +148,8 @@ class Reshard(FromCheckpoint):
 
         An adapter's are unpacked if their chunks aren't small beside a unit, which needs a part of each.
         """
-        arrays = zip(self.plan.arrays, self.ways, strict=True) if self.ways else ()
-        keys = {key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors}
+        unpacked = (array for array, way in self.arrays if way.name == "unpacked")
+        keys = {key for array in unpacked for part in array.parts for key in part.tensors}
         factors = dict.fromkeys(array for kernel in self.adapted.kernels.values() for array in kernel.arrays)
         large = (
             array
@@ -173,10 +178,8 @@ class Reshard(FromCheckpoint):
     @functools.cached_property
     def _kept(self) -> frozenset[str]:
         """The keys of the arrays whose chunks are copied under their own names."""
-        arrays = zip(self.plan.arrays, self.ways, strict=True)
-        return frozenset(
-            array.key for array, way in arrays if way.name == "copied" and array.key == array.parts[0].tensors[0]
-        )
+        copied = (array for array, way in self.arrays if way.name == "copied")
+        return frozenset(array.key for array in copied if array.key == _first_key(array))
 
     def conclude(self, place: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         written = total(entry["digests"] for entry in ledger.values())
@@ -192,7 +195,7 @@ class Reshard(FromCheckpoint):
         encodings = {key: self._encoding(key, folder) for key in keys}
         made = expand_unit(unit, others, self.plan.arrays, self.grids, encodings, np.dtype(np.float32))
         copies = [
-            (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
+            (_first_key(self.plan.arrays[block.array]), self.ways[block.array].grid.spec, index)
             for block in copied
             for index in itertools.product(*(range(start, stop) for start, stop in block.shards))
         ]
@@ -202,9 +205,8 @@ class Reshard(FromCheckpoint):
         """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two
         copies in memory.
         """
-        return self.ways[block.array].name == "copied" and not is_plain(
-            self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]]
-        )
+        array, way = self.plan.arrays[block.array], self.ways[block.array]
+        return way.name == "copied" and not is_plain(self.around.zarr[_first_key(array)])
 
     def _encoding(self, key: str, folder: Store) -> StoredArray:
         """How an array of the source is read: as it is stored or unpacked, with the adapters in it."""
@@ -225,11 +227,11 @@ class Reshard(FromCheckpoint):
     def target(self) -> Target:
         specs = [way.grid.spec for way in self.ways]
         shapes = {spec.key: (spec.shard, spec.chunk) for spec in specs}
-        renamed = {array.key: array.parts[0].tensors[0] for array in self.plan.arrays}
+        renamed = {array.key: _first_key(array) for array in self.plan.arrays}
         extras = {key: self.around.extras[old] for key, old in renamed.items() if old in self.around.extras}
         copied = {
-            way.grid.spec.key: self.around.zarr[array.parts[0].tensors[0]].encode()
-            for array, way in (zip(self.plan.arrays, self.ways, strict=True) if self.ways else ())
+            array.key: self.around.zarr[renamed[array.key]].encode()
+            for array, way in self.arrays
             if way.name == "copied"
         }
         files: dict[str, bytes] = {}
@@ -347,6 +349,11 @@ class Reshard(FromCheckpoint):
             "model": self.model.to_json(),
             "adapters": [adapter.to_json() for adapter in self.adapters],
         }
+
+
+def _first_key(array: Array) -> str:
+    """The source's key of what an array is made of; the first, where it is made of several."""
+    return array.parts[0].tensors[0]
 
 
 def format_of(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
