@@ -12,7 +12,7 @@ import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, InOrder, cover
 from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, dtypes
-from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite, runs
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
@@ -121,15 +121,11 @@ class BlockCodes(InOrder):
     ) -> None:
         """Neighbouring elements: whole blocks as rows, what is cut off from a block at either end by itself."""
         start, stop = run
-        head = min(stop, -(-start // self.block) * self.block)
-        tail = max(head, stop // self.block * self.block)
-        for first, last, rows in ((start, head, 1), (head, tail, (tail - head) // self.block), (tail, stop, 1)):
-            if first < last:
-                packed = octets[first // 2 - start // 2 : -(-last // 2) - start // 2].reshape(rows, -1)
-                scales = magnitudes[first // self.block - start // self.block :][:rows, np.newaxis]
-                decode_rows(
-                    packed, table, scales, self.block, values[first - start : last - start].reshape(rows, -1), first
-                )
+        for part, blocks in runs(start, stop, self.block):
+            first, last, rows = start + part.start, start + part.stop, blocks.stop - blocks.start
+            packed = octets[first // 2 - start // 2 : -(-last // 2) - start // 2].reshape(rows, -1)
+            scales = magnitudes[blocks, np.newaxis]
+            decode_rows(packed, table, scales, self.block, values[part].reshape(rows, -1), first)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
