@@ -113,10 +113,9 @@ def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list
     """The fields of a release's `config.json` that are others than `expected`, those of nested objects with dots; `by`
     says whose these are.
     """
-    try:
-        found = read_json(release, CONFIG)
-    except (OSError, ValueError) as e:
-        return [(CONFIG, f"can't be read: {e}")]
+    found, why = _config(release)
+    if why:
+        return [(CONFIG, why)]
     return [
         (field, f"{ours}, {by} {theirs}")
         for field, *values in _unlike_fields(found, expected)
