@@ -70,7 +70,7 @@ class Patterns:
         self._found: dict[str, int] = {}
         for number, text in enumerate(values):
             parts = parse(text)
-            own = _own(text) or parts
+            own = _own(parts)
             if plain := _plain(own):
                 is_whole, name = plain
                 any_at = tuple(at for at, letter in enumerate(name) if letter == ANY)
@@ -203,12 +203,10 @@ def _check(parts: Iterable[Part], depth: int) -> None:
             _check(part, depth - 1)
 
 
-def _own(text: str) -> list[Part]:
-    """An expression without what PEFT puts around it; nothing of half of one, which that makes whole."""
-    try:
-        return list(parser.parse(text))
-    except re.error:
-        return []
+def _own(parts: list[Part]) -> list[Part]:
+    """An expression without what PEFT puts around it; with it where nothing is in it, or where that has made halves whole."""
+    is_apart = len(parts) == 3 and parts[1][0] is of.SUBPATTERN
+    return (list(parts[1][1][3]) if is_apart else []) or parts
 
 
 def _plain(parts: list[Part]) -> tuple[bool, str] | None:
