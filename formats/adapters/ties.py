@@ -80,12 +80,8 @@ def _by_names(names: Collection[str], tied: bool | None) -> Ties:
 
 def _ending(names: Collection[str], words: Collection[str]) -> list[str]:
     """The weights outside of layers whose modules' names end in one of these words."""
-    found = []
-    for name in names:
-        *_, module, kind = ("", *name.split(".")) if "." in name else ("", "", "")
-        if kind == "weight" and module in words and not _in_a_layer(name):
-            found.append(name)
-    return found
+    weights = (name for name in names if name.endswith(".weight") and not _in_a_layer(name))
+    return [name for name in weights if name.split(".")[-2] in words]
 
 
 def _in_a_layer(name: str) -> bool:
