@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -255,15 +256,9 @@ def _like(line: Line, sizes: Mapping[str, tuple[str, int]]) -> tuple[str, Rule] 
 
 def _sized(rule: Rule, sizes: Mapping[str, tuple[str, int]]) -> tuple[int, ...] | None:
     """The shape of a rule's tensor; None where `config.json` doesn't say a size of it."""
-    shape = []
-    for axis in rule.axes.left:
-        product = 1
-        for word in axis:
-            if word not in sizes:
-                return None
-            product *= sizes[word][1]
-        shape.append(product)
-    return tuple(shape)
+    if not sizes.keys() >= {word for axis in rule.axes.left for word in axis}:
+        return None
+    return tuple(math.prod(sizes[word][1] for word in axis) for axis in rule.axes.left)
 
 
 def _text(rule: Rule) -> str:
