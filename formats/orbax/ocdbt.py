@@ -42,6 +42,11 @@ def database(folder: Store) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": data, "manifest": base, "cache_pool": "cache_pool#ocdbt"}
 
 
+def stored_in(items: Store, use_ocdbt: bool) -> dict[str, Any]:
+    """The key-value store that the arrays of an item lie in, to be read: one database, or its files."""
+    return database(items) if use_ocdbt else items.kvstore()
+
+
 def written_database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
     """The OCDBT database in a folder, to be written as Orbax writes it; its manifest, which is replaced atomically, may
     lie in another one.

@@ -211,7 +211,7 @@ def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) ->
     shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     if "" in keys:
         raise StorageError(f"{items}: holds an array without a name, as a checkpoint of one array does")
-    kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
+    kvstore = ocdbt.stored_in(items, format.use_ocdbt)
     read_descriptions(items, {key: f"{key}/{format.metadata_name}" for key in keys}, format.use_ocdbt)
     fill = {"fill_missing_data_reads": not complete}
     opened = [

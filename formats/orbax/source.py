@@ -172,8 +172,7 @@ def result_of(array: OrbaxArray, future: ts.Future | ts.WriteFutures) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _kvstore(items: str, use_ocdbt: bool) -> ts.KvStore:
-    store = open_store(items)
-    return ts.KvStore.open(ocdbt.database(store) if use_ocdbt else store.kvstore(), context=ocdbt.context()).result()
+    return ts.KvStore.open(ocdbt.stored_in(open_store(items), use_ocdbt), context=ocdbt.context()).result()
 
 
 def opened_store(array: OrbaxArray) -> ts.KvStore:
@@ -183,8 +182,7 @@ def opened_store(array: OrbaxArray) -> ts.KvStore:
 
 
 def _open(array: OrbaxArray, context: ts.Context) -> ts.Future:
-    items = open_store(array.items)
-    kvstore = zarr.below(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), array.key)
+    kvstore = zarr.below(ocdbt.stored_in(open_store(array.items), array.use_ocdbt), array.key)
     spec = {"driver": array.driver, "kvstore": kvstore, "fill_missing_data_reads": array.sparse}
     return ts.open(spec, open=True, read=True, context=context)
 

@@ -361,10 +361,7 @@ class _MissingError(StorageError):
 
 
 def _base(array: OrbaxArray) -> ts.KvStore:
-    items = open_store(array.items)
-    return ts.KvStore.open(
-        ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
-    ).result()
+    return ts.KvStore.open(ocdbt.stored_in(open_store(array.items), array.use_ocdbt), context=ocdbt.context()).result()
 
 
 def _about(base: ts.KvStore, array: OrbaxArray) -> dict[str, Any]:
