@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store
@@ -40,7 +41,6 @@ from weightbeam.transforms.comparing.logits import LogitsDifference, Trace, comp
 from weightbeam.transforms.planning.options import LogitsOptions
 
 LOG = logging.getLogger("weightbeam")
-ADAPTER = "adapter_config.json"
 MAXTEXT = "MaxText"
 AGREES = 1e-4  # MaxText adds up in another order: 1.5e-7 after three layers
 TRACED = 6  # modules of a layer that are compared, about
@@ -170,7 +170,7 @@ def _open(where: str, asked: LogitsOptions, base: str | None = None) -> Side:
     with reading(where):
         store = open_store(where)
         store.check_readable()
-        if base and ADAPTER in store.entries():
+        if base and CONFIG in store.entries():
             if asked.cut != Cut():
                 raise Refused(f"{where}: is an adapter, which --layers, --experts and --vocab_rows can't cut")
             return of_release(base, where)
