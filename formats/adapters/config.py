@@ -80,20 +80,16 @@ class Targets:
     def leaves_out(self, module: str) -> str | None:
         """The field that says that a module has no factors; None where it may have, or where to look takes too long."""
         with contextlib.suppress(PatternError):
-            return self._leaves_out(module)
-        return None
-
-    def _leaves_out(self, module: str) -> str | None:
-        if self.excluded is not None and _is_among(module, self.excluded):
-            return "exclude_modules"
-        if self.modules is not None and not _is_among(module, self.modules):
-            return "target_modules"
-        is_named_whole = isinstance(self.modules, frozenset) and module in self.modules
-        if self.layers is not None and not is_named_whole:
-            lists = [rf"(?:^|.*?\.){each}" for each in self.lists] or [r".*?\.[^.]*"]
-            found = filter(None, (re.match(rf"{each}\.(\d{{1,9}})\.", module) for each in lists))
-            if (first := next(found, None)) is None or int(first[1]) not in self.layers:
-                return "layers_to_transform"
+            if self.excluded is not None and _is_among(module, self.excluded):
+                return "exclude_modules"
+            if self.modules is not None and not _is_among(module, self.modules):
+                return "target_modules"
+            is_named_whole = isinstance(self.modules, frozenset) and module in self.modules
+            if self.layers is not None and not is_named_whole:
+                lists = [rf"(?:^|.*?\.){each}" for each in self.lists] or [r".*?\.[^.]*"]
+                found = filter(None, (re.match(rf"{each}\.(\d{{1,9}})\.", module) for each in lists))
+                if (first := next(found, None)) is None or int(first[1]) not in self.layers:
+                    return "layers_to_transform"
         return None
 
 
