@@ -286,7 +286,7 @@ def is_tied(c: Config) -> bool:
     Returns:
       What `tie_word_embeddings` says.
     """
-    return c.flag("tie_word_embeddings")
+    return c.flag(TIE)
 
 
 def common_drops(
@@ -493,25 +493,11 @@ def experts(
         gate, up, down = f"gate_up_proj[:, :{width}]", f"gate_up_proj[:, {width}:]", "down_proj"
     else:
         gate, up, down = (f"{{expert}}.{projection}.weight" for projection in projections)
+    wide, narrow = f"expert moe_mlp {inputs}", f"expert {inputs} moe_mlp"
     return [
-        rule(
-            f"{target}/wi_0",
-            f"{source}.{gate}",
-            f"expert moe_mlp {inputs} -> expert {inputs} moe_mlp",
-            "exp embed_moe mlp_moe",
-        ),
-        rule(
-            f"{target}/wi_1",
-            f"{source}.{up}",
-            f"expert moe_mlp {inputs} -> expert {inputs} moe_mlp",
-            "exp embed_moe mlp_moe",
-        ),
-        rule(
-            f"{target}/wo",
-            f"{source}.{down}",
-            f"expert {inputs} moe_mlp -> expert moe_mlp {inputs}",
-            "exp mlp_moe embed_moe",
-        ),
+        rule(f"{target}/wi_0", f"{source}.{gate}", f"{wide} -> {narrow}", "exp embed_moe mlp_moe"),
+        rule(f"{target}/wi_1", f"{source}.{up}", f"{wide} -> {narrow}", "exp embed_moe mlp_moe"),
+        rule(f"{target}/wo", f"{source}.{down}", f"{narrow} -> {wide}", "exp mlp_moe embed_moe"),
     ]
 
 
@@ -525,12 +511,9 @@ def experts_in_out(target: str, source: str, width: int) -> Table:
     Returns:
       Three lines.
     """
+    fused, axes = f"{source}.gate_up_proj", "exp embed_moe mlp_moe"
     return [
-        rule(
-            f"{target}/wi_0", f"{source}.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
-        ),
-        rule(
-            f"{target}/wi_1", f"{source}.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
-        ),
+        rule(f"{target}/wi_0", f"{fused}[..., :{width}]", "expert embed moe_mlp", axes),
+        rule(f"{target}/wi_1", f"{fused}[..., {width}:]", "expert embed moe_mlp", axes),
         rule(f"{target}/wo", f"{source}.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
     ]
