@@ -201,15 +201,16 @@ def boxes_of(block: ReadBlock, process: int) -> list[Box]:
     return [box for share in block.shares(process) for _, box in share.parts]
 
 
-def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], layout: ShardLayout) -> tuple[int, ...]:
-    """Into how many slices to cut each axis of a block, so that each device reads one: along the source's slowest axes
-    first.
+def find_ways(shape: Sequence[int], described: Described, layout: ShardLayout) -> tuple[int, ...]:
+    """Into how many slices to cut each axis of a block of an array, so that each device reads one: along the source's
+    slowest axes first.
 
     Where the sizes have too few factors, an axis is padded that the layout doesn't cut; where that would be too much,
     some devices share a slice.
     """
     ways, left = [1] * len(shape), len(layout.processes)
-    pieces = [-(-size // step) for size, step in zip(shape, grain, strict=True)]
+    order = described.order or tuple(range(len(shape)))
+    pieces = [-(-size // step) for size, step in zip(shape, described.grain, strict=True)]
     for axis in order:
         ways[axis] = math.gcd(pieces[axis], left)
         left //= ways[axis]
@@ -271,13 +272,8 @@ def _blocks(
         part = tuple(min(n, size - at) for at, n, size in zip(start, extent, layout.shard, strict=True))
         block = ReadBlock(key, layout, start, part, ways, described.grain)
         if ways is not None and part != extent:  # the last one, cut short
-            block = dataclasses.replace(block, ways=find_ways(block.shape, _order(described), described.grain, layout))
+            block = dataclasses.replace(block, ways=find_ways(block.shape, described, layout))
         yield block
-
-
-def _order(described: Described) -> tuple[int, ...]:
-    """The axes along which devices may share the reading."""
-    return described.order or tuple(range(len(described.shape)))
 
 
 def make_blocks(key: str, source: ArraySource, layout: ShardLayout, nbytes: int, min_run: int) -> list[ReadBlock]:
@@ -288,19 +284,14 @@ def make_blocks(key: str, source: ArraySource, layout: ShardLayout, nbytes: int,
         first = ReadBlock(key, layout, (0,) * len(direct), direct)
         owned = [boxes_of(first, process) for process in dict.fromkeys((layout.readers[0], layout.readers[-1]))]
         costs = [source.cost(key, boxes) for boxes in owned]
-        entire = source.cost(
-            key,
-            boxes_of(
-                dataclasses.replace(first, layout=dataclasses.replace(layout, processes=(0,) * len(layout.processes))),
-                0,
-            ),
-        )
+        alone = dataclasses.replace(first, layout=dataclasses.replace(layout, processes=(0,) * len(layout.processes)))
+        entire = source.cost(key, boxes_of(alone, 0))
         read = sum(cost.nbytes for cost in costs) / len(costs) * len(layout.readers)
         contiguous = all(cost.nbytes >= min_run * cost.runs or cost.runs <= entire.runs for cost in costs)
         if read > MAX_AMPLIFICATION * entire.nbytes or not contiguous:
             extent = cut(described, layout, nbytes, exchanged=True)
             shape = tuple(count * n for count, n in zip(layout.counts, extent, strict=True))
-            ways = find_ways(shape, _order(described), described.grain, layout)
+            ways = find_ways(shape, described, layout)
             if math.prod(ways) > 1:
                 return list(_blocks(key, described, layout, extent, ways))
     return list(_blocks(key, described, layout, direct, None))
