@@ -188,7 +188,7 @@ def _stack(
 ) -> Iterator[str]:
     """The lines of the draft that make one group's stack."""
     if not each.prefix:
-        yield from _beside_layers(each.lines, config, sizes)
+        yield from _beside_layers(each.lines, sizes)
         return
     alone = [other.prefix for other in groups].count(each.prefix) == 1
     count = config.get("num_hidden_layers")
@@ -202,11 +202,11 @@ def _stack(
     else:
         target, why = f"{TODO}/{number}", "which stack of MaxText's; and say the layers by a field of config.json"
     yield f'        *layers(layout, "{target}", {ids}, [  # {TODO}: {why}'
-    yield from (f"            {_rule(line, config, sizes)}" for line in each.lines)
+    yield from (f"            {_rule(line, sizes)}" for line in each.lines)
     yield f'        ], "{each.prefix}"),'
 
 
-def _beside_layers(lines: Sequence[Line], config: Config, sizes: Mapping[str, tuple[str, int]]) -> Iterator[str]:
+def _beside_layers(lines: Sequence[Line], sizes: Mapping[str, tuple[str, int]]) -> Iterator[str]:
     """Embedding, last norm and head as `blocks.top` has them, where all are there; and a line for whatever else."""
     held = {line.source for line in lines}
     if held >= TOP - {HEAD}:
@@ -214,11 +214,11 @@ def _beside_layers(lines: Sequence[Line], config: Config, sizes: Mapping[str, tu
         lines = [line for line in lines if line.source not in TOP]
     if lines:
         yield '        stack("", "", 0, ['
-        yield from (f"            {_rule(line, config, sizes)}" for line in lines)
+        yield from (f"            {_rule(line, sizes)}" for line in lines)
         yield "        ]),"
 
 
-def _rule(line: Line, config: Config, sizes: Mapping[str, tuple[str, int]]) -> str:
+def _rule(line: Line, sizes: Mapping[str, tuple[str, int]]) -> str:
     """One line of the table: a fragment's where one has this name and fits, else what the shape says."""
     if (found := _like(line, sizes)) is not None:
         fragment, rule = found
