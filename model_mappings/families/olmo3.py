@@ -63,10 +63,9 @@ def turning(rope):
 
 
 def uneven(c, model):
-    full = rope_of(c, FULL)
+    full = Config(rope_theta=THETA) | rope_of(c, FULL)
     # a `rope_theta` beside the layers' own objects is of those with full attention (transformers v5.23.0)
     local = Config(rope_type="default", rope_theta=THETA) | (nested_rope(c, LOCAL) or {})
-    full = Config(rope_theta=THETA) | full
     if turning(local) == turning(full):
         return None
     if full["rope_type"] == "yarn" and local["rope_type"] == "default":
