@@ -104,12 +104,9 @@ def _put_object(folder: Store, source: Store, shard: Shard, how: str) -> None:
     if how == SYMBOLIC:
         raise LinkError(f"{folder}: a bucket has no links; without --link the files are copied there")
     there = folder.stat(shard.name)
-    if (
-        there is None
-        or there.size != shard.size
-        or not (there.crc32c == shard.crc32c or there.original == shard.version)
-    ):
-        folder.copy(source, File(shard.name, shard.size, shard.version, sha256=shard.sha256))
+    planned = File(shard.name, shard.size, shard.version, sha256=shard.sha256, crc32c=shard.crc32c)
+    if there is None or not there.is_copy_of(planned):
+        folder.copy(source, planned)
 
 
 def _download(folder: LocalFolder, source: Store, shard: Shard) -> None:
