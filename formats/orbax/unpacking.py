@@ -30,12 +30,12 @@ import zstandard
 
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax import ocdbt, zarr
-from weightbeam.formats.orbax.source import OrbaxArray
+from weightbeam.formats.orbax.source import OrbaxArray, opened_store
 from weightbeam.formats.record.provenance import begin
 from weightbeam.formats.record.provenance import pieces as pieces_of
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.staging import UNPACKED
-from weightbeam.formats.storage import ChangedError, StorageError, Store, open_store
+from weightbeam.formats.storage import ChangedError, StorageError, Store
 from weightbeam.formats.storage.identity import same_folders
 from weightbeam.formats.storage.strict_json import parse_json
 from weightbeam.model_mappings.boxes import Box, extent, inside, intersection, slices, volume
@@ -223,7 +223,7 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
     Raises:
       StorageError: the chunk is missing or damaged; its bytes' damage is told as they are read.
     """
-    base = _base(array)
+    base = opened_store(array)
     form = _form(array, _about(base, array))
     key = f"{array.key}/{form.separator.join([*form.prefix, *map(str, index)]) or '0'}"
     try:
@@ -339,7 +339,7 @@ class _Form:
 def why_whole(array: OrbaxArray) -> str:
     """Why the chunks of an array can't be decoded as streams, by what its metadata say; empty where they can."""
     try:
-        _form(array, _about(_base(array), array))
+        _form(array, _about(opened_store(array), array))
     except _WholeError as e:
         return str(e)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, StorageError) as e:
@@ -358,10 +358,6 @@ class _WholeError(StorageError):
 
 class _MissingError(StorageError):
     """A chunk isn't stored."""
-
-
-def _base(array: OrbaxArray) -> ts.KvStore:
-    return ts.KvStore.open(ocdbt.stored_in(open_store(array.items), array.use_ocdbt), context=ocdbt.context()).result()
 
 
 def _about(base: ts.KvStore, array: OrbaxArray) -> dict[str, Any]:
