@@ -54,7 +54,17 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
     "num_local_experts", "num_experts", "use_bidirectional_attention", "attention_k_eq_v",
     "attn_temperature_tuning", "max_position_embeddings", "tokenizer_class", "hidden_act", "tie_word_embeddings",
     "num_kv_shared_layers", "use_double_wide_mlp", "vocab_size_per_layer_input", "language_model_only", "is_causal",
-    "task_specific_params", "_*", "transformers.js_config", "bad_words_ids", "swiglu_alpha",
+    "task_specific_params", "_*", "transformers.js_config", "bad_words_ids", "swiglu_alpha", "use_mrope",
+    "index_topk_freq", "index_skip_topk_offset", "index_share_for_mtp_iteration", "moe_router_dtype",
+    "max_sequence_length", "sliding_window_size", "is_llama_config",
+    "*config.json",  # another file's, such as hf_quant_config.json
+    # what transformers before 5 writes of every model, most of it about generation (v4.57.1, configuration_utils.py)
+    "add_cross_attention", "begin_suppress_tokens", "cross_attention_hidden_size", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task", "is_decoder",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "prefix", "pruned_heads", "remove_invalid_values", "repetition_penalty",
+    "return_dict_in_generate", "suppress_tokens", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "top_k",
+    "top_p", "torchscript", "typical_p", "use_bfloat16",
 )  # fmt: skip
 
 

@@ -158,6 +158,7 @@ def _checked(family: object, what: str) -> Family:
     return family
 
 
+RENAMED = "and --family NAME takes what is one of these by another name"
 PLAIN = "for plain JAX --family identity takes any (weightbeam help jax)"
 DRAFTED = "for MaxText weightbeam new-family drafts a table (weightbeam help contributors_day)"
 
@@ -182,7 +183,7 @@ def family_by_config(config: Config) -> Family:
     family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
         why = REFUSED.get(kind) if isinstance(kind, str) else None
-        ways = f": {why}; {PLAIN}" if why else f"; {PLAIN}, {DRAFTED}"
+        ways = f": {why}; {PLAIN}" if why else f"; {PLAIN}, {DRAFTED}, {RENAMED}"
         raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json{ways}. Supported:\n{supported()}")
     return family
 

@@ -203,7 +203,7 @@ FORMATS = (
         (Companion("_scale", E4M3), Companion("_scale_2", FLOAT32, telling=True)),
         functools.partial(_nvfp4, suffix="_scale_2", divides=False),
         releases="ModelOpt",
-        methods=("modelopt",),
+        methods=("modelopt", "fp8"),
     ),
     QuantizedFormat(
         "NVFP4, fused `weight_scale_2`",

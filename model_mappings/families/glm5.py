@@ -2,7 +2,7 @@
 
 No release of MaxText has them: tree, layer and configuration are those of AI-Hypercomputer/maxtext, pull request 4832
 (83a6fce), src/maxtext/models/glm5.py and configs/models/glm5.1-744b.yml, glm5.2-744b.yml, for which its model was built
-abstractly; its trainer wasn't run. Which layers have an indexer: huggingface/transformers, v5.23.0,
+abstractly; its trainer wasn't run. That the indexer's pairs lie side by side is a key of a later commit (09ca06a). Which layers have an indexer: huggingface/transformers, v5.23.0,
 models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token prediction has one in any case
 (ROCm/ATOM, pull request 1362).
 """
@@ -10,7 +10,7 @@ models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token predi
 import functools
 
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, unless
+from weightbeam.model_mappings.configuration import copied, derived, truth, unless
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
@@ -61,6 +61,7 @@ LINES = (
     derived("index_share_pattern", lambda c, model: "".join(kind[0].upper() for kind in indexer_types(c)), when=is_sharing),
     copied("indexer_types", layers_of),
     copied("mlp_layer_types", mlp_layer_types),
+    truth("indexer_rope_interleave", "indexer_rope_interleave", default=True),
     unless(latent_limit),
 )  # fmt: skip
 

@@ -55,12 +55,12 @@ def sizes(*numbers: int, **others: Any) -> dict[str, Any]:
 
 # what Weightbeam tells MaxText, and no file of a model's sets: base.yml's
 TRAINING = dict(indexer_sparse_training=False)
-# models of MaxText's branches: src/maxtext/configs/models of pull requests 4832 (83a6fce) and 4704 (75d2826), and the keys
-# that base.yml has only there
-BRANCHES = dict(use_index_share=False, index_share_pattern="FSSS")
+# models of MaxText's branches: src/maxtext/configs/models of pull requests 4832 (83a6fce, 09ca06a) and 4704 (75d2826), and the
+# keys that base.yml has only there
+BRANCHES = dict(use_index_share=False, index_share_pattern="FSSS", indexer_rope_interleave=False)
 GLM5 = sizes(
     6144, 64, 64, 12288, 78, decoder_block="glm5", vocab_size=154880, normalization_layer_epsilon=1e-5, q_lora_rank=2048, qk_nope_head_dim=192,
-    v_head_dim=256, norm_topk_prob=True, indexer_n_heads=32, rope_factor=1,
+    v_head_dim=256, norm_topk_prob=True, indexer_n_heads=32, indexer_rope_interleave=True, rope_factor=1,
 )  # fmt: skip
 GLM = {
     "glm5.1-744b": dict(rope_max_timescale=1000000, max_position_embeddings=202752),

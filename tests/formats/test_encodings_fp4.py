@@ -105,6 +105,23 @@ def test_nvfp4_every_byte_with_every_scale(tmp_path: Path, dtype: Any, divides: 
     assert_bits(decode(encoding, dtype=dtype), wanted.astype(dtype))
 
 
+def test_nvfp4_experts_beside_fp8_blocks(tmp_path: Path) -> None:
+    """NVIDIA's DeepSeek V4: config.json says `fp8`, which is what its attention is stored in."""
+    nvidia = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
+    packed, scale = codes((64, 48)), np.random.default_rng(0).uniform(1, 448, (64, 6)).astype(E4M3)
+    codes8, blocks = np.arange(-8, 8).repeat(16).astype(E4M3).reshape(128, 2), np.array([[2]], E8M0)
+    tensors = {
+        "e.weight": packed,
+        "e.weight_scale": scale,
+        "e.weight_scale_2": np.array(0.25, F32),
+        "e.input_scale": np.ones((), F32),
+    }
+    source = source_of(tmp_path, tensors | {"a.weight": codes8, "a.scale": blocks}, DEEPSEEK_V4 | nvidia)
+    assert not source.problems
+    assert_bits(decode(source.encodings["e.weight"]), nvfp4(packed, scale, np.array(0.25, F32), divide=False))
+    assert_bits(decode(source.encodings["a.weight"]), codes8.astype(F32) * 2)
+
+
 def test_the_two_nvfp4_agree(tmp_path: Path) -> None:
     """One weight as both write it, the second scale a power of two: the same bits. Mixed up they would differ by its
     square.

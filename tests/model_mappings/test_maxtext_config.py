@@ -527,7 +527,8 @@ def test_a_field_that_no_key_can_say(model, change):
 
 def test_unknown_fields_are_named():
     """A field that nothing is about may matter: it is told."""
-    assert made_for(TREES["qwen3-8b"] | {"logit_scale": 0.5, "bos_token_id": 1}).unknown == ("logit_scale",)
+    config = TREES["qwen3-8b"] | {"logit_scale": 0.5, "bos_token_id": 1, "do_sample": False, "hf_quant_config.json": {}}
+    assert made_for(config).unknown == ("logit_scale",)
 
 
 LLAMA = {"decoder_block": "llama2", "head_dim": 64}

@@ -469,7 +469,8 @@ def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> 
     last = message.splitlines()[-1]  # behind the list, which fills a terminal
     assert last.startswith(
         "no table for model_type 'gpt_neox' of config.json; for plain JAX --family identity takes any (weightbeam help jax), "
-        "for MaxText weightbeam new-family drafts a table (weightbeam help contributors_day). weightbeam inspect "
+        "for MaxText weightbeam new-family drafts a table (weightbeam help contributors_day), "
+        "and --family NAME takes what is one of these by another name. weightbeam inspect "
     )
     # shows what it holds, as -v does, before the refusal
     inventory = refused(source, "-v")

@@ -65,7 +65,13 @@ def without_parts(
         ("multimodal", family.towers, Tower, "vision or audio towers"),
     ):
         if getattr(layout, option) and supported and not any(isinstance(reason, kind) for reason in reasons):
-            problems.append(Problem("option", f"--{option}", f"the release has no {what}; leave the option out"))
+            problems.append(
+                Problem(
+                    "option",
+                    f"--{option}",
+                    f"the release has no {what} by names that {family.name} knows; leave the option out",
+                )
+            )
             layout = dataclasses.replace(layout, **{option: False})
     return layout, problems
 
