@@ -317,7 +317,8 @@ class LocalFolder(Store):
 
     def check_file(self, name: str) -> None:
         """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
-        root, target = (Path(os.path.realpath(path)) for path in (self.folder, self.folder / name))
+        root = Path(os.path.realpath(self.folder))  # once: a link above may lead elsewhere the next time
+        target = Path(os.path.realpath(root / name))
         if target.is_symlink():  # what is in a circle is followed no further
             raise StorageError("a symbolic link that leads back to itself")
         if not _is_within(root, target):

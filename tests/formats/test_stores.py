@@ -813,6 +813,24 @@ def test_a_file_that_a_commit_leaves_alone_keeps_its_version(
     assert len({file.version for store in (model, again) for name in FILES if (file := store.stat(name))}) == 4
 
 
+def test_a_link_above_that_leads_elsewhere_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a folder really lies is asked once, so that a file in it isn't taken for a link out of it."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "LICENSE").touch()
+    link, plain = tmp_path / "current", os.path.realpath
+    link.symlink_to("first")
+
+    def turning(path: Any, **more: Any) -> str:
+        found = plain(path, **more)
+        link.unlink()
+        link.symlink_to("second")
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", turning)
+    LocalFolder(link).check_file("LICENSE")
+
+
 def test_few_commits_are_kept_in_mind(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watcher sees new ones for months; what was forgotten is asked for anew."""
     monkeypatch.setattr(hubs, "MAX_KNOWN", 2)
