@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from weightbeam.formats.staging.lease import HOLDER
+from weightbeam.formats.storage import HUB, is_hub
 from weightbeam.formats.storage.identity import Watched
 
-HUB, BUCKET = "hf://", "gs://"
+BUCKET = "gs://"
 GENERIC = ("items", "checkpoints")  # folders that Orbax and MaxText call so
 CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)")  # in a hub's cache
 # in the middle of a text: two folders at least, which no text has for another reason
@@ -112,7 +113,7 @@ class Naming:
 
     def name(self, url: str) -> str:
         """What a source is called."""
-        if self.full or not url or url.startswith(HUB) or (self.buckets and url.startswith(BUCKET)) or is_name(url):
+        if self.full or not url or is_hub(url) or (self.buckets and url.startswith(BUCKET)) or is_name(url):
             return url
         return name_of(url, self.known.get(url, ""))
 

@@ -21,7 +21,7 @@ from weightbeam.formats.staging.staging import (
     Staging,
     TakenOverError,
 )
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub, store_to_write
 
 __all__ = [
     "ASIDE", "ATTEMPT", "BYTES", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "REPLACED", "UNPACKED",
@@ -35,7 +35,7 @@ def staging_at(output: str | Path | Store, step: int, plan_hash: str = "plan") -
     Raises:
       StorageError: nothing can be written there.
     """
-    if str(output).startswith("hf://"):
+    if is_hub(output):
         raise StorageError(
             f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder"
         )

@@ -19,12 +19,14 @@ from weightbeam.formats.storage.local import (
 )
 from weightbeam.formats.storage.meant import hint
 from weightbeam.formats.storage.store import (
+    HUB,
     ByteRange,
     ChangedError,
     File,
     LeadsOutError,
     StorageError,
     Store,
+    is_hub,
     read_whole,
     reason,
     stretches,
@@ -33,8 +35,8 @@ from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
 from weightbeam.model_mappings import entry_points
 
 __all__ = [
-    "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
-    "create_file", "drop_pages", "open_store", "read_named", "read_whole", "reason", "store_and_name", "store_to_write",
+    "HUB", "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
+    "create_file", "drop_pages", "is_hub", "open_store", "read_named", "read_whole", "reason", "store_and_name", "store_to_write",
     "stretches", "sync_folder", "write_file",
 ]  # fmt: skip
 

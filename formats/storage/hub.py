@@ -43,6 +43,7 @@ from weightbeam.formats.storage import hub_cache, patience
 from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import (
+    HUB,
     ByteRange,
     File,
     Request,
@@ -94,7 +95,7 @@ def open_repository(url: str) -> Repository:
       NoRepositoryError: the hub has no such thing.
       StorageError: it can't be reached, or doesn't let us.
     """
-    repo, _, revision = url.removeprefix("hf://").partition("@")
+    repo, _, revision = url.removeprefix(HUB).partition("@")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
         raise StorageError(f"{url}: should be hf://organisation/model, with @revision for another than main")
     if COMMIT.fullmatch(revision):
@@ -119,7 +120,7 @@ class Repository(Store):
     def __init__(self, url: str):
         super().__init__(url)
         _silence()
-        self.repo, _, self.commit = url.removeprefix("hf://").partition("@")
+        self.repo, _, self.commit = url.removeprefix(HUB).partition("@")
 
     def check_readable(self) -> None:
         if hub_cache.is_offline():

@@ -24,6 +24,14 @@ ByteRange = tuple[int, memoryview]  # an offset in a file, and the buffer for wh
 _LOG = logging.getLogger("weightbeam.storage")
 
 
+HUB = "hf://"
+
+
+def is_hub(place: object) -> bool:
+    """Whether a place is the hub's, by its URL; nothing at all isn't."""
+    return str(place).startswith(HUB)
+
+
 class StorageError(OSError):
     """Something can't be read or written, or isn't what it was; the message is for the user."""
 

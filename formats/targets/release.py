@@ -20,7 +20,7 @@ from weightbeam.formats.orbax.metadata import checkpoint_around
 from weightbeam.formats.record.extremes import SEEN, see_infinite
 from weightbeam.formats.record.provenance import take_shares, total
 from weightbeam.formats.safetensors import BoxRead, Tensor
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, store_to_write
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub, store_to_write
 from weightbeam.formats.storage.case import clash
 from weightbeam.formats.storage.local import is_mount_point, said_of_mounts
 from weightbeam.formats.targets.published import RECORD, others_in, plan_hash_of, record_of
@@ -163,7 +163,7 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
     Raises:
       StorageError: nothing can be written there.
     """
-    if str(output).startswith("hf://"):
+    if is_hub(output):
         raise StorageError(f"{output}: it can be written to a folder or to gs://bucket/folder, not to the hub")
     store: Any = store_to_write(output)
     if isinstance(store, LocalFolder):

@@ -15,7 +15,7 @@ from weightbeam.formats.record.naming import is_name, is_named
 from weightbeam.formats.record.provenance import RECORD as CHECKPOINT_RECORD
 from weightbeam.formats.release.cutting import KIND
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage import Store, is_hub, open_store
 from weightbeam.formats.storage.held import held_item
 from weightbeam.formats.storage.identity import Files, check_together
 from weightbeam.formats.targets import published
@@ -242,7 +242,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> Sequence[t
     """
     made_of, config, release = record.get("source"), record.get("config"), open_store(source.root)
     if made_of == source.root or is_named(made_of, source):
-        if source.cut or source.root.startswith("hf://") or not isinstance(config, Mapping):
+        if source.cut or is_hub(source.root) or not isinstance(config, Mapping):
             return ()
         return compare_remembered(release, config)
     if is_recorded := release.exists(RECORD):

@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.record.naming import HUB
 from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.files import CARD
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.storage import is_hub
 from weightbeam.pipelines.commands.releases import Released, card_address, repo_of
 from weightbeam.transforms.planning.adapter_export import AdapterExport
 
@@ -36,7 +36,7 @@ def small_files(planned: AdapterExport, output: str) -> dict[str, bytes]:
     named = naming.name(base)
     loaded, revision = repo_of(dataclasses.replace(naming, known={}).name(base))
     title, _ = card_address(config, output, f"Adapter of {named.rpartition('/')[2]}")
-    repo = repo_of(output)[0] if output.startswith(HUB) else "."
+    repo = repo_of(output)[0] if is_hub(output) else "."
     lines = [
         "import peft",
         "import transformers",
@@ -51,7 +51,7 @@ def small_files(planned: AdapterExport, output: str) -> dict[str, bytes]:
         "alpha": f"{planned.alpha:g}",
     }
     head = {"library_name": "peft", "tags": ["lora"], "pipeline_tag": PIPELINE_TAGS.get(model_class(config))}
-    if named.startswith(HUB):
+    if is_hub(named):
         head |= {"base_model": loaded, "base_model_relation": "adapter"}
     card = model_card(title, "\n".join(lines), facts, **head)
     return {CONFIG: planned.peft_config(loaded), CARD: card.encode()}

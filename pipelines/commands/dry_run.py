@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from weightbeam.formats.storage import is_hub
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.running.output import check_output
 from weightbeam.pipelines.running.problems import refuse
@@ -37,7 +38,7 @@ def conclude(args: argparse.Namespace, rest: Sequence[str], planned: Transfer, h
       Refused: something stands against it.
     """
     problems = list(planned.plan.problems)
-    on_hub = str(args.output or "").startswith("hf://") and isinstance(planned, ToRelease)
+    on_hub = is_hub(args.output) and isinstance(planned, ToRelease)
     if args.output and not on_hub and not problems:
         problems = problems_there(planned, args.output, how)
     refuse(problems)

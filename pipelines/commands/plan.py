@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from weightbeam.formats.storage import is_hub
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines.checking import virtual
@@ -239,9 +240,7 @@ def _plan(
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
         efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
-        estimates = [
-            estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers
-        ]
+        estimates = [estimate(efforts, number, worker, files, is_hub(conversion.source.root)) for number in workers]
     return Plan(conversion, threads, tuple(estimates), output, hf_token_secret=hf_token_secret)
 
 

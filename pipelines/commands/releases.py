@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightbeam.formats.adapters import Adapter
-from weightbeam.formats.record.naming import HUB, ORIGIN, name_of
+from weightbeam.formats.record.naming import ORIGIN, name_of
 from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.safetensors import HfCheckpoint, Tensor
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import HUB, StorageError, is_hub
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
@@ -66,7 +66,7 @@ def loading(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor
         lines = [f"weightbeam dequantize {shlex.quote(folder)} VALUES", loading_code(config, "VALUES")]
     elif folder.startswith("gs://"):
         lines = [f"gcloud storage cp -r {shlex.quote(folder)} .", loading_code(config, folder.rpartition("/")[2])]
-    elif folder.startswith("hf://"):
+    elif is_hub(folder):
         lines = [loading_code(config, *repo_of(folder))]
     else:
         lines = [loading_code(config, folder)]
@@ -215,7 +215,7 @@ def check_hub(output: str | None, create_pr: bool) -> None:
     """Raises `Refused` where an output of the hub names no repository, or there is no token for it, or a pull request is
     asked of another place; asks nobody.
     """
-    if output and output.startswith(HUB):
+    if output and is_hub(output):
         # here: the hub's client takes a third of a second to import
         from weightbeam.formats.targets.hub import check_address
 
@@ -242,14 +242,14 @@ def size_rows(planned: ToRelease, threads: int, output: str | None) -> Iterator[
 def slots_for(asked: ReleaseOptions, beam: Sequence[str], source: str, output: str | None, resume: bool) -> int | None:
     """Units at a time that those of a release are cut for; see `running/slots.py`."""
     # what goes to the hub is made in a folder first
-    local = output if output and not output.startswith("hf://") else ""
+    local = output if output and not is_hub(output) else ""
     slots = slots_of(beam, asked.unit_bytes, source, local)
     return slots_of_release(local, slots) if resume and local else slots
 
 
 def repo_of(url: str) -> tuple[str, str]:
     """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
-    if not url.startswith(HUB):
+    if not is_hub(url):
         return url, ""
     repo, _, revision = url.removeprefix(HUB).partition("@")
     return repo, revision
@@ -268,7 +268,7 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     Raises:
       Refused: the source is named by the branch, or the hub can't be asked whether it is.
     """
-    if create_pr or not (source.startswith(HUB) and output and output.startswith(HUB)):
+    if create_pr or not (output and is_hub(output) and is_hub(source)):
         return
     from weightbeam.formats.storage.hub import name_now
 
@@ -292,7 +292,7 @@ def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tupl
       output: where it goes; empty where that isn't known.
       otherwise: the title of what has no name.
     """
-    repo, revision = repo_of(output) if output.startswith(HUB) else (".", "")
+    repo, revision = repo_of(output) if is_hub(output) else (".", "")
     place = output if not output or "://" in output else os.path.abspath(output)
     title = name_of(place) or otherwise if repo == "." else repo.rpartition("/")[2]
     return title, f"import transformers\n\nmodel = {loading_code(config, repo, revision)}"
@@ -302,7 +302,7 @@ def going_to(output: str | None, asked: Kind) -> Kind:
     """The options of a release that goes there: for the hub its plan names the sources by names, though it is made in a
     folder first, unless the user says otherwise.
     """
-    by_name = asked.full_paths is None and output and output.startswith(HUB)
+    by_name = asked.full_paths is None and is_hub(output)
     return dataclasses.replace(asked, full_paths=False) if by_name else asked
 
 
@@ -349,7 +349,7 @@ def make_small_files(
     kept = {name: small[name] for name in small if role_of(name) not in left_out}
     stem = repo_of(root)[0].rpartition("/")[2]
     root = naming.name(root)
-    base = repo_of(root)[0] if root.startswith(HUB) else None
+    base = repo_of(root)[0] if is_hub(root) else None
     card = small["README.md"].decode(errors="replace") if "README.md" in small else None
     title, code = card_address(config, output or "", stem or planned.plan.family)
     page = model_card(

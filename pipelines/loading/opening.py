@@ -16,7 +16,7 @@ from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.cutting import cut_release
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
-from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage import Store, is_hub, open_store
 from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import PREFIX, Problem, is_float
 from weightbeam.model_mappings.trees import has_scales
@@ -64,7 +64,7 @@ def find_commits(
     """
     named = (str(source), str(release or ""), *(url for url, _ in options.lora))
     with reading(str(source)):
-        return {url: open_store(url).url for url in named if url.startswith("hf://")}
+        return {url: open_store(url).url for url in named if is_hub(url)}
 
 
 def at_commits(options: ConvertOptions, commits: Mapping[str, str]) -> ConvertOptions:

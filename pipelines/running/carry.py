@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from weightbeam.formats.record.naming import HUB
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import is_hub
 from weightbeam.pipelines.running.output import alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, read_written, write
@@ -47,7 +47,7 @@ def carry(
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way; what is done is kept.
     """
-    if str(output).startswith(HUB) and isinstance(planned, ToRelease):
+    if is_hub(output) and isinstance(planned, ToRelease):
         from weightbeam.pipelines.running.hub import carry_to_hub  # only now: the client takes a while to import
 
         return carry_to_hub(planned, output, how, beam, progress)

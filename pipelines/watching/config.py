@@ -19,7 +19,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 from pydantic_core import ErrorDetails
 
-from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
+from weightbeam.formats.storage import StorageError, Store, is_hub, open_store, store_and_name
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
@@ -253,7 +253,7 @@ def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, outp
         yield f"on_nan: should be {HOLD}, {PUBLISH} or {NEWEST}"
     if not isinstance(create_pr, bool):
         yield "create_pr: should be true or false"
-    elif create_pr and not str(output).startswith("hf://"):
+    elif create_pr and not is_hub(output):
         yield "create_pr: only a target whose output is hf://owner/name has pull requests"
 
 
@@ -289,7 +289,7 @@ def read_place(url: Any) -> str:
     if not isinstance(url, str) or not url:
         raise ValueError("should be a folder, gs://bucket/folder or hf://owner/name")
     try:
-        if url.startswith("hf://"):
+        if is_hub(url):
             target = HubAddress.parse(url)
             if target.branch != "main":
                 raise ValueError(
@@ -371,7 +371,7 @@ def _read_run_name(name: str) -> str:
 
 
 def _read_checkpoints(url: str) -> str:
-    if url.startswith("hf://"):
+    if is_hub(url):
         raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
     try:
         return open_store(local_path(url).rstrip("/") or "/").url
@@ -398,7 +398,7 @@ def _as_argument(read: Callable[[str], Any]) -> BeforeValidator:
 
 
 def _read_output(url: Any) -> Store:
-    if not isinstance(url, str) or url.startswith("hf://"):
+    if not isinstance(url, str) or is_hub(url):
         raise ValueError("should be a folder or gs://bucket/folder")
     try:
         return open_store(url)
@@ -489,7 +489,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
     problems, place, records = [], "", ""
     try:
         place = records = read_place(output)
-        if place.startswith("hf://"):
+        if is_hub(place):
             records = str(cached_for(place))
     except ValueError as e:
         problems.append(f"--output={output}: {e}")

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
-from weightbeam.formats.record.naming import HUB, Naming, digest
+from weightbeam.formats.record.naming import Naming, digest
 from weightbeam.formats.release.card import CODE, TAG, readdress, table_cell, written_by
 from weightbeam.formats.release.files import CARD, has_weights
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage import HUB, StorageError, Store, is_hub, open_store, reason
 from weightbeam.formats.storage.local import is_temporary
 from weightbeam.formats.targets.published import RECORD, contents_of, record_of
 from weightbeam.model_mappings.boxes import whole
@@ -194,7 +194,7 @@ def _write_card(
 ) -> None:
     """Adds to the card what the run made."""
     title, arguments = f"{about['name']}, step {about['step']}", "'.'"
-    if is_hub := about["place"].startswith(HUB):
+    if on_hub := is_hub(about["place"]):
         repo, revision = about["place"].removeprefix(HUB), about["revision"]
         title = repo.rpartition("/")[2]
         arguments = f"{repo!r}, revision={revision!r}" if revision else repr(repo)
@@ -202,7 +202,7 @@ def _write_card(
         card = release.read(CARD).decode(errors="replace").partition(f"\n{SECTION}")[0].rstrip()
         card = readdress(card, title, arguments)
     except FileNotFoundError:
-        card = _card_of_checkpoint(title, arguments, is_hub)
+        card = _card_of_checkpoint(title, arguments, on_hub)
     except OSError as e:
         raise StorageError(f"{release.path(CARD)}: {reason(e)}") from e
     rows = {
@@ -234,10 +234,10 @@ def _write_card(
         release.write(RECORD, json.dumps(record, indent=1).encode())
 
 
-def _card_of_checkpoint(title: str, arguments: str, is_hub: bool) -> str:
+def _card_of_checkpoint(title: str, arguments: str, on_hub: bool) -> str:
     """The card of an Orbax checkpoint, without what the run made."""
     imports, where = "", arguments
-    if is_hub:
+    if on_hub:
         imports, where = "import huggingface_hub\n", f"huggingface_hub.snapshot_download({arguments})"
     code = CODE.format(f"{imports}import weightbeam as wb\n\nparams = wb.load({where})")
     head = f"---\ntags:\n- maxtext\n- orbax\n- {TAG}\n---\n\n"

@@ -30,6 +30,7 @@ from weightbeam.formats.storage import (
     LocalFolder,
     StorageError,
     Store,
+    is_hub,
     open_store,
     reason,
     store_to_write,
@@ -204,7 +205,7 @@ def open_place(url: str, scratch: Path, create_pr: bool = False) -> Place:
     """The place that a URL names; `scratch` is a folder of this machine for what can't be made in place, `create_pr`
     opens pull requests on the hub.
     """
-    if url.startswith("hf://"):
+    if is_hub(url):
         return HubPlace(url, scratch, create_pr)
     store = store_to_write(url)
     return FolderPlace(store, scratch) if isinstance(store, LocalFolder) else BucketPlace(store, scratch)

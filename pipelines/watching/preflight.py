@@ -11,7 +11,7 @@ from pathlib import Path
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.release.files import has_weights
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage import HUB, StorageError, Store, is_hub, open_store, reason
 from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
@@ -162,9 +162,9 @@ def _find_no_run(store: Store) -> list[str]:
 def _warn_of_downloads(likes: Iterable[str]) -> None:
     """Says which releases are fetched for each step, and how that is spared; nothing where the hub doesn't answer."""
     for like in likes:
-        nbytes, (name, _, revision) = 0, like.removeprefix("hf://").partition("@")
+        nbytes, (name, _, revision) = 0, like.removeprefix(HUB).partition("@")
         with contextlib.suppress(OSError):
-            if like.startswith("hf://") and isinstance(release := open_store(like), Repository):
+            if is_hub(like) and isinstance(release := open_store(like), Repository):
                 nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))
         command = f"hf download {name} --include '*.safetensors'" + (f" --revision {revision}" if revision else "")
         if nbytes:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub, open_store, reason
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
@@ -243,7 +243,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         place = self.places.of(history)
         self.places.check_owner(place)
         url = place.of(history.first["commit"])
-        if place.url.startswith("hf://"):
+        if is_hub(place.url):
             return url
         others = {
             mark.key

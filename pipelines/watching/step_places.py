@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightbeam.formats.record.naming import Naming, is_name
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub, open_store
 from weightbeam.pipelines.watching.config import Run, RunTarget, WatchConfig, cached_for
 from weightbeam.pipelines.watching.marks import Marks
 from weightbeam.pipelines.watching.places import Place, open_place, owner_of, told_other_run
@@ -98,7 +98,7 @@ class StepPlaces(Mapping[str, Place]):
         """
         place = self._places[target.name]
         known = place.known_as()
-        if target.output is None or target.output.startswith("hf://"):
+        if target.output is None or is_hub(target.output):
             return target.output
         if known:
             return known

@@ -9,7 +9,7 @@ from typing import Any
 from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.record.naming import is_name
-from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.storage import StorageError, Store, is_hub
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching import actions, describing
 from weightbeam.pipelines.watching.config import (
@@ -70,8 +70,8 @@ class StepTasks:
         return dataclasses.replace(target.options, **said)
 
     def _full_paths(self, target: RunTarget) -> bool | None:
-        is_hub = self._places[target.name].url.startswith("hf://")
-        return False if is_hub and target.options.full_paths is None else target.options.full_paths
+        on_hub = is_hub(self._places[target.name].url)
+        return False if on_hub and target.options.full_paths is None else target.options.full_paths
 
     def tasks(self, history: History, target: RunTarget, source: str, work: Store) -> Iterator[tuple[Task, ...]]:
         """What is done of a step that is read from `source`, in the folder `work`; see `Feed.tasks`."""
