@@ -69,7 +69,12 @@ def _decoded(
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
     store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
-    about = {"driver": array.driver, "kvstore": "memory://", "store_data_equal_to_fill_value": True}
+    about = {
+        "driver": array.driver,
+        "kvstore": "memory://",
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": array.sparse,  # a shard's index may say that it has no chunk
+    }
     try:
         opened = ts.open(about, open=True, context=memory).result()
         chunk = opened[tuple(slice(start, stop) for start, stop in box)]

@@ -1,5 +1,6 @@
 """Several processes meet before anything is exchanged: all have come to the same call of `load`, none refuses, and all
-are about to load the same. Threads of one process come one after the other: devices exchange in one order.
+are about to load the same. A call that begins before another one of its process is over is refused, since devices
+exchange in one order.
 
 What they say goes through JAX's coordinator, which needs no devices: one that refuses doesn't begin them, and the others
 would wait for it. Process 0 hears all of them and tells the outcome. Each call has keys of its own, so that no process
@@ -32,8 +33,8 @@ BEAT = 5.0  # seconds between two signs of a process, at most
 LOOK = 1000  # milliseconds for which the coordinator is asked at a time, and between two looks at signs
 SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
 
-_TURN = threading.RLock()  # of the thread of this process whose call it is
 _CALLS = itertools.count(1)  # of this process
+_UNDER_WAY: list[int] = []  # the numbers of those that aren't over
 _BROKEN_OFF: list[str] = []  # how calls of this process ended amid exchanges
 
 
@@ -65,29 +66,23 @@ class Meeting:
         self._moved = time.monotonic()  # when any process last came further with its exchanges, or read
         self._looked = time.monotonic()  # for signs
         self._amid = self.agreed = False  # in the exchanges; all have heard there of the error of this call
-        self.number = 0
+        self.number = 0 if self.alone else next(_CALLS)
+        self._others: set[int] = set()  # calls of this process that weren't over when this one began
 
     def __enter__(self) -> Self:
         if not self.alone:
-            _TURN.acquire()
-            self.number = next(_CALLS)
             self._listen()
             self._beating.start()
+            _UNDER_WAY.append(self.number)
+            self._others = {*_UNDER_WAY} - {self.number}
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        try:
-            self._leave(error)
-        finally:
-            if not self.alone:
-                _TURN.release()
-
-    def _leave(self, error: BaseException | None) -> None:
-        """Tells the others that this process leaves, and with what error."""
         self._left.set()
         if self._amid and error is not None:
             _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")
         if not self.alone:
+            _UNDER_WAY.remove(self.number)
             self._beating.join()
             with contextlib.suppress(Failed):  # the coordinator is gone
                 self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})
@@ -241,6 +236,8 @@ class Meeting:
         try:
             if not self.alone and _BROKEN_OFF:
                 raise Refused(f"{_BROKEN_OFF[0]}, for which devices may still wait; start all processes anew")
+            if self._others:
+                raise Refused(f"call {min(self._others)} of load isn't over in this process; begin one after the other")
             return make()
         except BaseException as e:
             self._say(f"{what}/{self.process}", {"no": _words(e)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import google_crc32c
@@ -13,8 +14,10 @@ from strangers import BIG, CRC, DATABASES, LITTLE, item, sharded, zarr2, zarr3
 from support import call
 
 from weightbeam.formats.orbax import unpacking
+from weightbeam.formats.orbax.copying import read_chunks
 from weightbeam.formats.orbax.references import files_of
 from weightbeam.formats.orbax.source import ChunkRead, open_orbax
+from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.storage import StorageError, open_store
 
@@ -116,17 +119,28 @@ def test_a_chunk_that_is_left_out(tmp_path: Path, form: str, use_ocdbt: bool) ->
         unpacking.decoded(dataclasses.replace(array, sparse=False), (1, 0))
 
 
-def test_a_shard_that_holds_nothing(tmp_path: Path) -> None:
-    """zarr-python writes an index of no chunk where TensorStore writes no shard."""
-    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (SOME, SPARSE["a shard"])})).arrays.values()
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_shard_that_holds_nothing(is_sparse: bool, tmp_path: Path) -> None:
+    """zarr-python writes an index of no chunk where TensorStore writes no shard: zeros, where chunks may be left out."""
+    about = SPARSE["a shard"]
+    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (SOME, about)})).arrays.values()
+    array = dataclasses.replace(array, sparse=is_sparse)
     index = b"\xff" * 16
     (tmp_path / "items/params.params.w/c/1").mkdir(exist_ok=True)
     shard = tmp_path / "items/params.params.w/c/1/0"
     assert not shard.exists()
     shard.write_bytes(index + google_crc32c.value(index).to_bytes(4, "little"))
-    assert unpacking.decoded(array, (1, 0)).read(10**6) == bytes(VALUES.nbytes)
-    with pytest.raises(StorageError, match="is missing"):
-        unpacking.decoded(dataclasses.replace(array, sparse=False), (1, 0))
+    spec = ArraySpec("w", SOME.shape, SOME.dtype, (20, 30), (20, 30))
+    reads = (
+        lambda: unpacking.decoded(array, (1, 0)).read(10**6),
+        lambda: read_chunks([(array, json.dumps(about), spec, (1, 0))])[0].values.tobytes(),
+    )
+    for read in reads:
+        if is_sparse:
+            assert read() == bytes(VALUES.nbytes)
+        else:
+            with pytest.raises(StorageError, match=r"is missing|damaged"):
+                read()
 
 
 def test_what_is_left_out_is_no_zero(tmp_path: Path) -> None:

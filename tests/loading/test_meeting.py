@@ -101,9 +101,13 @@ def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
             assert_holds(told, wanted(seed))
 
 
-def test_threads_take_turns(job: Told) -> None:
-    """Two of each process load at once: the one's call doesn't clear away what the other's is saying."""
+def test_two_at_once_are_refused(job: Told) -> None:
+    """Two threads of each process load: the second one's call doesn't clear away what the first one's is saying, nor do
+    their exchanges meet, and what is loaded later is.
+    """
     for told in job["twice at once"]:
+        assert "of load isn't over in this process; begin one after the other" in told["refused"]
+    for told in job["slow"]:
         assert_holds(told, wanted(1))
 
 
