@@ -335,6 +335,7 @@ def why_not_scales(codes: Typed, scale: Typed) -> str:
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
     """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
+    close_all()
     seen = staged.get("folders", ()) if staged.get("machine") == this_machine() else ()
     folders = tuple(Folder(*folder) for folder in seen)
     arrays = {

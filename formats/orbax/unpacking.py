@@ -342,7 +342,9 @@ def why_whole(array: OrbaxArray) -> str:
         _form(array, _about(opened_store(array), array))
     except _WholeError as e:
         return str(e)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, StorageError) as e:
+    except StorageError as e:
+        return f"its metadata can't be read: {e}"
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         return f"its metadata can't be read: {type(e).__name__}: {e}"
     return ""
 

@@ -16,7 +16,7 @@ from support import call
 from weightbeam.formats.orbax import unpacking
 from weightbeam.formats.orbax.copying import read_chunks
 from weightbeam.formats.orbax.references import files_of
-from weightbeam.formats.orbax.source import ChunkRead, open_orbax
+from weightbeam.formats.orbax.source import ChunkRead, load_checkpoint, open_orbax
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.storage import StorageError, open_store
@@ -156,6 +156,32 @@ def test_another_checkpoint_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "items" / "params.params.w" / ".zarray").write_text("{}")
     with pytest.raises(StorageError, match=r"items: params\.params\.w: "):
         ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_a_worker_gets_the_plan_of_another_checkpoint_in_its_place(tmp_path: Path, use_ocdbt: bool) -> None:
+    """A process may carry out plans one after the other, and open none of the checkpoints for them: the first one's
+    database stayed open, and no read of the second one's came to an end without an error.
+    """
+    staged, values = [], [VALUES, -VALUES]
+    for number, each in enumerate(values):
+        items = item(tmp_path / "items", {"params.params.w": (each, zarr3(each, [LITTLE, ZSTD3]))}, use_ocdbt)
+        staged.append(open_orbax(items).to_json())
+        (tmp_path / "items").rename(tmp_path / str(number))
+    for number, each in enumerate(values):
+        (tmp_path / str(number)).rename(tmp_path / "items")
+        (array,) = load_checkpoint(staged[number] | {"folders": []}).arrays.values()
+        assert unpacking.decoded(array, (0, 0)).read(each.nbytes) == each.tobytes()
+        assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], each)
+        (tmp_path / "items").rename(tmp_path / str(number))
+
+
+def test_metadata_that_are_gone(tmp_path: Path) -> None:
+    """Said in words, without the name of an error of ours."""
+    items = item(tmp_path / "items", {"params.params.w": (VALUES, FORMS["zarr 2"][0])})
+    (array,) = open_orbax(items).arrays.values()
+    (items / "params.params.w" / ".zarray").unlink()
+    assert unpacking.why_whole(array) == f"its metadata can't be read: {items}: params.params.w/.zarray is missing"
 
 
 @pytest.mark.parametrize("form", ["zarr 2, big-endian, zstd", "zarr 2, keys with slashes", "zarr 2, Fortran's order"])
