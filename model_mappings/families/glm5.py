@@ -2,9 +2,10 @@
 
 No release of MaxText has them: tree, layer and configuration are those of AI-Hypercomputer/maxtext, pull request 4832
 (83a6fce), src/maxtext/models/glm5.py and configs/models/glm5.1-744b.yml, glm5.2-744b.yml, for which its model was built
-abstractly; its trainer wasn't run. That the indexer's pairs lie side by side is a key of a later commit (09ca06a). Which layers have an indexer: huggingface/transformers, v5.23.0,
-models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token prediction has one in any case
-(ROCm/ATOM, pull request 1362).
+abstractly; its trainer wasn't run. That the indexer's pairs lie side by side is a key of a later commit (09ca06a); the
+earlier one refuses a configuration that has it, as any key that it doesn't know. Which layers have an indexer:
+huggingface/transformers, v5.23.0, models/glm_moe_dsa/configuration_glm_moe_dsa.py. The layer for multi-token prediction
+has one in any case (ROCm/ATOM, pull request 1362).
 """
 
 import functools
@@ -77,7 +78,7 @@ FAMILY = Family(
     mtp=True,
     aliases=WITHOUT_HEAD,
     releases="GLM-5, GLM-5.1, GLM-5.2",
-    trees="pull request 4832 (83a6fce), built; its trainer *not run*",
+    trees="pull request 4832 (83a6fce; keys of 09ca06a), built; its trainer *not run*",
     checked=("glm5.1-744b", "glm5.2-744b"),
-    note=lambda c, layout: "arrays of MaxText's pull request 4832 (83a6fce): no release of MaxText has this model",
+    note=lambda c, layout: "arrays of MaxText's pull request 4832 (83a6fce), keys of a later commit of it (09ca06a): no release of MaxText has this model",
 )
