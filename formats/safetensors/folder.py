@@ -31,6 +31,7 @@ from weightbeam.formats.safetensors.header import (
 from weightbeam.formats.safetensors.kinds import describe_other, snapshot_in
 from weightbeam.formats.storage import File, LeadsOutError, Store, open_store, read_whole, reason, stretches
 from weightbeam.formats.storage.identity import (
+    READERS,
     SAMPLE_BYTES,
     SAMPLES,
     Seen,
@@ -252,7 +253,7 @@ class HfCheckpoint:
         """
         store = open_store(self.root)
         check_files(store, self.shards, store.list(recursive=False))
-        with StoppablePool(store.at_a_time) as pool:
+        with StoppablePool(READERS) as pool:
             prints = pool.map(lambda shard: _fingerprint(store, shard.name, shard.tensors), self.shards)
             for shard, fingerprint in zip(self.shards, prints, strict=True):
                 if fingerprint != shard.fingerprint:
