@@ -147,6 +147,18 @@ def mscale_limit(c, model):
     return yarn_limit(rope) if is_yarn(c) else None
 
 
+def latent_eps(default=1e-6, whose="transformers"):
+    """What the norms of the two latents add to a variance, of a class whose `rms_norm_eps` is `default`: transformers' DeepseekV2, V3,
+    V32 and GlmMoeDsaRMSNorm (v5.23.0) their own default, MaxText's MLA (layers/attention_mla.py, e591f30 and 0.2.5) the configuration's.
+    """
+
+    def limit(c, model):
+        found = default if c.get("rms_norm_eps") is None else c["rms_norm_eps"]
+        return None if found == 1e-6 else f"rms_norm_eps is {found}: in the norms of the two latents {whose} adds 1e-6, MaxText's layer this; logits differ a little"
+
+    return unless(limit)
+
+
 def scales_attention(c, model):
     """Whether MaxText's embedding is to multiply query and key by YaRN's usual scale, as transformers' does; the softmax has its own."""
     rope = rope_of(c)
@@ -223,6 +235,7 @@ SHARED = (
     count("q_lora_rank", "q_lora_rank"),
     *(size(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     fixed("attention_type", "mla"),
+    latent_eps(),
 )  # fmt: skip
 V2 = (
     *SHARED, *architecture("deepseek", "DeepseekV2ForCausalLM", "deepseek_v2"),

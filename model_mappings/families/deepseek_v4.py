@@ -235,6 +235,13 @@ def turned_limit(c, model):
     return None if main == compress else f"rope_parameters.main turns {main} of a head, and compress {compress}: MaxText turns {main} in all layers; logits differ"
 
 
+def shared_limit(c, model):
+    """transformers clamps what enters a shared expert's product, too (v5.23.0, `DeepseekV4MLP`); MaxText's is a plain MLP
+    (`RoutedAndSharedMoE` in layers/moe.py and `MlpBlock` in layers/linears.py, e591f30 and 0.2.5).
+    """
+    return f"swiglu_limit is {c.get('swiglu_limit', 10.0)}: MaxText clamps the routed experts' activations alone; logits differ where a shared expert's are larger. There is no way round"
+
+
 LINES = (
     *SIZES, size("base_num_kv_heads", "num_key_value_heads", default=1), head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
     size("base_mlp_dim", "moe_intermediate_size"),
@@ -250,6 +257,7 @@ LINES = (
     derived("first_num_hash_layers", lambda c, model: hash_layers(c), "num_hash_layers"),
     derived("compress_ratios", lambda c, model: compress_ratios(c), "compress_ratios"),
     real("mlp_activations_limit", "swiglu_limit", default=10.0),
+    unless(shared_limit),
     fixed("routed_score_func", "sqrtsoftplus"),
     only("scoring_func", "sqrtsoftplus", "MaxText's router takes the square root of softplus; other experts are chosen", default="sqrtsoftplus"),
     fixed("routed_bias", True),

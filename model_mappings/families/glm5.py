@@ -11,7 +11,7 @@ has one in any case (ROCm/ATOM, pull request 1362).
 import functools
 
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, truth, unless
+from weightbeam.model_mappings.configuration import copied, derived, truth
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
@@ -49,11 +49,6 @@ def layers_of(keys):
     return [KINDS[kind] for kind in (pattern * n)[:n]]
 
 
-def latent_limit(c, model):
-    eps = c.get("rms_norm_eps", 1e-5)
-    return None if eps == 1e-6 else f"rms_norm_eps is {eps}: in the norms of the two latents transformers adds 1e-6, MaxText's layer this; logits differ a little"
-
-
 LINES = (
     *deepseek.SIGMOID, *deepseek.GROUPS, *deepseek.INDEX, *architecture("glm5", "GlmMoeDsaForCausalLM", "glm_moe_dsa"), eps(1e-5),
     derived("first_num_dense_layers", lambda c, model: dense_prefix(c), "first_k_dense_replace"),
@@ -63,7 +58,7 @@ LINES = (
     copied("indexer_types", layers_of),
     copied("mlp_layer_types", mlp_layer_types),
     truth("indexer_rope_interleave", "indexer_rope_interleave", default=True),
-    unless(latent_limit),
+    deepseek.latent_eps(1e-5),
 )  # fmt: skip
 
 FAMILY = Family(
