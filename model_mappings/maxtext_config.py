@@ -56,7 +56,7 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
     "num_kv_shared_layers", "use_double_wide_mlp", "vocab_size_per_layer_input", "language_model_only", "is_causal",
     "task_specific_params", "_*", "transformers.js_config", "bad_words_ids", "swiglu_alpha", "use_mrope",
     "index_topk_freq", "index_skip_topk_offset", "index_share_for_mtp_iteration", "moe_router_dtype",
-    "max_sequence_length", "sliding_window_size", "is_llama_config",
+    "max_sequence_length", "sliding_window_size", "is_llama_config", "use_grouped_topk",
     "*config.json",  # another file's, such as hf_quant_config.json
     # what transformers before 5 writes of every model, most of it about generation (v4.57.1, configuration_utils.py)
     "add_cross_attention", "begin_suppress_tokens", "cross_attention_hidden_size", "diversity_penalty", "do_sample",

@@ -7,12 +7,16 @@ class. MaxText's tree is read from a branch and wasn't run: its layers (AI-Hyper
 layers/latent_moe.py, 4b27699, and layers/attn_res.py, 674adcf), and the names that its tests want of its mapping (tests/utils/
 kimi_k3_parity_utils.py, 6a39975). The branch has no scan of these layers. It keeps experts in MXFP4, too; here they are decoded. Which
 logical axes the gate of its latent attention and the decoder's last two arrays have couldn't be read: none are named.
+
+Its latent attention is MaxText's MLA, which scales the softmax by 0.1 · ln(rope_factor) + 1, squared, in contexts beyond
+`original_max_position_embeddings`, though nothing turns (layers/attention_mla.py, e591f30 and 0.2.5). The release has no such scale; the
+branch's tests keep it off.
 """
 
 from weightbeam.model_mappings.blocks import NORMS, common_drops, experts, gated_mlp, text_part, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, only, real, size
-from weightbeam.model_mappings.families.deepseek import latent_attention
+from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, only, real, size, written
+from weightbeam.model_mappings.families.deepseek import latent_attention, latent_eps
 from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, architecture, eps
 from weightbeam.model_mappings.rules import rule, stack
@@ -147,6 +151,8 @@ LINES = (
     size("attn_res_block_size", "attn_res_block_size"),
     *(size(name, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     fixed("attention_type", "mla"),
+    fixed("rope_factor", 1),  # base.yml's 40 would scale the softmax by 1.87
+    latent_eps(1e-5, "the release's own code"),
     fixed("mla_use_output_gate", True),
     size("base_moe_mlp_dim", "moe_intermediate_size"),
     size("moe_intermediate_size", "moe_intermediate_size"),
@@ -163,7 +169,8 @@ LINES = (
     only("mla_use_nope", True, "MaxText's latent attention turns nothing by its position; logits differ much"),
     only("moe_renormalize", True, NORM_TOPK, default=True),
     only("moe_router_activation_func", "sigmoid", "MaxText's router has sigmoid scores; logits differ much", default="sigmoid"),
-    only("topk_group", 1, "MaxText's router chooses among all experts; logits differ", default=1),
+    *(only(field, 1, "MaxText's router chooses among all experts; logits differ", default=1) for field in ("num_expert_group", "topk_group")),
+    *(written(field, value) for field, value in HAS.items()),
 )  # fmt: skip
 
 FAMILY = Family(

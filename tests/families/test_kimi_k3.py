@@ -8,6 +8,7 @@ shapes of the arrays are written down here from AI-Hypercomputer/maxtext, src/ma
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import ml_dtypes
@@ -19,6 +20,9 @@ from support import assert_same_bits, call, converted, read_tensors, save
 import weightbeam as wb
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import kimi_k3
+from weightbeam.model_mappings.maxtext_config import maxtext_config
+from weightbeam.model_mappings.maxtext_models import base
+from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import expand
 
 HEADS, DIM, VALUE, EMBED, LATENT, HIDDEN, EXPERTS = 3, 5, 6, 24, 64, 32, 4
@@ -193,3 +197,28 @@ def test_what_maxtext_does_not_have_is_refused(change: dict, message: str) -> No
     text |= {key: value for key, value in change.items() if key != "linear_attn_config"}
     with pytest.raises(ConfigError, match=message):
         expand(kimi_k3.FAMILY, Config(config_of(text)), layout)
+
+
+def test_the_softmax_of_latent_attention_is_not_scaled() -> None:
+    """MaxText's layer scales it by YaRN's square, of base.yml's factor if it is told none (src/maxtext/layers/attention_mla.py, e591f30);
+    the release's code multiplies by 1/√(nope + rope) alone.
+    """
+    made = maxtext_config(
+        kimi_k3.FAMILY, Config(config_of(TEXT)), Layout(scan=False, model="kimi-k3"), ModelNaming("kimi-k3")
+    )
+    keys = {**base(), **made.settings}
+    assert keys["max_position_embeddings"] > keys["original_max_position_embeddings"]
+    assert 0.1 * keys["mscale"] * math.log(keys["rope_factor"]) + 1 == 1
+    assert "rope_factor=1" in made.command_line().split()
+
+
+def test_every_field_of_the_release_is_one_that_a_line_is_about() -> None:
+    """All that MaxText's branch can't do is said: its two norms of latents."""
+    made = [
+        maxtext_config(kimi_k3.FAMILY, Config(config_of(TEXT | said)), Layout(scan=False), ModelNaming("kimi-k3"))
+        for said in ({}, dict(num_expert_group=8, topk_group=1))
+    ]
+    assert made[0].unknown == ()
+    assert ["latents" in limit for limit in made[0].limits] == [True]
+    (groups,) = set(made[1].limits) - set(made[0].limits)
+    assert groups.startswith("num_expert_group is 8")
