@@ -12,6 +12,7 @@ import functools
 from weightbeam.model_mappings.blocks import common_drops, experts, gated_mlp, is_fused, text_part, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, real, size, unless
+from weightbeam.model_mappings.families.deepseek import GROUPS
 from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable
 from weightbeam.model_mappings.lines import CONTEXT, MLP, NORMED, SIZES, STREAMS, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
@@ -119,6 +120,7 @@ LINES = (
     fixed("routed_bias", True),
     fixed("norm_topk_prob", True),
     NORMED,
+    *GROUPS,
     unless(window_limit),
 )  # fmt: skip
 

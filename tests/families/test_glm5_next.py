@@ -16,6 +16,8 @@ from support import call, converted, read_config, read_tensors
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import glm5_next
+from weightbeam.model_mappings.maxtext_config import maxtext_config
+from weightbeam.model_mappings.naming import ModelNaming
 from weightbeam.model_mappings.plan import expand
 
 torch = lazily("torch")
@@ -172,3 +174,13 @@ def test_what_maxtext_does_not_have_is_refused(release: Path, change: dict, mess
     expand(glm5_next.FAMILY, Config(config), layout)
     with pytest.raises(ConfigError, match=message):
         expand(glm5_next.FAMILY, Config(config | {"text_config": config["text_config"] | change}), layout)
+
+
+@pytest.mark.parametrize(("said", "groups"), [({}, (-1, -1)), (dict(n_group=3, topk_group=2), (3, 2))])
+def test_experts_are_chosen_in_the_groups_that_are_said(said: dict, groups: tuple[int, int]) -> None:
+    """transformers' router (v5.23.0, `Glm5NextTextTopkRouter`) masks the groups that aren't chosen; MaxText does if it is told."""
+    config = Config(
+        model_type="glm5_next", text_config=TEXT | dict(model_type="glm5_next_text", n_shared_experts=1) | said
+    )
+    made = maxtext_config(glm5_next.FAMILY, config, Layout(scan=False), ModelNaming("glm5.3-flash"))
+    assert (made["n_routing_groups"], made["topk_routing_group"]) == groups
