@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats.orbax import ocdbt
+from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.source import OrbaxArray, opened_store, result_of
 from weightbeam.formats.orbax.zarr import ArraySpec, EncodedChunk
 from weightbeam.formats.storage import StorageError
@@ -80,10 +80,10 @@ def _decoded(
         chunk = opened[tuple(slice(start, stop) for start, stop in box)]
         if encoded is not None:
             store.write(name, encoded).result()
-        else:  # it was left out, since it is all zeros
-            chunk.write(chunk.read().result()).result()
-            encoded = store.read(name).result().value
         values = chunk.read().result()
+        if encoded is None or (array.sparse and zarr.NO_ENTRY in encoded):  # the copy stores what is left out as zeros
+            chunk.write(values).result()
+            encoded = store.read(name).result().value
     except ValueError as e:
         raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {ocdbt.brief(e)}") from e
     return EncodedChunk(spec, f"{spec.key}/{name}", box, encoded, np.asarray(values))

@@ -11,7 +11,7 @@ has one in any case (ROCm/ATOM, pull request 1362).
 import functools
 
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import copied, derived, truth
+from weightbeam.model_mappings.configuration import copied, derived, fixed, only
 from weightbeam.model_mappings.families import deepseek
 from weightbeam.model_mappings.family import WITHOUT_HEAD, Family
 from weightbeam.model_mappings.lines import architecture, eps, mlp_layer_types
@@ -57,7 +57,8 @@ LINES = (
     derived("index_share_pattern", lambda c, model: "".join(kind[0].upper() for kind in indexer_types(c)), when=is_sharing),
     copied("indexer_types", layers_of),
     copied("mlp_layer_types", mlp_layer_types),
-    truth("indexer_rope_interleave", "indexer_rope_interleave", default=True),
+    fixed("indexer_rope_interleave", True),
+    only("indexer_rope_interleave", True, "in transformers' indexer pairs that lie side by side turn all the same, and so in MaxText's", default=True),
     deepseek.latent_eps(1e-5),
 )  # fmt: skip
 

@@ -117,7 +117,7 @@ def load(
     Raises:
       Refused: before anything is read: there is no such source, or problems stand against it or against `like`:
         all of them; in this process or in another one, or the processes don't mean the same. Or an earlier load broke off
-        in the middle of an exchange.
+        in the middle of an exchange, or isn't over.
       Failed: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
 
     Example:
@@ -131,8 +131,9 @@ def load(
     """
     check_jax()
     with Meeting(timeout if _is_time(timeout) else TIMEOUT) as meeting:  # who refuses it has come, too
+        shown = progress if meeting.process == 0 else False
         asked = meeting.agree(
-            "arguments", lambda: _ask(like, mesh, unit_bytes, dequantize, progress, options, timeout), Asked.identity
+            "arguments", lambda: _ask(like, mesh, unit_bytes, dequantize, shown, options, timeout), Asked.identity
         )
         commits = meeting.decide("commits", lambda: find_commits(source, asked.chosen, release))
         opened, chosen = meeting.agree(
@@ -190,8 +191,6 @@ def _ask(
     timeout: float,
 ) -> Asked:
     """What the arguments ask for. Raises Refused where they can't be meant, or this process can't count."""
-    import jax
-
     check_arithmetic()
     check_known(
         options, [*sorted(CHOICES), "mesh", "like", "release", "unit_bytes", "dequantize", "timeout", "progress"]
@@ -217,7 +216,7 @@ def _ask(
     with refusals.kept():
         read = read_options(ConvertOptions, {"unit_bytes": unit_bytes})
     with refusals.kept():
-        report = reporter(progress if jax.process_index() == 0 else False)
+        report = reporter(progress)
     refusals.check()
     return Asked(tree, chosen, options, mesh, read.unit_bytes, dequantize, report)
 

@@ -78,11 +78,12 @@ class Meeting:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if not self.alone:
+            _UNDER_WAY.remove(self.number)
         self._left.set()
         if self._amid and error is not None:
             _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")
         if not self.alone:
-            _UNDER_WAY.remove(self.number)
             self._beating.join()
             with contextlib.suppress(Failed):  # the coordinator is gone
                 self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})

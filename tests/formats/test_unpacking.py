@@ -198,6 +198,21 @@ def test_small_units_make_the_same_copy(tmp_path: Path, form: str, capsys: pytes
         assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
 
 
+HOLES = np.concatenate([SOME, VALUES, VALUES])  # a shard of two chunks, one of which is all zeros, and a whole one
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_a_copy_stores_what_a_shard_leaves_out(use_ocdbt: bool, tmp_path: Path) -> None:
+    """The copy says that every chunk is stored, so that one that isn't would be damage."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": [40, 30]}}
+    about = zarr3(HOLES, [sharded((20, 30), [LITTLE, ZSTD3])], chunk_grid=grid)
+    items = item(tmp_path / "0" / "items", {"params.params.w": (HOLES, about)}, use_ocdbt)
+    assert call("reshard", items, tmp_path / "out") == 0
+    (array,) = open_orbax(tmp_path / "out").arrays.values()
+    assert not array.sparse
+    assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 80), (0, 30)))])[0][0], HOLES)
+
+
 def test_small_units_copy_what_is_left_out(tmp_path: Path) -> None:
     """A state of training whose moments are zeros, in chunks larger than a unit: the copy stores them."""
     items = item(tmp_path / "0" / "items", {"params.params.w": (SOME, SPARSE["zarr 3"])})

@@ -10,8 +10,9 @@ A list of sources, or of options, has one for each process. `waits` has a proces
 it is done with a load, a process makes the file `done-LOAD-PROCESS` beside the request.
 
 Writes JSON into the file of answers, a line for each load, of what this process holds of each array, `{"shards": {key:
-[[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`, `{"interrupted": true}`; with `values`
-the bytes of a shard in place of its digest. Not to its standard output, where Gloo's threads write words of their own.
+[[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message, "devices": whether JAX's are begun}`,
+`{"failed": message}`, `{"interrupted": true}`; with `values` the bytes of a shard in place of its digest. Not to its
+standard output, where Gloo's threads write words of their own.
 A process of its own, since the number of devices is settled when JAX starts.
 """
 
@@ -74,6 +75,7 @@ def note_program(event: str, *_: Any, **__: Any) -> None:
 def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     """One load. A mesh of fewer devices than there are has the first of them."""
     import jax
+    from jax._src import xla_bridge
 
     from weightbeam.pipelines.loading import load as loading
     from weightbeam.pipelines.loading.abstract import read_tree
@@ -104,7 +106,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
             for each in other:
                 each.result()
     except Refused as e:
-        return {"refused": str(e)}
+        return {"refused": str(e), "devices": xla_bridge.backends_are_initialized()}
     except Failed as e:
         return {"failed": str(e)}
     except KeyboardInterrupt:

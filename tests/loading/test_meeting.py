@@ -95,6 +95,8 @@ def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
     """
     first, second = job["one refuses"]
     assert "model.safetensors" in second["refused"]
+    assert not first["devices"]
+    assert not second["devices"]
     assert first["refused"] == f"process 1 of 2 refused, so nothing was loaded: {second['refused']}"
     for name, seed in {"after it": 2, "copies": 1, "after both": 1, "slow": 1}.items():
         for told in job[name]:
