@@ -9,8 +9,9 @@ kimi_k3_parity_utils.py, 6a39975). The branch has no scan of these layers. It ke
 logical axes the gate of its latent attention and the decoder's last two arrays have couldn't be read: none are named.
 
 Its latent attention is MaxText's MLA, which scales the softmax by 0.1 · ln(rope_factor) + 1, squared, in contexts beyond
-`original_max_position_embeddings`, though nothing turns (layers/attention_mla.py, e591f30 and 0.2.5). The release has no such scale; the
-branch's tests keep it off.
+`original_max_position_embeddings`, though nothing turns (layers/attention_mla.py, e591f30 and 0.2.5). The release has no such scale, and
+the branch's tests keep it off; the file of the whole model in a later one (configs/models/kimi-k3.yml, 25f141a) has 32, of which
+config.json says nothing.
 """
 
 from weightbeam.model_mappings.blocks import NORMS, common_drops, experts, gated_mlp, text_part, tied_head, top

@@ -311,7 +311,8 @@ class FolderPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         if os.path.lexists(url):
             if self.report(url).get("key") != _report(release).get("key"):
-                raise StorageError(f"{url} exists, and isn't of this step; move it away")
+                # as from another watcher with other options
+                raise StorageError(f"{url} came there meanwhile, and isn't this step as it is made here; try again")
         else:
             _check_whole(release)
             sync_folder(Path(release.url))

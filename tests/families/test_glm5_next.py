@@ -178,7 +178,7 @@ def test_what_maxtext_does_not_have_is_refused(release: Path, change: dict, mess
 
 @pytest.mark.parametrize(("said", "groups"), [({}, (-1, -1)), (dict(n_group=3, topk_group=2), (3, 2))])
 def test_experts_are_chosen_in_the_groups_that_are_said(said: dict, groups: tuple[int, int]) -> None:
-    """transformers' router (v5.23.0, `Glm5NextTextTopkRouter`) masks the groups that aren't chosen; MaxText does if it is told."""
+    """transformers' router (v5.23.0, `Glm5NextTextTopkRouter`) masks the groups that aren't chosen; MaxText has keys for them."""
     config = Config(
         model_type="glm5_next", text_config=TEXT | dict(model_type="glm5_next_text", n_shared_experts=1) | said
     )

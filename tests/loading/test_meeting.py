@@ -274,17 +274,18 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkey
         convert(save(tmp_path / f"{seed}", MODEL, tensors(seed)), tmp_path / f"{seed}-out", "--use_ocdbt", "false")
         for seed in (1, 2)
     )
-    reads, plain = [], loading.Loading._read
+    reads, plain, one = [], loading.Loading._read, threading.Lock()
 
     def replacing(self: loading.Loading, *arguments: Any) -> Any:
-        reads.append(1)
-        if len(reads) == 3:
-            for path in [path for path in second.rglob("*") if path.is_file()]:
-                stored = first / path.relative_to(second)
-                seen = stored.stat()
-                stored.write_bytes(path.read_bytes())
-                os.utime(stored, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-        return plain(self, *arguments)
+        with one:  # else another thread may read a file that is empty for a moment
+            reads.append(1)
+            if len(reads) == 3:
+                for path in [path for path in second.rglob("*") if path.is_file()]:
+                    stored = first / path.relative_to(second)
+                    seen = stored.stat()
+                    stored.write_bytes(path.read_bytes())
+                    os.utime(stored, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+            return plain(self, *arguments)
 
     monkeypatch.setattr(loading.Loading, "_read", replacing)
     with pytest.raises(wb.Failed, match=r"changed while it was read.*; load it again"):

@@ -1658,7 +1658,7 @@ def test_what_lies_there_by_the_time_that_a_step_is_published(
     with monkeypatch.context() as patched:
         patched.setattr(places.FolderPlace, "publish", late)
         assert watch(run, model[0], output) == 1
-    assert "step-2 exists, and isn't of this step; move it away" in capsys.readouterr().err
+    assert "step-2 came there meanwhile, and isn't this step as it is made here; try again" in capsys.readouterr().err
     (output / "step-2").rmdir()
     assert watch(run, model[0], output, "--once", "--retry", "run") == 0
     assert watch(run, model[0], output) == 0
