@@ -93,3 +93,10 @@ def test_rows_beyond_the_vocabulary_name_the_way_out(tmp_path: Path) -> None:
         assert "vocab_size of config.json is 64, and should be 67, or leave the others out with" in problem.message
     assert not wb.plan(tmp_path / "hf", maxtext_model="llama2-7b", vocab_rows=64).problems
     assert not planned(tmp_path / "said", LLAMA | dict(vocab_size=67), tensors, maxtext_model="llama2-7b").problems
+
+
+def test_a_field_on_which_the_family_hangs(tmp_path: Path) -> None:
+    """Which of Gemma 4's tables it is stands in `text_config`: a problem, as everywhere else (`make soak` found an error)."""
+    (found,) = planned(tmp_path / "hf", {"model_type": "gemma4", "text_config": None}, random_tensors(LLAMA)).problems
+    assert (found.kind, found.subject) == ("config", "config.json")
+    assert found.message == "'text_config' should be an object, but is None"

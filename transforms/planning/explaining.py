@@ -40,7 +40,7 @@ def config_problems(
     """
     faults = []
     if isinstance(error, ConfigError):
-        with contextlib.suppress(UnknownFamilyError):
+        with contextlib.suppress(UnknownFamilyError, ConfigError):  # the family itself may hang on the field
             family = load_family(named) if named else family_by_config(config)
             faults = faults_of(lambda: family.dims(config, layout), lambda: family.table(config, layout))
     return list(dict.fromkeys(config_problem(fault) for fault in (error, *map(ConfigError, faults))))
