@@ -31,6 +31,7 @@ from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER, REPLACED
 from weightbeam.formats.staging.links import SOURCE, SYMBOLIC, identities
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+from weightbeam.formats.storage.meant import MEANT
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import MAX_ELEMENTS
@@ -50,7 +51,6 @@ FOREIGN = (
     "a symbolic link that leads out of the checkpoint, which isn't followed; a copy of the file can take its place"
 )
 CHECKPOINTS = "checkpoints"  # in the folder of a training run of MaxText's: where its steps lie
-HUB = "; did you mean hf://"
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
@@ -151,7 +151,7 @@ def _item_of(store: Store) -> Store | None:
 def _what_it_is(store: Store) -> str:
     """What a place is that holds no checkpoint."""
     if isinstance(store, LocalFolder) and not store.folder.is_dir():
-        return store.missing().partition(HUB)[0]  # which has no checkpoints
+        return store.missing().partition(MEANT)[0]  # which has no checkpoints
     is_release = any(name.endswith(".safetensors") for name in store.entries())
     return "no Orbax checkpoint" + (
         ", but a release; weightbeam convert makes a checkpoint of it" if is_release else ""

@@ -316,7 +316,7 @@ class _Locations:
         place = urlsplit(location)
         if place.username is not None and place.netloc != urlsplit(_endpoint()).netloc:
             raise ValueError(f"a file that lies at {place.hostname}, for a user of that host")
-        return location, build_hf_headers(token=token() or False if _is_hub(location) else False)
+        return location, build_hf_headers(token=token() or False if _is_endpoint(location) else False)
 
     def forget(self, repo: str, commit: str, name: str, location: str | None = None) -> None:
         """Asks anew next time, unless someone has done so already: it isn't `location` any more."""
@@ -337,7 +337,7 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
 
 
-def _is_hub(url: str) -> bool:
+def _is_endpoint(url: str) -> bool:
     """Whether an address is the hub's, whom its token is for; the same host's by TLS is, too."""
     hub, there = (urlsplit(each) for each in (_endpoint(), url))
     ports = [each.port or PORTS.get(each.scheme) for each in (hub, there)]
@@ -425,7 +425,7 @@ def _bound(request: httpx2.Request) -> None:
     host, to which its client would send the token.
     """
     is_ours = OURS in request.headers.get("User-Agent", "")  # anyone's requests go this way
-    if is_ours and "Authorization" in request.headers and request.url.host and not _is_hub(str(request.url)):
+    if is_ours and "Authorization" in request.headers and request.url.host and not _is_endpoint(str(request.url)):
         if request.method != "HEAD":
             raise ValueError(
                 f"an answer that names {request.url.host}, where its client would send the token for the hub"
@@ -498,7 +498,7 @@ def _host_of(error: BaseException | None) -> str:
         asked = urlsplit(str(error.request.url)) if isinstance(error, httpx2.HTTPError) else None
     except RuntimeError:  # the error knows no request
         asked = None
-    return asked.hostname if asked and asked.hostname and not _is_hub(asked.geturl()) else told_endpoint()
+    return asked.hostname if asked and asked.hostname and not _is_endpoint(asked.geturl()) else told_endpoint()
 
 
 _PAGES = threading.local()  # `left`: how many pages a question of this thread to the hub may still ask for

@@ -6,12 +6,15 @@ import os
 import re
 from pathlib import Path
 
+from weightbeam.formats.storage.store import HUB
+
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PAGE = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
 )
 PICKLES = (".bin", ".pt", ".pth")
 GGUF = ".gguf"
+MEANT = f"; did you mean {HUB}"  # a release of the hub's
 
 
 def foreign_format(name: str) -> str:
@@ -26,10 +29,10 @@ def foreign_format(name: str) -> str:
 def hint(where: str) -> str:
     """What was meant by a folder that isn't there, as the end of a message; empty where nothing suggests itself."""
     if page := _PAGE.fullmatch(where):
-        return f"; did you mean hf://{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
+        return f"{MEANT}{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
     path, repository = Path(os.path.expanduser(where)), where
     if where.startswith("hf:"):
         repository = where.removeprefix("hf:").strip("/")
     if path.is_file():
         return f"; {foreign_format(path.name) or f'it is a file: name its folder, {path.parent}'}"
-    return f"; did you mean hf://{repository}?" if _REPOSITORY.fullmatch(repository.partition("@")[0]) else ""
+    return f"{MEANT}{repository}?" if _REPOSITORY.fullmatch(repository.partition("@")[0]) else ""

@@ -612,7 +612,7 @@ def test_an_endpoint_that_is_no_address(
 )
 def test_which_address_is_the_hubs(endpoint: str, url: str, is_hub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert store._is_hub(url) == is_hub
+    assert store._is_endpoint(url) == is_hub
 
 
 @pytest.mark.parametrize("given", [None, TOKEN, "hf_wrong"])
