@@ -21,6 +21,7 @@ from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, r
 
 from weightbeam import formats, model_mappings, transforms
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig, maxtext_config
 from weightbeam.transforms.planning.conversion import Conversion
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.inputs import this_code
@@ -136,6 +137,20 @@ def test_the_hash_tells_sources_apart() -> None:
         dataclasses.replace(checkpoint, config=checkpoint.config | {"rms_norm_eps": 1e-6}),
     ]
     assert len({plan_conversion(SMALL_UNITS, one).hash for one in [checkpoint, *others]}) == len(others) + 1
+
+
+def test_the_hash_tells_apart_what_maxtext_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer version that says another key isn't told that there is nothing to do."""
+    checkpoint = headers_only(LLAMA)
+    before = plan_conversion(SMALL_UNITS, checkpoint)
+
+    def says_more(*given: Any) -> MaxTextConfig:
+        return maxtext_config(*given).with_keys({"rope_factor": 1})
+
+    monkeypatch.setattr("weightbeam.transforms.planning.layouts.maxtext_config", says_more)
+    after = plan_conversion(SMALL_UNITS, checkpoint)
+    assert before.plan.maxtext and after.plan.maxtext == before.plan.maxtext.with_keys({"rope_factor": 1})
+    assert after.hash != before.hash
 
 
 def test_the_hash_doesnt_know_where_the_files_lie() -> None:

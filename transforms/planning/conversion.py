@@ -194,6 +194,9 @@ class Conversion(Transfer):
         kept = kept_files(open_store(self.source.root), self.options.allow_links, self.source.configs)
         return files_of(self.source, kept)
 
+    def settled(self) -> list[Any]:
+        return [*super().settled(), dict(self.plan.maxtext or {})]
+
     def hash_small(self) -> Mapping[str, str]:
         """Of those that are kept with the checkpoint."""
         return self._small_files.hashes
