@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -40,6 +41,8 @@ __all__ = [
     "stretches", "sync_folder", "write_file",
 ]  # fmt: skip
 
+_SLASH = re.compile("(gs:|hf:)/([^/].*)")  # a URL that lacks one
+
 
 def open_store(where: str | Path | Store) -> Store:
     """The store that a URL names; a path without a scheme is a local folder, and is made absolute: workers may run
@@ -60,6 +63,8 @@ def open_store(where: str | Path | Store) -> Store:
         path = Path(os.path.expanduser(url))
         if url.startswith("~") and str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
             raise StorageError(f"{url}: there is no user {path.parts[0][1:]}, in whose home folder that would be")
+        if meant := _SLASH.fullmatch(url):
+            raise StorageError(f"{url}: did you mean {meant[1]}//{meant[2]}? A folder of that name is ./{url}")
         try:
             path = path.absolute()
         except FileNotFoundError as e:

@@ -143,7 +143,7 @@ class OrbaxTarget(Target[Staging]):
         return find_damage(place.final, self.arrays, self.format)
 
     def find_unfit(self, place: Staging) -> tuple[str, str] | None:
-        if is_unpublished(place.output.name):
+        if is_unpublished(place.output.name) or is_unpublished(place.output.parent.name):
             return str(place.output), "has the name of what isn't published yet, which nobody reads; choose another"
         if around := checkpoint_around(place.output):
             return str(place.output), f"is a checkpoint itself, or a part of one, {around}; choose another"

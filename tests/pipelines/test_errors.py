@@ -326,6 +326,13 @@ def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str)
     assert url.partition("://")[0] in refused(folder, "--output", url)
 
 
+@pytest.mark.parametrize(("url", "meant"), [("gs:/bucket/x", "gs://bucket/x"), ("hf:/acme/tiny", "hf://acme/tiny")])
+def test_a_url_that_lacks_a_slash(refused: Refused, tmp_path: Path, url: str, meant: str) -> None:
+    """It isn't taken for a folder of this machine."""
+    assert f"{url}: did you mean {meant}?" in refused(url)  # type: ignore[arg-type]
+    assert f"{url}: did you mean {meant}?" in refused(make_release(tmp_path / "hf"), "--output", url)
+
+
 def test_the_home_folder_of_nobody(refused: Refused, tmp_path: Path) -> None:
     """Source and output: in words."""
     assert "there is no user nosuchuser" in refused("~nosuchuser/x")  # type: ignore[arg-type]
@@ -715,7 +722,7 @@ def test_a_vocabulary_that_is_cut_is_said_once(source: Path, tmp_path: Path, cap
     assert "left out on purpose" not in said.out
 
 
-@pytest.mark.parametrize("name", ["tuned.orbax-checkpoint-tmp", "0.replaced-0123abcd"])
+@pytest.mark.parametrize("name", ["tuned.orbax-checkpoint-tmp", "tuned.orbax-checkpoint-tmp/x", "0.replaced-0123abcd"])
 def test_an_output_with_the_name_of_what_is_not_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
