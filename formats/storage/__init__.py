@@ -41,7 +41,7 @@ __all__ = [
     "stretches", "sync_folder", "write_file",
 ]  # fmt: skip
 
-_SLASH = re.compile("(gs:|hf:)/([^/].*)")  # a URL that lacks one
+_SLASHES = re.compile("(gs:|hf:)/?([^/].*)")  # a URL that lacks one, or both
 
 
 def open_store(where: str | Path | Store) -> Store:
@@ -63,7 +63,7 @@ def open_store(where: str | Path | Store) -> Store:
         path = Path(os.path.expanduser(url))
         if url.startswith("~") and str(path).startswith("~"):  # as it stood; a folder of that name is ./~name
             raise StorageError(f"{url}: there is no user {path.parts[0][1:]}, in whose home folder that would be")
-        if meant := _SLASH.fullmatch(url):
+        if meant := _SLASHES.fullmatch(url):
             raise StorageError(f"{url}: did you mean {meant[1]}//{meant[2]}? A folder of that name is ./{url}")
         try:
             path = path.absolute()

@@ -30,9 +30,7 @@ def hint(where: str) -> str:
     """What was meant by a folder that isn't there, as the end of a message; empty where nothing suggests itself."""
     if page := _PAGE.fullmatch(where):
         return f"{MEANT}{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
-    path, repository = Path(os.path.expanduser(where)), where
-    if where.startswith("hf:"):
-        repository = where.removeprefix("hf:").strip("/")
+    path = Path(os.path.expanduser(where))
     if path.is_file():
         return f"; {foreign_format(path.name) or f'it is a file: name its folder, {path.parent}'}"
-    return f"{MEANT}{repository}?" if _REPOSITORY.fullmatch(repository.partition("@")[0]) else ""
+    return f"{MEANT}{where}?" if _REPOSITORY.fullmatch(where.partition("@")[0]) else ""

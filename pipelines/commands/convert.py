@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.record.extremes import NOT_FINITE
+from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import ChangedError
 from weightbeam.formats.text.printable import printable
@@ -99,7 +100,11 @@ class Converted(Made):
         lines += [SFT_ONLY] if conversion.options.adapter_only else []
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
-        lines.append(f"check it:   weightbeam verify {shlex.quote(step)}")
+        check = ["weightbeam", "verify", step]
+        if is_name(self.written.record.get("source")):  # the record doesn't lead there
+            adapters = [word for adapter in conversion.adapters for word in ("--lora", adapter.root)]
+            check = ["weightbeam", "verify", conversion.source.root, step, *adapters]
+        lines.append(f"check it:   {shlex.join(check)}")
         return lines
 
     @property

@@ -13,6 +13,7 @@ from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_beside, check_committed, files_beside, step_of
 from weightbeam.formats.orbax.source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax.state import surroundings
+from weightbeam.formats.record.naming import is_name
 from weightbeam.formats.record.provenance import tensors_said
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -90,8 +91,9 @@ class Resharded(Made):
                 lines.append(f"            with what else {step}/{FILE} says of the model")
         if not planned.taken:
             lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
-        elif planned.source.record.get("source"):  # a part of the model is compared with that part of the release
-            lines.append(f"check it:   weightbeam verify {shlex.quote(step)}")
+        elif source := self.written.record.get("source"):  # a part of the model is compared with that of the release
+            of = ["SOURCE"] if is_name(source) else []
+            lines.append(f"check it:   {shlex.join(['weightbeam', 'verify', *of, step])}")
         lines += self.compared.lines() if self.compared else []
         return lines
 

@@ -64,14 +64,19 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
         configs/models/llama3-8b.yml   above them; also in ../models
 
     Above the model's file MaxText has its command line alone, with `override_model_config`: a file that says that is taken
-    for what the command line said. `option` is what named it, for messages.
+    for what the command line said. A model's file doesn't say its name, which is that of the file. `option` is what named
+    it, for messages.
 
     Raises:
       Refused: one of them can't be read, or says no keys; or files are each other's base.
     """
     given = _read_with_base(option, file)
-    name = own_name(str(given.get("model_name")))
+    named = given.keys().isdisjoint(("model_name", "base_config")) and _is_models_name(Path(file).stem)
+    name = Path(file).stem if named else own_name(str(given.get("model_name")))
     known = said_by(name)
+    instead = {key: base().get(key) for key in known or ()}
+    if named:
+        return instead | given | {"model_name": name, "override_model_config": True}
     folders = (Path(file).parent, Path(file).parent.parent, *_configs_around(file))
     places = (folder / "models" / f"{name}.yml" for folder in folders)
     path = next((path for path in places if known is not None and path.is_file()), None)
@@ -79,12 +84,19 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
         return given
     if path.samefile(file):
         return given | {"override_model_config": True}
-    theirs, instead = _read(option, path), {key: base().get(key) for key in known}
+    theirs = _read(option, path)
     if given.get("override_model_config"):
         return instead | theirs | given
     if other := [key for key in given if key in theirs and clean(given[key]) != clean(theirs[key])]:
         LOG.warning("%s=%s: MaxText takes %s of %s, and so is done here", option, file, ", ".join(other), path)
     return instead | given | theirs | {"override_model_config": True}
+
+
+def _is_models_name(name: str) -> bool:
+    """Whether a file of that name is a model's: of one that MaxText has, or to which it gives Llama 3.1's rotary embedding
+    by its name.
+    """
+    return said_by(name) is not None or name.startswith("llama3.1")
 
 
 def _is_usual(key: str, value: Any) -> bool:

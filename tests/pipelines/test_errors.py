@@ -326,7 +326,9 @@ def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str)
     assert url.partition("://")[0] in refused(folder, "--output", url)
 
 
-@pytest.mark.parametrize(("url", "meant"), [("gs:/bucket/x", "gs://bucket/x"), ("hf:/acme/tiny", "hf://acme/tiny")])
+@pytest.mark.parametrize(
+    ("url", "meant"), [("gs:/b/x", "gs://b/x"), ("hf:/acme/tiny", "hf://acme/tiny"), ("hf:acme/tiny", "hf://acme/tiny")]
+)
 def test_a_url_that_lacks_a_slash(refused: Refused, tmp_path: Path, url: str, meant: str) -> None:
     """It isn't taken for a folder of this machine."""
     assert f"{url}: did you mean {meant}?" in refused(url)  # type: ignore[arg-type]

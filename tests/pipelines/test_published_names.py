@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import socket
 import urllib.parse
@@ -217,10 +218,15 @@ def test_in_a_bucket(
     tap = Tap(monkeypatch, gcs)
     like, adapter = project / "models" / "llama", project / "adapter"
     options = ("--save_dtype", "float32", "--maxtext_model", "llama2-7b")
-    assert call("convert", like, "gs://out/ckpt", *options, "--lora", adapter) == 0
-    assert call("convert", like, "gs://out/plain", *options) == 0
-    assert call("reshard", project / "trained" / "checkpoints" / "100", "gs://out/copy", "--like", like) == 0
-    assert call("reshard", project / "run" / "checkpoints", "gs://out/ours") == 0
+    told = []
+    for command in (
+        ("convert", like, "gs://out/ckpt", *options, "--lora", adapter),
+        ("convert", like, "gs://out/plain", *options),
+        ("reshard", project / "trained" / "checkpoints" / "100", "gs://out/copy", "--like", like),
+        ("reshard", project / "run" / "checkpoints", "gs://out/ours"),
+    ):
+        assert call(*command) == 0
+        told += re.findall(r"(?m)^check it: +weightbeam (.+)$", capsys.readouterr().out)
     assert call("export", project / "trained" / "checkpoints" / "100", "gs://out/release", "--like", like) == 0
     assert call("export", project / "lora-run" / "checkpoints" / "5", "gs://out/adapter", "--like", like) == 0
     assert call("export", "gs://out/plain", "gs://out/again") == 0
@@ -234,6 +240,7 @@ def test_in_a_bucket(
         assert f"\n# {folder}\n" in card
         assert "_name_or_path" not in card
     assert json.loads(held["again/weightbeam.json"])["source"] == "gs://out/plain/0/items"
+    assert [call(*shlex.split(line)) for line in told] == [0] * 4, told
     capsys.readouterr()
     assert call("verify", "gs://out/plain") == 2
     assert "weightbeam verify SOURCE gs://out/plain" in capsys.readouterr().err

@@ -12,8 +12,8 @@ import yaml
 from support import call
 
 from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
-from weightbeam.model_mappings.config_json import full_keys
-from weightbeam.model_mappings.maxtext_models import base
+from weightbeam.model_mappings.config_json import MaxTextConfigError, config_json, full_keys
+from weightbeam.model_mappings.maxtext_models import base, models, said_by
 from weightbeam.pipelines.running.like import read_maxtext_config
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import sharding_rules
@@ -116,6 +116,27 @@ def test_a_model_s_own_file_beside_a_configuration_is_above_it(
     assert full_keys(read_maxtext_yaml("--maxtext_config", str(mine)))["normalization_layer_epsilon"] == 1e-6
     read_maxtext_config(str(tmp_path / beside / "llama3-8b.yml").replace("/models/", "/models/../models/"))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_models_own_file_is_called_as_the_model(tmp_path: Path, name: str) -> None:
+    """It doesn't say `model_name`; of Llama 3.1, Gemma 3's 27B and Gemma 4's E2B MaxText takes something from the name."""
+    file = tmp_path / f"{name}.yml"
+    file.write_text(yaml.dump(dict(said_by(name) or {})))
+    assert full_keys(read_maxtext_yaml("--maxtext_config", str(file))) | {"override_model_config": True} == full_keys(
+        {"model_name": name, "override_model_config": True}
+    )
+
+
+def test_a_file_whose_name_is_that_of_a_model(tmp_path: Path) -> None:
+    """A run's configuration may have it, too; and a model of somebody's own one that begins as Llama 3.1's."""
+    run = tmp_path / "llama3.1-8b.yml"
+    run.write_text("base_config: base.yml\nbase_emb_dim: 64\n")
+    assert "model_name" not in read_maxtext_yaml("--maxtext_config", str(run))
+    own = tmp_path / "llama3.1-tiny.yml"
+    own.write_text("decoder_block: llama2\nbase_emb_dim: 64\n")
+    with pytest.raises(MaxTextConfigError, match=r"'llama3.1-tiny', which no MaxText .*; did you mean llama3.1-8b"):
+        config_json(read_maxtext_yaml("--maxtext_config", str(own)))
 
 
 @pytest.mark.parametrize("place", ["configs", "configs/tpu", "configs/tpu/v5e"])
