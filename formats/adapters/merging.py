@@ -156,13 +156,13 @@ def collect(
     problems: list[Problem] = []
     uses = []
     for adapter in adapters:
-        used: dict[str, str] = {}
+        applied = _Applied(adapter, files, changes)
         found = list(adapter.problems)
         if not found:
             found = [
-                problem
-                for name, why in _apply(adapter, files, changes, used)
-                if (problem := _problem(adapter, name, why, files, lost))
+                Problem("adapter", f"{adapter.root}: {name}", why)
+                for name, why in applied.apply()
+                if not _is_lost(name, lost)
             ]
             if found and cut:
                 message = f"doesn't fit {cut} of its base; one of the whole release is merged first (weightbeam merge)"
@@ -173,7 +173,7 @@ def collect(
                 )
                 found.insert(0, Problem("adapter", adapter.root, message))
         problems += found
-        uses.append(used)
+        uses.append(applied.used)
     message = "is changed by an adapter ({}), and tied to another tensor by config.json; to which of {} isn't known"
     problems += [
         Problem("adapter", name, message.format(changes[name].first, ", ".join(sorted(ties.unsure - {name}))))
@@ -188,297 +188,291 @@ def _is_of(encodings: Mapping[str, Encoding], base: str) -> bool:
     return any(encoding.weight.path.startswith(places) for encoding in encodings.values())
 
 
-def _problem(adapter: Adapter, name: str, why: str, files: ModuleFiles, lost: frozenset[str]) -> Problem | None:
+def _is_lost(name: str, lost: frozenset[str]) -> bool:
+    """Whether something else stands against the tensor that an adapter's tensor of this name is for."""
     wanted = name.removeprefix("base_model.model.").partition(".lora_")[0]
-    if any(tensor in lost for tensor in (wanted, f"{wanted}.weight")):
-        return None
-    return Problem("adapter", f"{adapter.root}: {name}", why)
+    return not lost.isdisjoint((wanted, f"{wanted}.weight"))
 
 
-def _apply(
-    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
-) -> Iterator[tuple[str, str]]:
-    """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
-    if not adapter.contents.targets and not adapter.contents.whole:
-        yield "adapter_model.safetensors", "holds nothing to merge"
-    yield from _apply_factors(adapter, files, changes, used)
-    yield from _apply_whole(adapter, files, changes, used)
-    used.update(dict.fromkeys(adapter.contents.spare, "passed over, as PEFT does"))
+class _Applied:
+    """An adapter on its way into the tensors of a checkpoint.
 
+    Attributes:
+      used: what each of its tensors is used for, by name.
+    """
 
-def _apply_factors(
-    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
-) -> Iterator[tuple[str, str]]:
-    """`_apply` of the tensors whose products are added; what two modules would be added to is refused."""
-    # by tensor and expert; a tied head is a module of its own beside the embedding, and PEFT adds up what they get
-    reached: dict[tuple[str, int, bool], list[tuple[Box, str]]] = defaultdict(list)
-    for target in adapter.contents.targets:
-        try:
-            deltas = _apply_target(adapter, target, files, changes, used)
-        except (_RefusedError, PatternError) as e:
-            yield target.a.name, str(e)
-            continue
-        if adapter.config.ties_factors and {*files.tied.values()}.intersection(tensor for tensor, _ in deltas):
-            yield (
-                target.a.name,
-                "adapts the embedding and the head that is tied to it as one (ensure_weight_tying), and PEFT's own merge adds it to "
-                "their weight twice; give the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
-            )
-            continue
-        twice: dict[str, str] = {}
-        is_head = files.is_tied_head(f"{target.module}.weight")
-        for tensor, delta in deltas:
-            *experts, rows, columns = delta.reach(files.encodings[tensor].shape)
-            for expert in range(*experts[0]) if experts else (0,):
-                others = reached[tensor, expert, is_head]
-                if by := next((by for other, by in others if meet((rows, columns), other)), None):
-                    twice[by] = tensor
+    def __init__(self, adapter: Adapter, files: ModuleFiles, changes: dict[str, Change]):
+        """`changes`: what is done to each tensor, to which it adds what it does."""
+        self._adapter, self._config, self._files, self._changes = adapter, adapter.config, files, changes
+        self.used: dict[str, str] = {}
+
+    def apply(self) -> Iterator[tuple[str, str]]:
+        """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
+        contents = self._adapter.contents
+        if not contents.targets and not contents.whole:
+            yield "adapter_model.safetensors", "holds nothing to merge"
+        yield from self._apply_factors()
+        yield from self._apply_whole()
+        self.used.update(dict.fromkeys(contents.spare, "passed over, as PEFT does"))
+
+    def _apply_factors(self) -> Iterator[tuple[str, str]]:
+        """`apply` of the tensors whose products are added; what two modules would be added to is refused."""
+        # by tensor and expert; a tied head is a module of its own beside the embedding, and PEFT adds up what they get
+        reached: dict[tuple[str, int, bool], list[tuple[Box, str]]] = defaultdict(list)
+        for target in self._adapter.contents.targets:
+            try:
+                deltas = self._apply_target(target)
+            except (_RefusedError, PatternError) as e:
+                yield target.a.name, str(e)
+                continue
+            if self._config.ties_factors and {*self._files.tied.values()}.intersection(tensor for tensor, _ in deltas):
+                yield (
+                    target.a.name,
+                    "adapts the embedding and the head that is tied to it as one (ensure_weight_tying), and PEFT's own merge adds it to "
+                    "their weight twice; give the base a head of its own first (lm_head.weight, tie_word_embeddings: false)",
+                )
+                continue
+            twice: dict[str, str] = {}
+            is_head = self._files.is_tied_head(f"{target.module}.weight")
+            for tensor, delta in deltas:
+                *experts, rows, columns = delta.reach(self._files.encodings[tensor].shape)
+                for expert in range(*experts[0]) if experts else (0,):
+                    others = reached[tensor, expert, is_head]
+                    if by := next((by for other, by in others if meet((rows, columns), other)), None):
+                        twice[by] = tensor
+                    else:
+                        others.append(((rows, columns), target.a.name))
+            for by, tensor in twice.items():
+                yield target.a.name, f"changes what {by} changes, too: {tensor} is adapted twice"
+
+    def _apply_whole(self) -> Iterator[tuple[str, str]]:
+        """`apply` of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
+        contents = self._adapter.contents
+        whole, base = ("\n".join(f".{name}" for name in names) for names in (contents.whole, self._files.encodings))
+        for saved in self._config.modules_to_save:
+            if f"{saved}." not in whole and f".{saved}." in base:
+                yield CONFIG, f"modules_to_save names {saved}, of which the adapter holds no tensor"
+        for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
+            for name, tensor in tensors.items():
+                base = self._files.find(name)
+                if base is None:
+                    yield tensor.name, f"the base has no {name} that it could replace"
+                elif why := self._why_not_put(tensor, name, base, is_copy):
+                    yield tensor.name, why
+                elif not self._files.is_tied_head(name) and (head := self._tied_copy(base, tensors)):
+                    self.used[tensor.name] = f"the same as {head.name}, by the base's tied head"
                 else:
-                    others.append(((rows, columns), target.a.name))
-        for by, tensor in twice.items():
-            yield target.a.name, f"changes what {by} changes, too: {tensor} is adapted twice"
+                    (self._changes[base].copies if is_copy else self._changes[base].whole).append(tensor)
+                    self.used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
 
-
-def _apply_whole(
-    adapter: Adapter, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
-) -> Iterator[tuple[str, str]]:
-    """`_apply` of the tensors that take the place of the base's, and of copies of those, to which factors are added."""
-    contents = adapter.contents
-    whole, base = ("\n".join(f".{name}" for name in names) for names in (contents.whole, files.encodings))
-    for saved in adapter.config.modules_to_save:
-        if f"{saved}." not in whole and f".{saved}." in base:
-            yield CONFIG, f"modules_to_save names {saved}, of which the adapter holds no tensor"
-    for is_copy, tensors in ((False, contents.whole), (True, contents.copies)):
-        for name, tensor in tensors.items():
-            base = files.find(name)
-            if base is None:
-                yield tensor.name, f"the base has no {name} that it could replace"
-            elif why := _why_not_put(adapter, tensor, name, base, is_copy, files):
-                yield tensor.name, why
-            elif not files.is_tied_head(name) and (head := _tied_copy(base, tensors, files)):
-                used[tensor.name] = f"the same as {head.name}, by the base's tied head"
-            else:
-                (changes[base].copies if is_copy else changes[base].whole).append(tensor)
-                used[tensor.name] = f"put into {base}" + (" before its delta is added" if is_copy else "")
-
-
-def _why_not_put(
-    adapter: Adapter, tensor: Tensor, name: str, base: str, is_copy: bool, files: ModuleFiles
-) -> str | None:
-    """Why a tensor can't take the place of the base's; None where it can."""
-    if files.encodings[base].shape != tensor.shape:
-        return f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first"
-    if is_copy:
+    def _why_not_put(self, tensor: Tensor, name: str, base: str, is_copy: bool) -> str | None:
+        """Why a tensor can't take the place of the base's; None where it can."""
+        if self._files.encodings[base].shape != tensor.shape:
+            return f"is {tensor.shape}, the base's {base} {self._files.encodings[base].shape}; a model that was resized has to be resized first"
+        if is_copy:
+            return None
+        if self._is_untied(name):
+            return (
+                f"was trained as a whole, and the base's head is tied to the embedding: PEFT changes {name} alone; give the base a "
+                "head of its own first (lm_head.weight, tie_word_embeddings: false)"
+            )
+        if self._adapter.weight != 1:
+            return f"is whole, not a LoRA, and can't be merged with the weight {self._adapter.weight:g}"
         return None
-    if _is_untied(name, adapter, files):
-        return (
-            f"was trained as a whole, and the base's head is tied to the embedding: PEFT changes {name} alone; give the base a "
-            "head of its own first (lm_head.weight, tie_word_embeddings: false)"
+
+    def _is_untied(self, name: str) -> bool:
+        """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base:
+        `modules_to_save` makes a copy of one, everything else is loaded into the weight of both.
+        """
+        if self._config.ties_saved:
+            return False
+        module = name.removesuffix(".weight")
+        is_saved = any(f".{module}".endswith(f".{saved}") for saved in self._config.modules_to_save)
+        return is_saved and (self._files.is_tied_head(name) or self._files.find(name) in self._files.tied.values())
+
+    def _tied_copy(self, base: str, copies: Mapping[str, Tensor]) -> Tensor | None:
+        """The copy, or the whole tensor, of a tied head, which PEFT loads into the embedding after the embedding's own (the
+        base's modules in their order).
+        """
+        files = self._files
+        return next(
+            (tensor for name, tensor in copies.items() if files.is_tied_head(name) and files.find(name) == base), None
         )
-    if adapter.weight != 1:
-        return f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
-    return None
 
+    def _apply_target(self, target: AdaptedModule) -> list[tuple[str, Delta]]:
+        """Notes what one module's tensors change; returns the deltas with the tensors that they are added to.
 
-def _is_untied(name: str, adapter: Adapter, files: ModuleFiles) -> bool:
-    """Whether a whole tensor takes the place of a head alone, or of an embedding alone, that are tied in the base:
-    `modules_to_save` makes a copy of one, everything else is loaded into the weight of both.
-    """
-    if adapter.config.ties_saved:
-        return False
-    module = name.removesuffix(".weight")
-    is_saved = any(f".{module}".endswith(f".{saved}") for saved in adapter.config.modules_to_save)
-    return is_saved and (files.is_tied_head(name) or files.find(name) in files.tied.values())
+        Raises:
+          _RefusedError, PatternError: they can't be merged.
+        """
+        module, parameter = target.module, None
+        # patterns are of the parameter's name then
+        is_parameter = _names(self._config.target_parameters, f"{module}.weight")
+        if module.endswith(".base_layer") or is_parameter or not (places := self._files.places(module)):
+            module, parameter = self._parameter(module)
+            places = self._files.places_of_parameter(module, parameter)
+        name = f"{module}.{parameter}" if parameter else module
+        if not places:
+            raise _RefusedError(f"the base has no weight of {name}")
+        scaling = self._adapter.weight * self._config.scaling(name)
+        if not 0 < abs(scaling) < FLOAT32_MAX:
+            raise _RefusedError(f"its scaling, {scaling:g}, isn't a number that float32 holds")
+        deltas = (self._fused if parameter else self._plain)(target, name, places, scaling)
+        for tensor, delta in deltas:
+            self._changes[tensor].deltas.append(delta)
+            if magnitude := target.parts.get("magnitude"):
+                if self._adapter.weight != 1:
+                    raise _RefusedError(f"is a DoRA, which can't be merged with the weight {self._adapter.weight:g}")
+                self._changes[tensor].magnitudes.append(magnitude)
+        if bias := target.parts.get("bias"):
+            if (base := self._files.find(f"{module}.bias")) is None:
+                raise _RefusedError(f"{bias.name} is added to the bias of {module}, and the base has none")
+            if self._files.encodings[base].shape != bias.shape:
+                raise _RefusedError(f"{bias.name} is {bias.shape}, {base} is {self._files.encodings[base].shape}")
+            self._changes[base].added.append((bias, scaling))
+        tensors = list(dict.fromkeys(tensor for tensor, _ in deltas))
+        what = tensors[0] + (f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else "")
+        self.used.update({part.name: f"merged into {what}" for part in target.parts.values()})
+        return deltas
 
+    def _check_rank(self, target: AdaptedModule, name: str, experts: int = 1) -> None:
+        """The tensors must have the rank that the configuration says."""
+        rank = self._config.rank(name)
+        if target.a.shape[0] != rank * experts:
+            of = f" for each of {experts} experts" if experts > 1 else ""
+            raise _RefusedError(
+                f"has rank {target.a.shape[0] / experts:g}{of}, adapter_config.json says {rank} for {name}"
+            )
 
-def _tied_copy(base: str, copies: Mapping[str, Tensor], files: ModuleFiles) -> Tensor | None:
-    """The copy, or the whole tensor, of a tied head, which PEFT loads into the embedding after the embedding's own (the
-    base's modules in their order).
-    """
-    return next(
-        (tensor for name, tensor in copies.items() if files.is_tied_head(name) and files.find(name) == base), None
-    )
+    def _plain(
+        self, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float
+    ) -> list[tuple[str, Delta]]:
+        """The delta of a module: of a matrix, of an embedding, or of one expert whose weight is a part of a fused tensor."""
+        self._check_rank(target, name)
+        (place,) = places
+        shape = self._files.encodings[place.tensor].shape
+        if place.outputs is None:
+            transposed = target.is_embedding or self._files.is_turned(name)
+            delta, wanted = Delta(target.a, target.b, scaling, transposed=transposed), shape
+        else:
+            if "magnitude" in target.parts:
+                raise _RefusedError(f"is a DoRA of one expert, which is a part of {place.tensor}; that isn't supported")
+            expert, transposed = place.expert or 0, self._files.is_in_out(place.tensor)
+            if expert >= shape[0]:
+                raise _RefusedError(f"is of expert {expert}, {place.tensor} has {shape[0]}")
+            offset = (0, place.row) if transposed else (place.row, 0)
+            delta = Delta(target.a, target.b, scaling, place=expert, offset=offset, transposed=transposed)
+            wanted = (shape[1], place.outputs) if transposed else (place.outputs, shape[2])
+        if delta.shape != wanted:
+            turned = ", turned around as a Conv1D's is," if self._files.is_turned(name) else ""
+            raise _RefusedError(f"B · A{turned} is {delta.shape}, {place.tensor} takes {wanted}")
+        return [(place.tensor, delta)]
 
+    def _parameter(self, module: str) -> tuple[str, str]:
+        """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
+        one. Raises _RefusedError where the configuration names no parameter of the module, or not as many as there are
+        wrappers.
+        """
+        targets, inner = self._config.target_parameters, module
+        while inner.endswith(".base_layer"):
+            inner = inner.removesuffix(".base_layer")
+        depth = (len(module) - len(inner)) // len(".base_layer")
+        leaves = dict.fromkeys([*PARAMETERS, *(target.rpartition(".")[2] for target in targets)])
+        named = [leaf for leaf in leaves if _names(targets, f"{inner}.{leaf}")]
+        present = [leaf for leaf in named if self._files.places_of_parameter(inner, leaf)]
+        if not present:
+            raise _RefusedError(
+                f"the base has no weight of {inner}"
+                + (f", and none of its parameters {', '.join(named)}" if named else "")
+            )
+        if len(present) > 1 and not set(present) <= set(PARAMETERS):
+            raise _RefusedError(
+                f"target_parameters names {', '.join(present)} of one module, and which of them is meant isn't known"
+            )
+        if depth >= len(present):
+            raise _RefusedError(
+                f"is wrapped {depth + 1} times, but target_parameters names {len(present)} of its parameters: {', '.join(present)}"
+            )
+        return inner, present[len(present) - 1 - depth]
 
-def _apply_target(
-    adapter: Adapter, target: AdaptedModule, files: ModuleFiles, changes: dict[str, Change], used: dict[str, str]
-) -> list[tuple[str, Delta]]:
-    """Notes what one module's tensors change; returns the deltas with the tensors that they are added to.
+    def _fused(
+        self, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float
+    ) -> list[tuple[str, Delta]]:
+        """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the
+        files.
+        """
+        shape = self._files.encodings[places[0].tensor].shape
+        if target.is_embedding or self._config.use_dora or self._config.fan_in_fan_out:
+            raise _RefusedError(
+                f"is of a parameter, {name}, which PEFT can't adapt as an embedding, with use_dora, or with fan_in_fan_out"
+            )
+        if len(shape) == 2 and places[0].expert is None:
+            return self._plain(target, name, places, scaling)
+        if len(shape) not in (2, 3):
+            raise _RefusedError(f"{places[0].tensor} is {shape}; a parameter of two or three axes is expected")
+        whole = len(shape) == 3
+        if whole:
+            experts, sizes = shape[0], shape[1:]  # (rows, columns) in the files
+            turned = self._files.is_in_out(places[0].tensor) != (self._files.model_type in IN_OUT)
+        else:
+            experts = 1 + max(place.expert or 0 for place in places)
+            sizes = (
+                sum(self._files.encodings[place.tensor].shape[0] for place in places if place.expert == 0),
+                shape[1],
+            )
+            turned = self._files.model_type in IN_OUT
+        self._check_rank(target, name, experts)
+        a_first = self._is_first(target, name, (sizes[1], sizes[0]) if turned else sizes) != turned
+        return [
+            (
+                place.tensor,
+                Delta(
+                    target.a,
+                    target.b,
+                    scaling,
+                    experts,
+                    expert=place.expert or 0,
+                    offset=(place.row, 0),
+                    transposed=a_first,
+                ),
+            )
+            for place in places
+        ]
 
-    Raises:
-      _RefusedError, PatternError: they can't be merged.
-    """
-    config, module = adapter.config, target.module
-    parameter = None
-    is_parameter = _names(config.target_parameters, f"{module}.weight")  # patterns are of the parameter's name then
-    if module.endswith(".base_layer") or is_parameter or not (places := files.places(module)):
-        module, parameter = _parameter(config.target_parameters, module, files)
-        places = files.places_of_parameter(module, parameter)
-    name = f"{module}.{parameter}" if parameter else module
-    if not places:
-        raise _RefusedError(f"the base has no weight of {name}")
-    scaling = adapter.weight * config.scaling(name)
-    if not 0 < abs(scaling) < FLOAT32_MAX:
-        raise _RefusedError(f"its scaling, {scaling:g}, isn't a number that float32 holds")
-    deltas = (
-        _fused(adapter, target, name, places, scaling, files)
-        if parameter
-        else _plain(adapter, target, name, places, scaling, files)
-    )
-    for tensor, delta in deltas:
-        changes[tensor].deltas.append(delta)
-        if magnitude := target.parts.get("magnitude"):
-            if adapter.weight != 1:
-                raise _RefusedError(f"is a DoRA, which can't be merged with the weight {adapter.weight:g}")
-            changes[tensor].magnitudes.append(magnitude)
-    if bias := target.parts.get("bias"):
-        if (base := files.find(f"{module}.bias")) is None:
-            raise _RefusedError(f"{bias.name} is added to the bias of {module}, and the base has none")
-        if files.encodings[base].shape != bias.shape:
-            raise _RefusedError(f"{bias.name} is {bias.shape}, {base} is {files.encodings[base].shape}")
-        changes[base].added.append((bias, scaling))
-    tensors = list(dict.fromkeys(tensor for tensor, _ in deltas))
-    what = tensors[0] + (f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else "")
-    used.update({part.name: f"merged into {what}" for part in target.parts.values()})
-    return deltas
+    def _is_first(self, target: AdaptedModule, name: str, sizes: tuple[int, int]) -> bool:
+        """Whether A's columns run along the first of the two axes that an expert has in memory; else along the second.
 
+        Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`.
+        Shapes tell it where the axes differ, and the version must agree; where they are equal, only the version can tell.
 
-def _check_rank(adapter: Adapter, target: AdaptedModule, name: str, experts: int = 1) -> None:
-    """The tensors must have the rank that the configuration says."""
-    rank = adapter.config.rank(name)
-    if target.a.shape[0] != rank * experts:
-        of = f" for each of {experts} experts" if experts > 1 else ""
-        raise _RefusedError(f"has rank {target.a.shape[0] / experts:g}{of}, adapter_config.json says {rank} for {name}")
-
-
-def _plain(
-    adapter: Adapter, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float, files: ModuleFiles
-) -> list[tuple[str, Delta]]:
-    """The delta of a module: of a matrix, of an embedding, or of one expert whose weight is a part of a fused tensor."""
-    _check_rank(adapter, target, name)
-    (place,) = places
-    shape = files.encodings[place.tensor].shape
-    if place.outputs is None:
-        transposed = target.is_embedding or files.is_turned(name)
-        delta, wanted = Delta(target.a, target.b, scaling, transposed=transposed), shape
-    else:
-        if "magnitude" in target.parts:
-            raise _RefusedError(f"is a DoRA of one expert, which is a part of {place.tensor}; that isn't supported")
-        expert, transposed = place.expert or 0, files.is_in_out(place.tensor)
-        if expert >= shape[0]:
-            raise _RefusedError(f"is of expert {expert}, {place.tensor} has {shape[0]}")
-        offset = (0, place.row) if transposed else (place.row, 0)
-        delta = Delta(target.a, target.b, scaling, place=expert, offset=offset, transposed=transposed)
-        wanted = (shape[1], place.outputs) if transposed else (place.outputs, shape[2])
-    if delta.shape != wanted:
-        turned = ", turned around as a Conv1D's is," if files.is_turned(name) else ""
-        raise _RefusedError(f"B · A{turned} is {delta.shape}, {place.tensor} takes {wanted}")
-    return [(place.tensor, delta)]
+        Raises:
+          _RefusedError: neither fits, they disagree, or it can't be told.
+        """
+        version = self._config.version
+        said = None if version is None else (version < LAYOUT_CHANGED or self._files.model_type in MARKED)
+        found = (target.a.shape[1], target.b.shape[0])
+        fits = [first for first in (True, False) if found == (sizes if first else sizes[::-1])]
+        told = "" if version is None else f" (peft_version {version[0]}.{version[1]})"
+        if not fits:
+            raise _RefusedError(
+                f"A and B hold matrices of {found[0]} by {found[1]}; an expert of {name} is {sizes[0]} by {sizes[1]}"
+            )
+        if len(fits) == 2:
+            if said is None:
+                raise _RefusedError(
+                    f"experts of {name} are square, so that only PEFT's version tells which side of them A belongs to, and adapter_config.json names no release"
+                )
+            return said
+        if said is not None and said != fits[0]:
+            raise _RefusedError(
+                f"A has {found[0]} columns and B {found[1]} rows, the other way round than that version of PEFT writes {name}{told}"
+            )
+        return fits[0]
 
 
 def _names(targets: Iterable[str], parameter: str) -> bool:
     """Whether one of `target_parameters` is a parameter's name, or the end of it."""
     return any(f".{parameter}".endswith(f".{target}") for target in targets)
-
-
-def _parameter(targets: Sequence[str], module: str, files: ModuleFiles) -> tuple[str, str]:
-    """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
-    one. Raises _RefusedError where the configuration names no parameter of the module, or not as many as there are
-    wrappers.
-    """
-    inner = module
-    while inner.endswith(".base_layer"):
-        inner = inner.removesuffix(".base_layer")
-    depth = (len(module) - len(inner)) // len(".base_layer")
-    leaves = dict.fromkeys([*PARAMETERS, *(target.rpartition(".")[2] for target in targets)])
-    named = [leaf for leaf in leaves if _names(targets, f"{inner}.{leaf}")]
-    present = [leaf for leaf in named if files.places_of_parameter(inner, leaf)]
-    if not present:
-        raise _RefusedError(
-            f"the base has no weight of {inner}" + (f", and none of its parameters {', '.join(named)}" if named else "")
-        )
-    if len(present) > 1 and not set(present) <= set(PARAMETERS):
-        raise _RefusedError(
-            f"target_parameters names {', '.join(present)} of one module, and which of them is meant isn't known"
-        )
-    if depth >= len(present):
-        raise _RefusedError(
-            f"is wrapped {depth + 1} times, but target_parameters names {len(present)} of its parameters: {', '.join(present)}"
-        )
-    return inner, present[len(present) - 1 - depth]
-
-
-def _fused(
-    adapter: Adapter, target: AdaptedModule, name: str, places: Sequence[WeightPart], scaling: float, files: ModuleFiles
-) -> list[tuple[str, Delta]]:
-    """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the
-    files.
-    """
-    shape = files.encodings[places[0].tensor].shape
-    if target.is_embedding or adapter.config.use_dora or adapter.config.fan_in_fan_out:
-        raise _RefusedError(
-            f"is of a parameter, {name}, which PEFT can't adapt as an embedding, with use_dora, or with fan_in_fan_out"
-        )
-    if len(shape) == 2 and places[0].expert is None:
-        return _plain(adapter, target, name, places, scaling, files)
-    if len(shape) not in (2, 3):
-        raise _RefusedError(f"{places[0].tensor} is {shape}; a parameter of two or three axes is expected")
-    whole = len(shape) == 3
-    if whole:
-        experts, sizes = shape[0], shape[1:]  # (rows, columns) in the files
-        turned = files.is_in_out(places[0].tensor) != (files.model_type in IN_OUT)
-    else:
-        experts = 1 + max(place.expert or 0 for place in places)
-        sizes = (sum(files.encodings[place.tensor].shape[0] for place in places if place.expert == 0), shape[1])
-        turned = files.model_type in IN_OUT
-    _check_rank(adapter, target, name, experts)
-    a_first = _is_first(adapter, target, name, (sizes[1], sizes[0]) if turned else sizes, files.model_type) != turned
-    return [
-        (
-            place.tensor,
-            Delta(
-                target.a,
-                target.b,
-                scaling,
-                experts,
-                expert=place.expert or 0,
-                offset=(place.row, 0),
-                transposed=a_first,
-            ),
-        )
-        for place in places
-    ]
-
-
-def _is_first(adapter: Adapter, target: AdaptedModule, name: str, sizes: tuple[int, int], model_type: str) -> bool:
-    """Whether A's columns run along the first of the two axes that an expert has in memory; else along the second.
-
-    Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`.
-    Shapes tell it where the axes differ, and the version must agree; where they are equal, only the version can tell.
-
-    Raises:
-      _RefusedError: neither fits, they disagree, or it can't be told.
-    """
-    version = adapter.config.version
-    said = None if version is None else (version < LAYOUT_CHANGED or model_type in MARKED)
-    found = (target.a.shape[1], target.b.shape[0])
-    fits = [first for first in (True, False) if found == (sizes if first else sizes[::-1])]
-    told = "" if version is None else f" (peft_version {version[0]}.{version[1]})"
-    if not fits:
-        raise _RefusedError(
-            f"A and B hold matrices of {found[0]} by {found[1]}; an expert of {name} is {sizes[0]} by {sizes[1]}"
-        )
-    if len(fits) == 2:
-        if said is None:
-            raise _RefusedError(
-                f"experts of {name} are square, so that only PEFT's version tells which side of them A belongs to, and adapter_config.json names no release"
-            )
-        return said
-    if said is not None and said != fits[0]:
-        raise _RefusedError(
-            f"A has {found[0]} columns and B {found[1]} rows, the other way round than that version of PEFT writes {name}{told}"
-        )
-    return fits[0]
 
 
 def _merge_tensor(base: Encoding, change: Change) -> Encoding:
