@@ -38,13 +38,6 @@ _UNDER_WAY: list[int] = []  # the numbers of those that aren't over
 _BROKEN_OFF: list[str] = []  # how calls of this process ended amid exchanges
 
 
-class _SilentError(Exception):
-    """A process that isn't heard of; `came` if it was before."""
-
-    def __init__(self, process: int, came: bool):
-        self.process, self.came = process, came
-
-
 class Meeting:
     """The processes of a job at one call; a context manager. One process alone agrees with itself.
 
@@ -117,16 +110,13 @@ class Meeting:
         if self.process == 0:
             self._say(f"{what}/0", {"yes": mine})
             self._say(f"{what}/all", outcome := self._gather(what))
+            _raise(outcome)
         else:
             told = differences(mine, self._hear(f"{what}/0")["yes"])
             self._say(f"{what}/{self.process}", {"no": told} if told else {"yes": {}})
             if told:
                 raise Refused(f"{told}; every process has to load the same, by the same arguments")
-            outcome = self._hear(f"{what}/all")
-        if "silent" in outcome:
-            raise Failed(outcome["silent"])
-        if "refused" in outcome:
-            raise Refused(outcome["refused"])
+            self._hear(f"{what}/all")
         return made
 
     def until(self, work: Callable[[], Made]) -> Made:
@@ -212,7 +202,7 @@ class Meeting:
                 who = f"process {process} of {self.processes} failed, so nothing was loaded: "
                 raise Failed(left if left.startswith("process ") else who + left)  # it may have been told, too
             if left is None and process != self.process and time.monotonic() - since > self.timeout:
-                silent.append(self._silence(_SilentError(process, came=True)))
+                silent.append(self._silence(process, came=True))
         if silent:
             raise Failed("; ".join(silent))
 
@@ -246,29 +236,20 @@ class Meeting:
 
     def _gather(self, what: str) -> dict[str, str]:
         """What all others say: nothing, that one refuses, or that some aren't heard of."""
-        silent, refused = [], []
-        for process in range(1, self.processes):
-            try:
-                said = json.loads(self._wait(process, f"{what}/{process}"))
-            except _SilentError as e:
-                silent.append(e)
-            else:
-                refused += [self._refusal(process, said)] if "no" in said else []
-        if refused:
+        found = [self._wait(process, f"{what}/{process}") for process in range(1, self.processes)]
+        if refused := [said["refused"] for said in found if "refused" in said]:
             return {"refused": refused[0]}
-        if silent:
-            return {"silent": "; ".join(map(self._silence, silent))}
+        if silent := [said["silent"] for said in found if "silent" in said]:
+            return {"silent": "; ".join(silent)}
         with self._coordinator():  # all have come to this call, and need nothing of the last one any more
             self._client.key_value_delete(f"weightbeam/load/{self.number - 1}")
         return {}
 
-    def _refusal(self, process: int, said: Mapping[str, str]) -> str:
-        return f"process {process} of {self.processes} refused, so nothing was loaded: {said['no']}"
-
-    def _silence(self, silent: _SilentError) -> str:
-        what = "has stopped: it wasn't heard of" if silent.came else f"didn't come to call {self.number} of load"
+    def _silence(self, process: int, came: bool) -> str:
+        """What is said of a process that isn't heard of; `came` if it was before."""
+        what = "has stopped: it wasn't heard of" if came else f"didn't come to call {self.number} of load"
         return (
-            f"process {silent.process} of {self.processes} {what} for {self.timeout:,.0f} s, so nothing was loaded; "
+            f"process {process} of {self.processes} {what} for {self.timeout:,.0f} s, so nothing was loaded; "
             "with timeout=… the others wait longer"
         )
 
@@ -276,30 +257,30 @@ class Meeting:
         """What process 0 says.
 
         Raises:
-          Refused: that it was refused.
-          Failed: nothing.
+          Refused: that it, or another one, was refused.
+          Failed: nothing; or that another one isn't heard of.
         """
-        try:
-            said = json.loads(self._wait(0, key))
-        except _SilentError as e:
-            raise Failed(self._silence(e)) from None
-        if "no" in said:
-            raise Refused(self._refusal(0, said))
+        _raise(said := self._wait(0, key))
         return said
 
-    def _wait(self, process: int, key: str) -> str:
-        """The value of a key that a process sets, however long that takes, as long as there are signs of it."""
+    def _wait(self, process: int, key: str) -> dict[str, Any]:
+        """What a process says under a key, however long that takes, as long as there are signs of it; else `silent`.
+        Of one that says no `refused`.
+        """
         from jax.errors import JaxRuntimeError
 
         while True:
             try:
                 with self._coordinator(waits=True):
-                    return self._client.blocking_key_value_get(self._key(key), LOOK)
+                    said = json.loads(self._client.blocking_key_value_get(self._key(key), LOOK))
             except JaxRuntimeError:  # not yet
                 self._look()
+            else:
+                why = f"process {process} of {self.processes} refused, so nothing was loaded: {said.get('no')}"
+                return {"refused": why} if "no" in said else said
             sign, since = self._heard[process]
             if time.monotonic() - since > self.timeout:
-                raise _SilentError(process, sign is not None)
+                return {"silent": self._silence(process, came=sign is not None)}
 
     def _listen(self) -> None:
         """Begins to count the silence of all processes: when this one comes, or wakes."""
@@ -366,6 +347,14 @@ class Meeting:
             raise Failed(
                 f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"
             ) from e
+
+
+def _raise(said: Mapping[str, Any]) -> None:
+    """Raises Refused or Failed where that is what somebody says."""
+    if "refused" in said:
+        raise Refused(said["refused"])
+    if "silent" in said:
+        raise Failed(said["silent"])
 
 
 def _words(error: BaseException) -> str:
