@@ -14,8 +14,8 @@ from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG, AdapterConfig, read_config
 from weightbeam.formats.safetensors import HfCheckpoint, Tensor
-from weightbeam.formats.safetensors.folder import Shard, open_shard, read_json
-from weightbeam.formats.storage import File, Store, open_store
+from weightbeam.formats.safetensors.folder import Opening, Shard, open_shard
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.storage.identity import check_together
 from weightbeam.formats.storage.meant import PICKLES
 from weightbeam.model_mappings.plan import Problem, is_float
@@ -228,9 +228,8 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
     """
     store = open_store(where)
     store.check_readable()
-    entries, problems = store.entries(), []
-    configs: list[File] = []
-    config: dict[str, Any] = read_json(store, CONFIG, problems, seen=configs)
+    entries, opening = store.entries(), Opening(store)
+    problems, config = opening.problems, opening.json(CONFIG)
     shards: tuple[Shard, ...] = ()
     if WEIGHTS in entries:
         opened = open_shard(store, WEIGHTS)
@@ -246,5 +245,5 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
             else ""
         )
         problems.append(Problem("missing", WEIGHTS, f"no such file in {store}{hint}"))
-    check_together(store, (*configs, *shards), store.list(recursive=False))
+    check_together(store, (*opening.read, *shards), store.list(recursive=False))
     return Adapter(HfCheckpoint(store.url, config, shards, problems=tuple(problems)), weight)

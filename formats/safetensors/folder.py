@@ -270,6 +270,51 @@ def is_release(store: Store) -> bool:
     return any(name.endswith(".safetensors") or name == "config.json" for name in store.entries())
 
 
+@dataclasses.dataclass
+class Opening:
+    """A folder of whose files those are read that describe the others.
+
+    Attributes:
+      store: the folder.
+      allow_links: whether files may be links that lead out of it.
+      budget: what the files may have together.
+      problems: what is wrong with them.
+      read: the files.
+    """
+
+    store: Store
+    allow_links: bool = False
+    budget: Budget = dataclasses.field(default_factory=Budget)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    read: list[File] = dataclasses.field(default_factory=list)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file, or an empty one and a problem."""
+        try:
+            if not self.allow_links:
+                self.store.check_file(name)
+            file = require(self.store, name)
+            if file.size > MAX_HEADER:
+                raise HeaderError(f"more than {MAX_HEADER:,} bytes")
+            raw = read_whole(self.store, file)
+            self.read.append(file)
+            check_pointer(raw)
+            value = parse_json(raw, budget=self.budget, file=self.store.path(name))
+            if isinstance(value, dict) and value:
+                return value
+            why = "corrupt", "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
+        except FileNotFoundError:
+            why = "missing", "no such file"
+        except LeadsOutError as e:
+            why = "link", reason(e)
+        except OSError as e:
+            why = "unreadable", reason(e)
+        except (HeaderError, JsonError) as e:
+            why = "corrupt", str(e)
+        self.problems.append(Problem(why[0], name, why[1]))
+        return {}
+
+
 def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoint:
     """Reads `config.json`, the index and every header; what is wrong with the files is in `HfCheckpoint.problems`.
 
@@ -288,19 +333,17 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     if problem := _other_model(store, entries, on_disk):
         return HfCheckpoint(store.url, {}, (), problems=(problem,))
-    problems: list[Problem] = []
-    budget = Budget()
-    configs: list[File] = []
-    config = _read_configs(store, entries, problems, budget, allow_links, configs)
+    opening = Opening(store, allow_links)
+    problems, config = opening.problems, _read_configs(opening, entries)
     if (named := config.get("transformers_weights")) is not None:
         message = (
             f"'transformers_weights' is {named!r}: transformers loads that file, or that index's files, whatever else is there; give the "
             f"model's files their usual names ({SINGLE}, or {INDEX} and its files), and remove the field"
         )
         problems.append(Problem("config", "config.json", message))
-    weight_map = _read_index(store, problems, budget, allow_links, configs) if INDEX in entries else {}
-    names = sorted(set(weight_map.values())) if INDEX in entries else _only_file(store, on_disk, problems)
-    shards = _open_shards(store, names, problems, budget, allow_links)
+    weight_map = _read_index(opening) if INDEX in entries else {}
+    names = sorted(set(weight_map.values())) if INDEX in entries else _only_file(opening, on_disk)
+    shards = _open_shards(opening, names)
     if INDEX in entries:
         problems += _check_index(weight_map, shards)
         if SINGLE in on_disk and names and SINGLE not in names:
@@ -312,8 +355,8 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in weight_map.items() if file not in readable)
     ignored = tuple(name for name in on_disk if name not in names)
-    check_together(store, (*configs, *shards), store.list(recursive=False))
-    return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems), tuple(configs))
+    check_together(store, (*opening.read, *shards), store.list(recursive=False))
+    return HfCheckpoint(store.url, config, shards, ignored, lost, tuple(problems), tuple(opening.read))
 
 
 def view(checkpoint: HfCheckpoint, tensors: Mapping[str, Tensor], **changes: Any) -> HfCheckpoint:
@@ -334,89 +377,41 @@ def _other_model(store: Store, entries: Sequence[str], on_disk: Sequence[str]) -
     return Problem("missing", "*.safetensors", f"no model in safetensors files in {store}; {other}") if other else None
 
 
-def _read_configs(
-    store: Store,
-    entries: Sequence[str],
-    problems: list[Problem],
-    budget: Budget,
-    allow_links: bool,
-    configs: list[File],
-) -> dict[str, Any]:
+def _read_configs(opening: Opening, entries: Sequence[str]) -> dict[str, Any]:
     """`config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name."""
-    config = read_json(store, "config.json", problems, budget, allow_links, configs)
-    others = [name for name in QUANT_CONFIGS if config and name in entries]
-    return config | {name: read_json(store, name, problems, budget, allow_links, configs) for name in others}
+    config = opening.json("config.json")
+    return config | {name: opening.json(name) for name in QUANT_CONFIGS if config and name in entries}
 
 
-def _only_file(store: Store, on_disk: Sequence[str], problems: list[Problem]) -> list[str]:
+def _only_file(opening: Opening, on_disk: Sequence[str]) -> list[str]:
     """The file that holds the model where there is no index; none, and a problem, where there isn't just one."""
     if SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
         return [SINGLE]
     if len(on_disk) == 1:
         if (of := int(found[1]) if (found := _PART.search(on_disk[0])) else 1) > 1:
             message = f"missing, and there is one file of {of}, {on_disk[0]}; get the others, and the index"
-            problems.append(Problem("index", INDEX, message))
+            opening.problems.append(Problem("index", INDEX, message))
         return [*on_disk]
     if on_disk:
         message = f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"
-        problems.append(Problem("index", INDEX, message))
+        opening.problems.append(Problem("index", INDEX, message))
     else:
-        problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}"))
+        opening.problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {opening.store}"))
     return []
 
 
-def _open_shards(
-    store: Store, names: Sequence[str], problems: list[Problem], budget: Budget, allow_links: bool
-) -> tuple[Shard, ...]:
+def _open_shards(opening: Opening, names: Sequence[str]) -> tuple[Shard, ...]:
     """The files whose headers can be read."""
-    with StoppablePool(store.at_a_time) as pool:
-        opened = list(pool.map(lambda name: open_shard(store, name, budget, allow_links), names))
-    problems += [problem for problem in opened if isinstance(problem, Problem)]
+    open_one = functools.partial(open_shard, opening.store, budget=opening.budget, allow_links=opening.allow_links)
+    with StoppablePool(opening.store.at_a_time) as pool:
+        opened = list(pool.map(open_one, names))
+    opening.problems += [problem for problem in opened if isinstance(problem, Problem)]
     return tuple(shard for shard in opened if isinstance(shard, Shard))
 
 
-def read_json(
-    store: Store,
-    name: str,
-    problems: list[Problem],
-    budget: Budget | None = None,
-    allow_links: bool = False,
-    seen: list[File] | None = None,
-) -> dict[str, Any]:
-    """A JSON object, or an empty one and a problem. The file that it was read from is added to `seen`."""
-    try:
-        if not allow_links:
-            store.check_file(name)
-        file = require(store, name)
-        if file.size > MAX_HEADER:
-            raise HeaderError(f"more than {MAX_HEADER:,} bytes")
-        raw = read_whole(store, file)
-        if seen is not None:
-            seen.append(file)
-        check_pointer(raw)
-        value = parse_json(raw, budget=budget, file=store.path(name))
-        if isinstance(value, dict) and value:
-            return value
-        message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
-    except FileNotFoundError:
-        message = "no such file"
-    except LeadsOutError as e:
-        problems.append(Problem("link", name, reason(e)))
-        return {}
-    except OSError as e:
-        problems.append(Problem("unreadable", name, reason(e)))
-        return {}
-    except (HeaderError, JsonError) as e:
-        message = str(e)
-    problems.append(Problem("missing" if message == "no such file" else "corrupt", name, message))
-    return {}
-
-
-def _read_index(
-    store: Store, problems: list[Problem], budget: Budget, allow_links: bool, configs: list[File]
-) -> dict[str, str]:
+def _read_index(opening: Opening) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = read_json(store, INDEX, problems, budget, allow_links, configs)
+    index, problems = opening.json(INDEX), opening.problems
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
