@@ -32,6 +32,7 @@ from weightbeam.pipelines.terminal.shell import messages
 from weightbeam.pipelines.terminal.streams import prepare_streams, stop_at_once
 from weightbeam.pipelines.terminal.wording import at_the_shell
 
+STATUS = {"refused": 2, "failed": 1}
 NO_MEMORY = "failed to map segment"  # what the loader of libraries says then
 RESEND_DELAY = 0.02  # seconds, until a signal that was lost comes again
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
@@ -133,10 +134,10 @@ class _Call:
     def name(self) -> str:
         return f"weightbeam {self.command}".rstrip()
 
-    def tell(self, ending: str, error: BaseException) -> None:
+    def tell(self, ending: str, why: str) -> None:
         """Says on standard error how it ended, if anybody reads that; the status tells it, too."""
         with contextlib.suppress(OSError):
-            print(f"{self.name}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {ending}\n{printable(why, lines=True)}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None, at_end: bool = False) -> int:
@@ -191,40 +192,42 @@ def _end(error: BaseException, interrupts: Interrupts, call: _Call) -> int | Non
     """Says how a command ended that raised this; returns its exit status, or None for what nobody thought of. A process
     that was stopped ends here.
     """
-    if isinstance(error, Refused | EndpointError):
-        call.tell("refused", error)
-        return 2
-    if isinstance(error, Failed):
-        call.tell("failed", error)
-        return 1
-    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY in str(error)):
-        said = (isinstance(error, MemoryError) and str(error)) or "the system gives no more memory"
-        call.tell("failed", MemoryError(f"  {said}; raise the limit on it (ulimit -v)"))
-        return 1
-    if interrupts.came is None and refuses_a_thread(error):
-        call.tell("failed", RuntimeError("; ".join([f"  the system refuses another thread; {LIMITS}", *PUBLISHED])))
-        return 1
+    # some libraries make something else of a KeyboardInterrupt
+    is_stop = isinstance(error, KeyboardInterrupt) or (interrupts.came is not None and isinstance(error, Exception))
+    if (ending := _ending(error, is_stop)) is not None:
+        call.tell(*ending)
+        return STATUS[ending[0]]
     if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if PUBLISHED:
             with contextlib.suppress(OSError):  # nobody may read errors, either
                 print("; ".join([f"{call.name}: nobody reads what it prints", *PUBLISHED]), file=sys.stderr, flush=True)
         return 1
-    if not isinstance(error, Exception | KeyboardInterrupt):
-        return None
-    # some libraries make something else of a KeyboardInterrupt
-    is_stop = interrupts.came is not None or isinstance(error, KeyboardInterrupt)
     if not is_stop:
-        if not isinstance(error, OSError):
-            return None
-        # of a disk or a store, where nothing could be made of it; what is too long was said on the command line
-        refused = error.errno == errno.ENAMETOOLONG
-        call.tell("refused" if refused else "failed", OSError("; ".join([f"  {error}", *PUBLISHED])))
-        return 2 if refused else 1
+        return None
     said = (str(error) if isinstance(error, KeyboardInterrupt) else "") or "; ".join(PUBLISHED)
     print(f"\n{call.name}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
     # the pipeline's threads are still at work, and their end isn't worth waiting for
     os._exit(interrupts.status)
+
+
+def _ending(error: BaseException, is_stop: bool) -> tuple[str, str] | None:
+    """How a command ended, and why, where its error says that and not a stop."""
+    if isinstance(error, Refused | EndpointError):
+        return "refused", str(error)
+    if isinstance(error, Failed):
+        return "failed", str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY in str(error)):
+        said = (isinstance(error, MemoryError) and str(error)) or "the system gives no more memory"
+        return "failed", f"  {said}; raise the limit on it (ulimit -v)"
+    if is_stop or isinstance(error, BrokenPipeError):
+        return None
+    if refuses_a_thread(error):
+        return "failed", "; ".join([f"  the system refuses another thread; {LIMITS}", *PUBLISHED])
+    if isinstance(error, OSError):  # of a disk or a store, where nothing could be made of it
+        # what is too long was said on the command line
+        return "refused" if error.errno == errno.ENAMETOOLONG else "failed", "; ".join([f"  {error}", *PUBLISHED])
+    return None
 
 
 if __name__ == "__main__":
