@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, ModelInfo
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, Discussion, GitCommitInfo, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -147,15 +147,15 @@ def find_published(
     Raises:
       StorageError: there is something that would be replaced, or the hub can't be asked.
     """
-    target, hub = HubAddress.parse(url), api()
-    with hub_errors(target, target.repo, writing=True):
-        if (found := _find_branch(hub, target)) is None:
+    branch = _Branch(HubAddress.parse(url), title)
+    with branch.errors():
+        if (found := branch.find()) is None:
             return None
-        head = _read_head(hub, target, title, found)
-        made = _published_before(hub, target, title, head, files, create_pr)
+        head = branch.read_head(found)
+        made = branch.published_before(head, files, create_pr)
         if made is None and not (overwrite or create_pr):
             ways = "or have that replaced (--overwrite), or a pull request opened (--create_pr)"
-            _refuse_others(target, head, _changed(head, files), f"; choose another repository or branch, {ways}")
+            _refuse_others(branch.target, head, _changed(head, files), f"; choose another repository or branch, {ways}")
         return made
 
 
@@ -165,11 +165,11 @@ def check_free(url: str) -> None:
     Raises:
       StorageError: it does, or the hub can't be asked.
     """
-    target, hub = HubAddress.parse(url), api()
-    with hub_errors(target, target.repo, writing=True):
-        if (found := _find_branch(hub, target)) is not None:
-            head = _read_head(hub, target, None, found)
-            _refuse_others(target, head, _changed(head, {}), "; choose another repository or branch")
+    branch = _Branch(HubAddress.parse(url))
+    with branch.errors():
+        if (found := branch.find()) is not None:
+            head = branch.read_head(found)
+            _refuse_others(branch.target, head, _changed(head, {}), "; choose another repository or branch")
 
 
 def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
@@ -180,19 +180,19 @@ def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
     Raises:
       StorageError: the hub can't be asked.
     """
-    target, hub = HubAddress.parse(url), api()
-    with hub_errors(target, target.repo, writing=True):
-        if (found := _find_branch(hub, target)) is None:
+    branch = _Branch(HubAddress.parse(url), title)
+    with branch.errors():
+        if (found := branch.find()) is None:
             return []
-        there, in_main = _hashes(found), {each.commit_id for each in retried(hub.list_repo_commits)(target.repo)}
-        history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
+        there, in_main = _hashes(found), {each.commit_id for each in branch.history("main")}
+        history = branch.history(found.sha)
         own = [each for each in history if each.commit_id not in in_main]
         if not any(_is_titled(each.title, title) for each in own):
             return sorted(there)
         others: set[str] = set()
         for each, parent in itertools.zip_longest(own, history[1 : len(own) + 1]):
             if not (_is_titled(each.title, title) or earlier.fullmatch(each.title)):
-                made, before = (_tree(hub, target, commit.commit_id) if commit else {} for commit in (each, parent))
+                made, before = (branch.tree(commit.commit_id) if commit else {} for commit in (each, parent))
                 others |= {name for name, _ in (made.items() - before.items()) & there.items()}
     return sorted(others)
 
@@ -232,14 +232,14 @@ def publish(
       StorageError: the list has no weights, or one of its files is gone; the hub can't be reached, or doesn't let us; or
         someone else committed meanwhile.
     """
-    target, hub = HubAddress.parse(url), api()
+    branch = _Branch(target := HubAddress.parse(url), title)
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
-    with hub_errors(target, target.repo, writing=True), _without_bars():
-        found = _find_branch(hub, target)
-        head = _read_head(hub, target, title, found or _create(hub, target), earlier)
+    with branch.errors(), _without_bars():
+        found = branch.find()
+        head = branch.read_head(found or branch.create(), earlier)
         is_new = found is None and head.is_first
-        if made := _published_before(hub, target, title, head, files, create_pr):
+        if made := branch.published_before(head, files, create_pr):
             return made
         # the large files are hashed here
         adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
@@ -248,58 +248,181 @@ def publish(
         if not (
             removed or replaced or files.keys() - head.files.keys()
         ):  # the client would name whatever is last by then
-            return Published(f"hf://{target.repo}@{head.commit}", _page(target, head.commit), kept=kept)
+            return Published(*branch.commit_at(head.commit), kept=kept)
         if not (overwrite or create_pr or is_new):
             _refuse_others(target, head, removed + replaced)
         additions = [add for name, add in adds.items() if name not in kept]
-        send = functools.partial(retried(hub.preupload_lfs_files), target.repo, additions, revision=target.branch)
+        send = functools.partial(
+            retried(branch.hub.preupload_lfs_files), target.repo, additions, revision=target.branch
+        )
         with StoppablePool(1) as pool:
             pool.submit(send, create_pr=create_pr, gitignore_content=IGNORED).result()
         if not is_wanted():
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
         if any(_is_left_out(add, head) for add in additions):
-            url, page = _commit_since(hub, target, title, head.commit)
+            url, page = branch.committed_since(head.commit)
         else:
-            url, page = (_propose if create_pr else _commit)(hub, target, operations, title, head.commit)
+            url, page = (branch.propose if create_pr else branch.commit)(operations, head.commit)
     return Published(url, page, removed, replaced, kept)
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- the branch -------------------------------------------------------------------------------------------------------
+
+Operations = list[CommitOperationAdd | CommitOperationDelete]
 
 
-def _find_branch(hub: HfApi, target: HubAddress) -> ModelInfo | None:
-    """The branch, if there is one."""
-    with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
-        return describe(hub, target.repo, target.branch)
-    return None
+class _Branch:
+    """A branch of a repository, where a result is published, or was.
 
-
-def _create(hub: HfApi, target: HubAddress) -> ModelInfo:
-    """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
-    that is stopped here leaves nothing which the next one would have to replace.
+    Args:
+      target: which.
+      title: of the commit, or of the pull request; empty where no result is meant.
     """
-    retried(hub.create_repo)(target.repo, private=True, exist_ok=True)
-    if target.branch != "main":
-        start = retried(hub.list_repo_commits)(target.repo)[-1].commit_id
-        retried(hub.create_branch)(target.repo, branch=target.branch, revision=start, exist_ok=True)
-    return describe(hub, target.repo, target.branch)
+
+    def __init__(self, target: HubAddress, title: str = ""):
+        self.target, self.repo, self.title, self.hub = target, target.repo, title, api()
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: the hub's errors are told as those of the branch."""
+        return hub_errors(self.target, self.repo, writing=True)
+
+    def find(self) -> ModelInfo | None:
+        """The branch, if there is one."""
+        with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
+            return describe(self.hub, self.repo, self.target.branch)
+        return None
+
+    def create(self) -> ModelInfo:
+        """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
+        that is stopped here leaves nothing which the next one would have to replace.
+        """
+        retried(self.hub.create_repo)(self.repo, private=True, exist_ok=True)
+        if self.target.branch != "main":
+            start = self.history("main")[-1].commit_id
+            retried(self.hub.create_branch)(self.repo, branch=self.target.branch, revision=start, exist_ok=True)
+        return describe(self.hub, self.repo, self.target.branch)
+
+    def history(self, revision: str | None) -> list[GitCommitInfo]:
+        """The commits of a revision, the last one first."""
+        return retried(self.hub.list_repo_commits)(self.repo, revision=revision)
+
+    def read_head(self, found: ModelInfo, earlier: re.Pattern[str] | None = None) -> _Head:
+        """A branch's last commit, and what came before it; no commit is ours without a title."""
+        history = self.history(found.sha)
+        made = next((each.commit_id for each in history if self.title and _is_titled(each.title, self.title)), None)
+        ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
+        before = self.tree(ours) if ours else {}
+        return _Head(found.sha or "", _hashes(found), made, before, is_first=len(history) == 1)
+
+    def tree(self, commit: str) -> dict[str, str]:
+        """The hash of each file at a commit."""
+        return _hashes(describe(self.hub, self.repo, commit))
+
+    def published_before(self, head: _Head, files: Files, create_pr: bool) -> Published | None:
+        """What published this very result, if something did and it is all there; else an open pull request of it: the first,
+        while those are closed that a hub opened long after it gave no answer.
+        """
+        if head.published == head.commit and files.keys() <= head.files.keys():
+            return Published(*self.commit_at(head.commit))
+        first = retried(self._only_pull)() if create_pr else None
+        return Published(*self._pull_at(first)) if first else None
+
+    def commit_at(self, commit: str) -> tuple[str, str]:
+        """A commit's address, and its page."""
+        return f"hf://{self.repo}@{commit}", f"{told_endpoint()}/{self.repo}/commit/{commit}"
+
+    def _pull_at(self, pull: Discussion) -> tuple[str, str]:
+        """A pull request's address, and its page."""
+        return f"hf://{self.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", without_user(pull.url)
+
+    def _only_pull(self) -> Discussion | None:
+        """The first of the pull requests of `_pulls`, if there is one; the others are closed."""
+        found = self._pulls()
+        for late in found[1:]:
+            self.hub.change_discussion_status(self.repo, late.num, "closed")
+        return found[0] if found else None
+
+    def _pulls(self) -> list[Discussion]:
+        """The pull requests of that title that are open and of him whose token it is, the first one first: anyone may open one,
+        of any title. What became of one that was merged, the branch says.
+        """
+
+        def listed() -> list[Discussion]:
+            return list(self.hub.get_repo_discussions(self.repo, discussion_type="pull_request"))
+
+        found = [each for each in retried(listed)() if each.title == self.title and each.status in ("open", "draft")]
+        author = retried(self.hub.whoami)()["name"] if found else ""
+        return sorted((each for each in found if each.author == author), key=lambda each: each.num)
+
+    def _send(self, operations: Operations, parent: str, create_pr: bool) -> CommitInfo:
+        return self.hub.create_commit(
+            self.repo, operations, commit_message=self.title, revision=self.target.branch, parent_commit=parent, create_pr=create_pr
+        )  # fmt: skip
+
+    def commit(self, operations: Operations, parent: str) -> tuple[str, str]:
+        """Commits, again where that may help; returns the commit's address and its page.
+
+        An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
+        lost.
+        """
+
+        def commit() -> tuple[str, str]:
+            made = self._send(operations, parent, create_pr=False)
+            return f"hf://{self.repo}@{made.oid}", without_user(made.commit_url)
+
+        try:
+            return retried(self._waited_for)(commit)
+        except HfHubHTTPError as e:
+            if e.response is None or e.response.status_code != PRECONDITION_FAILED:
+                raise
+        return self.committed_since(parent)
+
+    def committed_since(self, parent: str) -> tuple[str, str]:
+        """The address and page of the commit of this very result that was made since `parent`.
+
+        Raises:
+          StorageError: the branch has moved otherwise.
+        """
+        history = self.history(self.target.branch)
+        commits = [each.commit_id for each in history]
+        since = history[: commits.index(parent)] if parent in commits else []
+        for each in since:
+            if each.title == self.title:
+                return self.commit_at(each.commit_id)
+        raise StorageError(
+            f"{self.target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
+        )
+
+    def propose(self, operations: Operations, parent: str) -> tuple[str, str]:
+        """Opens a pull request, again where that may help, and only where none is open; returns the address and page. Where
+        another machine opened one at the same time, the first stays.
+        """
+
+        def open_one() -> tuple[str, str]:
+            made = self._send(operations, parent, create_pr=True)
+            first = next(iter(self._pulls()), None)
+            if first and made.pr_num and first.num < made.pr_num:
+                self.hub.change_discussion_status(self.repo, made.pr_num, "closed")
+                return self._pull_at(first)
+            return f"hf://{self.repo}@{made.oid}", without_user(made.pr_url or made.commit_url)
+
+        def propose() -> tuple[str, str]:
+            first = self._only_pull()
+            return self._pull_at(first) if first else self._waited_for(open_one)
+
+        return retried(propose)()
+
+    def _waited_for(self, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+        """What publishes, and returns the address and page, isn't stopped halfway."""
+        return uninterrupted(
+            request,
+            lambda made: f"but {made[0]} is published: {made[1]}",
+            f"{self.target} was being published; look at {told_endpoint()}/{self.repo} whether it is",
+        )
 
 
-def _read_head(
-    hub: HfApi, target: HubAddress, title: str | None, found: ModelInfo, earlier: re.Pattern[str] | None = None
-) -> _Head:
-    """A branch's last commit, and what came before it; no commit is ours without a title."""
-    history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
-    made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
-    ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
-    before = _tree(hub, target, ours) if ours else {}
-    return _Head(found.sha or "", _hashes(found), made, before, is_first=len(history) == 1)
-
-
-def _tree(hub: HfApi, target: HubAddress, commit: str) -> dict[str, str]:
-    """The hash of each file at a commit."""
-    return _hashes(describe(hub, target.repo, commit))
+# --- what is there ----------------------------------------------------------------------------------------------------
 
 
 def _is_titled(found: str, title: str) -> bool:
@@ -310,48 +433,6 @@ def _is_titled(found: str, title: str) -> bool:
 def _hashes(found: ModelInfo) -> dict[str, str]:
     """The hash of each file: its own, or git's; empty where the hub doesn't say it."""
     return {file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in found.siblings or []}
-
-
-def _published_before(
-    hub: HfApi, target: HubAddress, title: str, head: _Head, files: Files, create_pr: bool
-) -> Published | None:
-    """What published this very result, if something did and it is all there; else an open pull request of it: the first,
-    while those are closed that a hub opened long after it gave no answer.
-    """
-    if head.published == head.commit and files.keys() <= head.files.keys():
-        return Published(f"hf://{target.repo}@{head.commit}", _page(target, head.commit))
-    first = retried(_only_pull)(hub, target, title) if create_pr else None
-    return Published(*_address(target, first)) if first else None
-
-
-def _only_pull(hub: HfApi, target: HubAddress, title: str) -> Discussion | None:
-    """The first of the pull requests of `_pulls`, if there is one; the others are closed."""
-    found = _pulls(hub, target, title)
-    for late in found[1:]:
-        hub.change_discussion_status(target.repo, late.num, "closed")
-    return found[0] if found else None
-
-
-def _pulls(hub: HfApi, target: HubAddress, title: str) -> list[Discussion]:
-    """The pull requests of that title that are open and of him whose token it is, the first one first: anyone may open one,
-    of any title. What became of one that was merged, the branch says.
-    """
-
-    def listed() -> list[Discussion]:
-        return list(hub.get_repo_discussions(target.repo, discussion_type="pull_request"))
-
-    found = [each for each in retried(listed)() if each.title == title and each.status in ("open", "draft")]
-    author = retried(hub.whoami)()["name"] if found else ""
-    return sorted((each for each in found if each.author == author), key=lambda each: each.num)
-
-
-def _address(target: HubAddress, pull: Discussion) -> tuple[str, str]:
-    """A pull request's address, and its page."""
-    return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", without_user(pull.url)
-
-
-def _page(target: HubAddress, commit: str) -> str:
-    return f"{told_endpoint()}/{target.repo}/commit/{commit}"
 
 
 def _changes(
@@ -393,11 +474,6 @@ def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str], ways
         raise OthersError(f"{target}: holds what isn't of this release: {', '.join(others)}{ways}")
 
 
-# --- the commit -------------------------------------------------------------------------------------------------------
-
-Operations = list[CommitOperationAdd | CommitOperationDelete]
-
-
 def _is_left_out(addition: CommitOperationAdd, head: _Head) -> bool:
     """Whether the client would leave a file out of a commit, since the branch had it when the file was announced, though
     the commit's parent hasn't got it: someone else committed in between, and the branch may have been set back since
@@ -406,75 +482,6 @@ def _is_left_out(addition: CommitOperationAdd, head: _Head) -> bool:
     there = addition._remote_oid
     return (
         there is not None and there == addition._local_oid and head.files.get(addition.path_in_repo) not in ("", there)
-    )
-
-
-def _commit(hub: HfApi, target: HubAddress, operations: Operations, title: str, parent: str) -> tuple[str, str]:
-    """Commits, again where that may help; returns the commit's address and its page.
-
-    An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
-    lost.
-    """
-
-    def commit() -> tuple[str, str]:
-        made = hub.create_commit(
-            target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent
-        )
-        return f"hf://{target.repo}@{made.oid}", without_user(made.commit_url)
-
-    try:
-        return retried(_waited_for)(target, commit)
-    except HfHubHTTPError as e:
-        if e.response is None or e.response.status_code != PRECONDITION_FAILED:
-            raise
-    return _commit_since(hub, target, title, parent)
-
-
-def _commit_since(hub: HfApi, target: HubAddress, title: str, parent: str) -> tuple[str, str]:
-    """The address and page of the commit of this very result that was made since `parent`.
-
-    Raises:
-      StorageError: the branch has moved otherwise.
-    """
-    history = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
-    commits = [each.commit_id for each in history]
-    since = history[: commits.index(parent)] if parent in commits else []
-    for each in since:
-        if each.title == title:
-            return f"hf://{target.repo}@{each.commit_id}", _page(target, each.commit_id)
-    raise StorageError(
-        f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
-    )
-
-
-def _propose(hub: HfApi, target: HubAddress, operations: Operations, title: str, parent: str) -> tuple[str, str]:
-    """Opens a pull request, again where that may help, and only where none is open; returns the address and page. Where
-    another machine opened one at the same time, the first stays.
-    """
-
-    def open_one() -> tuple[str, str]:
-        made = hub.create_commit(
-            target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent, create_pr=True
-        )
-        first = next(iter(_pulls(hub, target, title)), None)
-        if first and made.pr_num and first.num < made.pr_num:
-            hub.change_discussion_status(target.repo, made.pr_num, "closed")
-            return _address(target, first)
-        return f"hf://{target.repo}@{made.oid}", without_user(made.pr_url or made.commit_url)
-
-    def propose() -> tuple[str, str]:
-        first = _only_pull(hub, target, title)
-        return _address(target, first) if first else _waited_for(target, open_one)
-
-    return retried(propose)()
-
-
-def _waited_for(target: HubAddress, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """What publishes, and returns the address and page, isn't stopped halfway."""
-    return uninterrupted(
-        request,
-        lambda made: f"but {made[0]} is published: {made[1]}",
-        f"{target} was being published; look at {told_endpoint()}/{target.repo} whether it is",
     )
 
 
