@@ -7,8 +7,9 @@ every array fits.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -34,19 +35,20 @@ def find_sizes(
       shapes: of the checkpoint's weights, by their keys.
       before: the `config.json` of the release that the checkpoint was made of, as far as it is known.
     """
-    sizes = dict[str, int]()
-    left = _amiss(family, config, layout, shapes)
-    while left and len(sizes) < STEPS:
-        tried = {}
-        for field, value in _candidates(family, changed(config, sizes), layout, shapes, before):
-            if lookup(config, field) != value:
-                tried[field, value] = _amiss(family, changed(config, sizes | {field: value}), layout, shapes)
-        better = {change: amiss for change, amiss in tried.items() if amiss is not None and amiss < left}
-        if not better:
+    sizes, wanted = dict[str, int](), _expected(family, config, layout)
+    left = _amiss(wanted, shapes)
+    while left and wanted is not None and len(sizes) < STEPS:
+        tried = {
+            (field, value): _amiss(_expected(family, changed(config, sizes | {field: value}), layout), shapes)
+            for field, value in _candidates(changed(config, sizes), shapes, _misfits(wanted, shapes), before)
+            if lookup(config, field) != value
+        }
+        best = min(tried, key=tried.__getitem__, default=None)
+        if best is None or tried[best] >= left:
             break
-        field, value = min(better, key=lambda change: better[change])
-        left, sizes = better[field, value], sizes | {field: value}
-    return sizes if sizes and not _misfits(family, changed(config, sizes), layout, shapes) else {}
+        left, sizes = tried[best], sizes | dict([best])
+        wanted = _expected(family, changed(config, sizes), layout)
+    return {} if wanted is None or _misfits(wanted, shapes) else sizes
 
 
 def changed(config: Config, sizes: Mapping[str, int]) -> Config:
@@ -77,28 +79,27 @@ def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _expected(family: Family, config: Config, layout: Layout) -> dict[str, Shape]:
-    """The shapes of the table's arrays. Raises ConfigError where the config can't be of a model."""
-    expanded = expand(family, config, layout)
-    return {
-        key_of(path): parts[0].shape
-        for path, parts in expanded.items()
-        if not all(part.rule.source is None for part in parts)
-    }
-
-
-def _misfits(family: Family, config: Config, layout: Layout, shapes: Mapping[str, Shape]) -> list[tuple[Shape, Shape]]:
-    """The shapes of the arrays that both sides have otherwise: as expected, as found."""
-    wanted = _expected(family, config, layout)
-    return sorted({(wanted[key], shapes[key]) for key in wanted.keys() & shapes.keys() if wanted[key] != shapes[key]})
-
-
-def _amiss(family: Family, config: Config, layout: Layout, shapes: Mapping[str, Shape]) -> int | None:
-    """How much is amiss; None where the config can't be of a model."""
+def _expected(family: Family, config: Config, layout: Layout) -> dict[str, Shape] | None:
+    """The shapes of the table's arrays; None where the config can't be of a model."""
     try:
-        wanted = _expected(family, config, layout)
+        return {
+            key_of(path): parts[0].shape
+            for path, parts in expand(family, config, layout).items()
+            if not all(part.rule.source is None for part in parts)
+        }
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
         return None
+
+
+def _misfits(wanted: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> set[tuple[Shape, Shape]]:
+    """The shapes of the arrays that both sides have otherwise: as expected, as found."""
+    return {(wanted[key], shapes[key]) for key in wanted.keys() & shapes.keys() if wanted[key] != shapes[key]}
+
+
+def _amiss(wanted: Mapping[str, Shape] | None, shapes: Mapping[str, Shape]) -> float:
+    """How much is amiss; endless where the config can't be of a model."""
+    if wanted is None:
+        return math.inf
     return ABSENT * len(wanted.keys() ^ shapes.keys()) + sum(
         sum(a != b for a, b in zip(wanted[key], shapes[key], strict=True))
         if len(wanted[key]) == len(shapes[key])
@@ -108,16 +109,11 @@ def _amiss(family: Family, config: Config, layout: Layout, shapes: Mapping[str, 
 
 
 def _candidates(
-    family: Family, config: Config, layout: Layout, shapes: Mapping[str, Shape], before: Mapping[str, Any]
+    config: Config, shapes: Collection[str], misfits: Iterable[tuple[Shape, Shape]], before: Mapping[str, Any]
 ) -> Iterator[tuple[str, int]]:
     """Changes that may explain an axis of another length: a field, and its value."""
-    axes = {
-        axes
-        for wanted, found in _misfits(family, config, layout, shapes)
-        if len(wanted) == len(found)
-        for axes in zip(wanted, found, strict=True)
-        if axes[0] != axes[1]
-    }
+    pairs = (zip(wanted, found, strict=True) for wanted, found in misfits if len(wanted) == len(found))
+    axes = sorted({(wanted, found) for each in pairs for wanted, found in each if wanted != found})
     fields = dict(_fields(config))
     numbers = [int(found[1]) for key in shapes for found in LAYER.finditer(key)]
     for field, value in fields.items():
@@ -125,14 +121,14 @@ def _candidates(
             yield field, known
         if field.rpartition(".")[2] == LAYERS and numbers:
             yield field, max(numbers) + 1
-        for wanted, found in sorted(axes):
+        for wanted, found in axes:
             if wanted % value == 0 and found % (wanted // value) == 0:
                 yield field, found // (wanted // value)
             if "layers" in field and value + found - wanted > 0:
                 yield field, value + found - wanted
     if not any(field.endswith(HEAD) for field in fields):
         section = next((field.rpartition(".")[0] for field in fields if field.endswith("num_attention_heads")), "")
-        yield from ((f"{section}.{HEAD}".lstrip("."), found) for _, found in sorted(axes))
+        yield from ((f"{section}.{HEAD}".lstrip("."), found) for _, found in axes)
 
 
 def _fields(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, int]]:
