@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from weightbeam.formats.adapters.patterns import MAX_TOTAL, PatternError, Patterns, parse
@@ -19,10 +19,10 @@ from weightbeam.model_mappings.plan import Problem
 
 CONFIG = "adapter_config.json"
 
+# beside those of `_SHOULD`
 USED = frozenset({
-    "peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "bias", "fan_in_fan_out",
-    "target_parameters", "modules_to_save", "init_lora_weights", "base_model_name_or_path", "revision",
-    "ensure_weight_tying", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "peft_type", "peft_version", "rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save", "init_lora_weights",
+    "base_model_name_or_path", "revision",
 })  # fmt: skip
 
 # Of training or initialisation alone.
@@ -213,32 +213,16 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
     if kind != "LORA":
         yield f"peft_type is {str(kind)[:80]!r}; only LORA is supported"
         return
-    for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"):
-        if not isinstance(fields.get(field), bool | None):
-            yield f"{field} is {str(fields[field])[:80]!r}; it should be true or false"
-    if not _is_rank(rank := fields.get("r", 8)):
-        yield f"r is {str(rank)[:80]!r}; it should be an integer from 1 to {MAX_RANK:,}"
-    if not is_alpha(alpha := fields.get("lora_alpha", 8)):
-        yield f"lora_alpha is {str(alpha)[:80]!r}; it should be a number above 0 that float32 holds"
+    for field, (is_right, should) in _SHOULD.items():
+        if field in fields and not is_right(fields[field]):
+            yield f"{field} is {str(fields[field])[:80]!r}; {should}"
     yield from _check_patterns("rank_pattern", fields.get("rank_pattern"), _is_rank)
     yield from _check_patterns("alpha_pattern", fields.get("alpha_pattern"), is_alpha)
-    if fields.get("bias", "none") not in ("none", "all", "lora_only"):
-        yield f"bias is {str(fields['bias'])[:80]!r}; PEFT knows none, all and lora_only"
-    parameters = fields.get("target_parameters")
-    if parameters is not None and not (
-        isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
-    ):
+    if (named := fields.get("target_parameters")) is not None and not _is_list(named, str):
         yield "target_parameters should be a list of names"
     for field in ("target_parameters", "modules_to_save"):
         if isinstance(said := fields.get(field), list) and len(said) > MAX_NAMES:
             yield f"{field} has more than {MAX_NAMES:,} names, which can't be meant"
-    for field in ("target_modules", "exclude_modules"):
-        if not isinstance(said := fields.get(field), str | None) and not _is_list(said, str):
-            yield f"{field} is {str(said)[:80]!r}; it should be a list of names, or an expression"
-    if not isinstance(said := fields.get("layers_pattern"), str | None) and not _is_list(said, str):
-        yield f"layers_pattern is {str(said)[:80]!r}; it should be a name, or a list of them"
-    if not isinstance(said := fields.get("layers_to_transform"), int | None) and not _is_list(said, int):
-        yield f"layers_to_transform is {str(said)[:80]!r}; it should be a number, or a list of them"
     init = fields.get("init_lora_weights")
     if not any(init is known if isinstance(known, bool | None) else init == known for known in HARMLESS_INITS):
         yield (
@@ -246,7 +230,7 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
             "path_initial_model_for_weight_conversion, which makes a plain one of it"
         )
     for field, value in fields.items():
-        if field not in USED | HARMLESS and not _is_off(value):
+        if field not in USED | HARMLESS | _SHOULD.keys() and not _is_off(value):
             yield f"{field} is {str(value)[:80]!r}; it isn't supported"
 
 
@@ -302,6 +286,24 @@ def _is_rank(value: object) -> bool:
 def is_alpha(value: object) -> TypeGuard[float]:
     """Whether it is a number that products of factors can be scaled by."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-38 < value < 3e38
+
+
+# what a field should be, where it is there
+_SHOULD: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"),
+        (lambda said: isinstance(said, bool | None), "it should be true or false"),
+    ),
+    "r": (_is_rank, f"it should be an integer from 1 to {MAX_RANK:,}"),
+    "lora_alpha": (is_alpha, "it should be a number above 0 that float32 holds"),
+    "bias": (lambda said: said in ("none", "all", "lora_only"), "PEFT knows none, all and lora_only"),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules"),
+        (lambda said: isinstance(said, str | None) or _is_list(said, str), "it should be a list of names, or an expression"),
+    ),
+    "layers_pattern": (lambda said: isinstance(said, str | None) or _is_list(said, str), "it should be a name, or a list of them"),
+    "layers_to_transform": (lambda said: isinstance(said, int | None) or _is_list(said, int), "it should be a number, or a list of them"),
+}  # fmt: skip
 
 
 def _is_off(value: object) -> bool:
