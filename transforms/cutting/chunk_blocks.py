@@ -134,7 +134,7 @@ def chunk_grid(
     target = max(sizes[name] for part in array.parts for name in part.tensors)
     element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
     spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
-    grid = Grid(spec, {}, whole_axes, growth, element_bytes, ())
+    grid = Grid(whole_axes, growth, element_bytes, spec=spec)
     return keep_blocks(grid, part) if coded else grid
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from weightbeam.formats.orbax.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
 from weightbeam.model_mappings.cells import Part
@@ -74,7 +74,7 @@ class SourceCost:
       element_bytes: memory for each element before it is stacked: as stored, and as decoded.
       order: the axes of the tensors as they are stored, the slowest first; None for C order.
       indivisible: axes of the array that a unit shouldn't cut, since every part of them reads the same scales.
-      beside: as of a `Grid`.
+      beside: as of a `Reading`.
     """
 
     element_bytes: int = 0
@@ -84,26 +84,35 @@ class SourceCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """How an array is cut.
+class Reading:
+    """How a unit reads what an array is made of.
+
+    Attributes:
+      whole_axes: axes that a unit never cuts: else rows of the source are cut, and their bytes are read twice.
+      growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
+      element_bytes: working memory for each element of the array before it is stacked: source and decoded values.
+      beside: working memory beside that of the elements: for each index along these axes so many bytes.
+    """
+
+    whole_axes: frozenset[int]
+    growth: tuple[int, ...]
+    element_bytes: int
+    beside: Beside = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid(Reading):
+    """How an array is read and cut; `element_bytes` has the target's, too.
 
     Attributes:
       spec: chunk and shard shapes.
       partition: the mesh axes of each axis, by mesh.
-      whole_axes: axes that a unit never cuts: else rows of the source are cut, and their bytes are read twice.
-      growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
-      element_bytes: working memory for each element of the array: source, decoded values and target.
       uneven: the axes that meshes don't divide.
-      beside: working memory beside that of the elements: for each index along these axes so many bytes.
     """
 
     spec: ArraySpec
-    partition: dict[str, tuple]
-    whole_axes: frozenset[int]
-    growth: tuple[int, ...]
-    element_bytes: int
-    uneven: tuple[Uneven, ...]
-    beside: Beside = ()
+    partition: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    uneven: tuple[Uneven, ...] = ()
 
     def working_bytes(self, extents: Sequence[int]) -> int:
         """Memory to make a box of these extents, where `whole_axes` count with their full size."""
@@ -232,22 +241,6 @@ def uneven_scales(grids: Iterable[Grid]) -> Iterator[Problem]:
             yield from (Problem("blocks", "--mesh", each) for each in grid.uneven)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How a unit reads what an array is made of.
-
-    Attributes:
-      whole_axes, growth: as of a `Grid`.
-      element_bytes: memory for each element before it is stacked.
-      beside: as of a `Grid`.
-    """
-
-    whole_axes: frozenset[int]
-    growth: tuple[int, ...]
-    element_bytes: int
-    beside: Beside = ()
-
-
 def cut_array(
     array: Array,
     assignments: Sequence[Assignment] | None,
@@ -288,7 +281,9 @@ def cut_array(
     element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
-    grid = Grid(spec, partition, reading.whole_axes, reading.growth, element_bytes, uneven, reading.beside)
+    grid = Grid(
+        reading.whole_axes, reading.growth, element_bytes, reading.beside, spec=spec, partition=partition, uneven=uneven
+    )
 
     if packed or array.nbytes > MIN_CHUNK or _is_sharded(array, assignments, meshes, finest):
         chunk = _good_chunk(array, finest, grid, uncut, packed, bool(meshes))

@@ -233,7 +233,7 @@ class _Planner:
         merged = [self.kernels[key] for key in part.tensors if key in self.kernels]
         growth = tuple(reversed(range(len(array.shape))))  # blocks are longest along the last axes
         if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
-            return Way(Grid(spec, {}, frozenset(), growth, COPIES * array.dtype.itemsize, ()), "copied", spec.shard)
+            return Way(Grid(frozenset(), growth, COPIES * array.dtype.itemsize, spec=spec), "copied", spec.shard)
         held = stored.dtype.itemsize * (2 if stored.compressed else 1)
         if merged:
             held += np.dtype(np.float32).itemsize
@@ -243,7 +243,7 @@ class _Planner:
         except UnitBytesError as e:
             self.problems.append(Problem("memory", f"--unit_bytes={self.options.unit_bytes}", str(e)))
             spec = ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape)
-            return Way(Grid(spec, {}, frozenset(), growth, 1, ()), "re-cut", array.shape)
+            return Way(Grid(frozenset(), growth, 1, spec=spec), "re-cut", array.shape)
         way, needed = next((each for each in ways if each[1] <= self.options.unit_bytes), ways[0])
         self.warnings += way.grid.uneven
         if needed <= self.options.unit_bytes:
