@@ -219,10 +219,8 @@ def check_hub(output: str | None, create_pr: bool) -> None:
         # here: the hub's client takes a third of a second to import
         from weightbeam.formats.targets.hub import check_address
 
-        try:
+        with refusing(StorageError, about="--output="):
             check_address(output)
-        except StorageError as e:
-            raise Refused(f"--output={e}") from e
     elif output and create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
 

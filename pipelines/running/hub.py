@@ -24,7 +24,7 @@ from weightbeam.formats.targets.release_place import ReleaseFolder
 from weightbeam.pipelines.running.output import alone, is_finished, look_for_job, why_not_go_on
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.writing import FINISHED, Written, find_place, get_ready, write
-from weightbeam.pipelines.terminal.errors import Busy, Failed, Refused
+from weightbeam.pipelines.terminal.errors import Busy, Failed, refusing
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.wording import worded
 from weightbeam.transforms.planning.options import Delivery
@@ -45,11 +45,9 @@ def carry_to_hub(
     title = f"{planned.title} of {named} ({planned.hash[:12]})"
     listed = {**target.texts, **dict.fromkeys([RECORD, *(name for name, *_ in target.files)])}
     place = _place_in_cache(planned)
-    try:
+    with refusing(StorageError, about="--output="):
         check_target(output)
         made = find_published(output, title, listed, overwrite=how.overwrite, create_pr=how.create_pr)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
     if made:
         _clear(place)
         return Written(made.url, state=FINISHED, page=made.page)

@@ -104,10 +104,8 @@ def find_place(planned: Transfer, output: str) -> Staging:
     """
     with refusing(StorageError):  # of a small file of the source
         plan_hash = planned.hash
-    try:
+    with refusing(StorageError, about="--output="):
         return planned.target.place(output, plan_hash)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
 
 
 @contextlib.contextmanager

@@ -69,12 +69,12 @@ class Refusals:
 
 
 @contextlib.contextmanager
-def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Context manager: errors of these kinds are refusals, in their own words."""
+def refusing(*kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """Context manager: errors of these kinds are refusals, in their own words behind what they are `about`."""
     try:
         yield
     except kinds as e:
-        raise Refused(str(e)) from e
+        raise Refused(f"{about}{e}") from e
 
 
 def try_each(*attempts: Callable[[], Any]) -> list[Any]:
