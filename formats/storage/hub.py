@@ -642,9 +642,30 @@ def hub_errors(where: object, repo: str, writing: bool = False) -> Iterator[None
 
 def _explain(error: Exception, repo: str, writing: bool) -> str:
     """What to say of an error of the hub's client."""
+    if denied := _explain_denial(error, repo, writing):
+        return denied
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
+        error = error.__cause__
+    if (answer := getattr(error, "response", None)) is not None:
+        return answered(answer)
+    is_ours = writing or isinstance(error, HFValidationError)  # a model card, a file, a name
+    if isinstance(error, NO_ANSWER) or (isinstance(error, ValueError) and not is_ours):
+        return no_answer(error)
+    if isinstance(error, ValueError):
+        return str(error).partition("\n")[0] or "refused"
+    if isinstance(error, OSError):  # a file of ours, such as one that someone removed
+        return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+    why = str(error) if isinstance(error, httpx2.TransportError) else ""
+    message = f"{_endpoint()}, or the host of its files, can't be reached: {why or type(error).__name__}"
+    if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
+        message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
+    return message
+
+
+def _explain_denial(error: Exception, repo: str, writing: bool) -> str:
+    """What to say where the hub has no such repository, or doesn't let us see it, or write there; else empty."""
     is_known, is_missing = token() is not None, isinstance(error, RepositoryNotFoundError)
-    answer: httpx2.Response | None = getattr(error, "response", None)
-    status = answer.status_code if answer is not None else None
+    status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 401 and is_known and (writing or not is_missing):
         return f"the hub doesn't accept the token that is set; is it wrong, or has it expired? Set another, or {LOG_IN}"
     if writing and status == 401:
@@ -667,20 +688,4 @@ def _explain(error: Exception, repo: str, writing: bool) -> str:
     if is_missing:
         unseen = " that the token which is set can't see" if is_known else f": HF_TOKEN isn't set; set it, or {LOG_IN}"
         return f"no such repository, or a private one{unseen}"
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
-        error = error.__cause__
-        answer = getattr(error, "response", None)
-    if answer is not None:
-        return answered(answer)
-    is_ours = writing or isinstance(error, HFValidationError)  # a model card, a file, a name
-    if isinstance(error, NO_ANSWER) or (isinstance(error, ValueError) and not is_ours):
-        return no_answer(error)
-    if isinstance(error, ValueError):
-        return str(error).partition("\n")[0] or "refused"
-    if isinstance(error, OSError):  # a file of ours, such as one that someone removed
-        return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
-    why = str(error) if isinstance(error, httpx2.TransportError) else ""
-    message = f"{_endpoint()}, or the host of its files, can't be reached: {why or type(error).__name__}"
-    if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
-        message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
-    return message
+    return ""
