@@ -288,19 +288,34 @@ class Reshard(FromCheckpoint):
 
     def facts(self) -> dict[str, Any]:
         """What the source remembers of its release, and the source itself."""
-        before = self.source.record
-        kept = {
-            key: before[key]
-            for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters")
-            if key in before
+        before, tree = self.source.record, self.tree
+        kept = ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters")
+        facts = {"family": tree.family, "model": tree.model} if tree.family and not tree.misfit else {}
+        facts |= {key: before[key] for key in kept if key in before}
+        if not tree.misfit or "config" not in facts or self.taken:
+            facts |= self.new_model.remembered
+        return facts | {
+            "command": self.kind,
+            "options": self._all_options(),
+            **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
+            "resharded_from": {
+                "checkpoint": self.source.root,
+                "first": self._first,
+                "files": self.source.files.hash,
+                "plan": before.get("plan"),
+                "tree": tree.kind,
+            },
+            "axes": {array.key: array.logical_axes for array in self.plan.arrays},
+            "lossy": {**before.get("lossy", {}), **self.plan.lossy},
+            "left_out": dict(self.plan.dropped),
+            "source_digests": before.get("digests", {}),
         }
-        asked = {
-            key: value
-            for key, value in hashed(self.options).items()
-            if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
-        }
-        if self.taken:
-            asked |= self.taken.of_release(Cut.of(self.source.options))
+
+    def _all_options(self) -> dict[str, Any]:
+        """What was asked for when the source was made, and now, and how the result lies."""
+        beside = ("lora", "lora_alpha")  # which `adapters` tells
+        asked = hashed(self.options).items()
+        part = self.taken.of_release(Cut.of(self.source.options)) if self.taken else {}
         layout = {
             "maxtext": self.tree.version,
             "scan_layers": self.tree.scan,
@@ -308,31 +323,11 @@ class Reshard(FromCheckpoint):
             "use_ocdbt": self.format.use_ocdbt,
             "use_zarr3": self.format.use_zarr3,
         }
-        named = (
-            {"family": self.tree.family, "model": self.tree.model} if self.tree.family and not self.tree.misfit else {}
-        )
         return {
-            **named,
-            **kept,
-            **({} if self.tree.misfit and "config" in kept and not self.taken else self.new_model.remembered),
-            "command": self.kind,
-            "options": {
-                **as_said(self.source.options),
-                **asked,
-                **{key: value for key, value in layout.items() if value is not None},
-            },
-            **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
-            "resharded_from": {
-                "checkpoint": self.source.root,
-                "first": self._first,
-                "files": self.source.files.hash,
-                "plan": before.get("plan"),
-                "tree": self.tree.kind,
-            },
-            "axes": {array.key: array.logical_axes for array in self.plan.arrays},
-            "lossy": {**before.get("lossy", {}), **self.plan.lossy},
-            "left_out": dict(self.plan.dropped),
-            "source_digests": before.get("digests", {}),
+            **as_said(self.source.options),
+            **{name: value for name, value in asked if value not in (None, KEEP) and name not in beside},
+            **part,
+            **{name: value for name, value in layout.items() if value is not None},
         }
 
     @property
