@@ -54,7 +54,8 @@ class Meeting:
         self._client: Any = state.client
         self._left = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="meeting", daemon=True)
-        self._heard: dict[int, tuple[str | None, float]] = {}  # the last sign of each process, and when it was new
+        # the last sign of each process, empty until there is one, and when it was new
+        self._heard: dict[int, tuple[Mapping[str, Any], float]] = {}
         self._begun, self._reads = 0, False  # exchanges of this process, and whether they wait for what it reads
         self._moved = time.monotonic()  # when any process last came further with its exchanges, or read
         self._looked = time.monotonic()  # for signs
@@ -197,7 +198,7 @@ class Meeting:
         self._look()
         silent = []
         for process, (sign, since) in self._heard.items():
-            left = _left(sign)
+            left = sign.get("left")
             if left:
                 who = f"process {process} of {self.processes} failed, so nothing was loaded: "
                 raise Failed(left if left.startswith("process ") else who + left)  # it may have been told, too
@@ -211,8 +212,8 @@ class Meeting:
         still, and not because one reads.
         """
         if time.monotonic() - self._moved > self.timeout + BEAT:  # a silent one is found before
-            there = [(process, sign) for process, (sign, _) in self._heard.items() if _left(sign) is None]
-            begun = [(_said(sign).get("begun", 0), process) for process, sign in there]
+            there = [(process, sign) for process, (sign, _) in self._heard.items() if "left" not in sign]
+            begun = [(sign.get("begun", 0), process) for process, sign in there]
             (fewest, last), (most, first) = min(begun), max(begun)
             raise Failed(
                 f"the exchanges of call {self.number} of load stood still for {self.timeout:,.0f} s, though all "
@@ -280,16 +281,20 @@ class Meeting:
                 return {"refused": why} if "no" in said else said
             sign, since = self._heard[process]
             if time.monotonic() - since > self.timeout:
-                return {"silent": self._silence(process, came=sign is not None)}
+                return {"silent": self._silence(process, came=bool(sign))}
 
     def _listen(self) -> None:
         """Begins to count the silence of all processes: when this one comes, or wakes."""
         self._heard = {
-            process: (self._heard.get(process, (None,))[0], time.monotonic()) for process in range(self.processes)
+            process: (self._heard.get(process, ({},))[0], time.monotonic()) for process in range(self.processes)
         }
 
     def _look(self) -> None:
-        """Looks for signs of all processes. Who hasn't looked for long, since it slept itself, knows of no silence."""
+        """Looks for signs of all processes. Who hasn't looked for long, since it slept itself, knows of no silence.
+
+        The last sign of a process has `left`: the error with which it has, empty if without one, or with one that all
+        have heard of.
+        """
         with self._coordinator():
             signs = self._client.key_value_dir_get(self._key("signs/"))
         now = time.monotonic()
@@ -297,12 +302,13 @@ class Meeting:
             self._listen()
             self._moved = now
         self._looked = now
-        for key, sign in signs:
-            process = int(key.rpartition("/")[2])
+        for key, text in signs:
+            process, said = int(key.rpartition("/")[2]), json.loads(text)
+            sign = said if isinstance(said, dict) else {"sign": said}  # of another version of Weightbeam
             before = self._heard[process][0]
             if before != sign:
                 self._heard[process] = sign, now
-                if _said(sign).get("reads") or _said(sign).get("begun") != _said(before).get("begun"):
+                if sign.get("reads") or sign.get("begun") != before.get("begun"):
                     self._moved = now
 
     def _beat(self) -> None:
@@ -318,7 +324,7 @@ class Meeting:
         """Waits until all others that are heard of have left: if process 0 ends at once, JAX ends them before they say why."""
         latest = time.monotonic() + BEAT
         while time.monotonic() < latest and any(
-            process and _left(sign) is None and time.monotonic() - since < self.timeout
+            process and "left" not in sign and time.monotonic() - since < self.timeout
             for process, (sign, since) in self._heard.items()
         ):
             time.sleep(0.1)
@@ -359,19 +365,6 @@ def _raise(said: Mapping[str, Any]) -> None:
 
 def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _said(sign: str | None) -> dict[str, Any]:
-    """What a sign says; nothing if there is none, or it is one of another version of Weightbeam."""
-    said = {} if sign is None else json.loads(sign)
-    return said if isinstance(said, dict) else {}
-
-
-def _left(sign: str | None) -> str | None:
-    """With what error a process has left, by its last sign; None if it hasn't left. Empty if without one, or with one
-    that all have heard of.
-    """
-    return _said(sign).get("left")
 
 
 def differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
