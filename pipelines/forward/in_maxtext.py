@@ -24,7 +24,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,43 +249,44 @@ def watch(model: Any, layers: list[str], width: int, seen: dict[str, Any], weigh
         """Where the weights of the layer lie that is next."""
         return "decoder", layers[len(called)]
 
-    def reading(kind: type, name: str) -> None:
-        method = getattr(kind, name)
-
+    def reading(method: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: Any, *args: Any, **kwargs: Any) -> Any:
             with weights.held(self, place()):
                 return method(self, *args, **kwargs)
 
-        setattr(kind, name, read)
+        return read
 
-    def noting(kind: type, is_layer: bool) -> None:
-        call = kind.__call__
+    def noted(module: Any, made: Any) -> Any:
+        """What a module has made, once it is noted, if it is one of the layer that was called last."""
+        values = made[0] if isinstance(made, tuple) else made
+        path = called[-1].get(id(module)) if called else None
+        if path is not None and getattr(values, "ndim", 0) in (3, 4) and values.shape[-1] == width:
+            seen[f"{len(called) - 1}/{path}".rstrip("/")] = np.asarray(values[0], np.float32)
+        return made
 
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            held = weights.held(self, place()) if is_layer else contextlib.nullcontext()
-            if is_layer:
-                called.append({id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(self)})
+    def of_layer(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            held = weights.held(self, place())
+            called.append({id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(self)})
             with held:
                 made = call(self, *args, **kwargs)
-            values = made[0] if isinstance(made, tuple) else made
-            path = called[-1].get(id(self)) if called else None
-            if path is not None and getattr(values, "ndim", 0) in (3, 4) and values.shape[-1] == width:
-                seen[f"{len(called) - 1}/{path}".rstrip("/")] = np.asarray(values[0], np.float32)
-            if is_layer:
-                print(f"{PROGRESS}{len(called)}", flush=True)
+            noted(self, made)
+            print(f"{PROGRESS}{len(called)}", flush=True)
             return made
 
-        kind.__call__ = noted
+        return run
+
+    def of_part(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: noted(self, call(self, *args, **kwargs))
 
     modules = [by_path[path] for path in layers]
     kinds = {type(module) for module in modules}
-    below = {type(part) for module in modules for _, part in nnx.iter_modules(module)} - kinds
-    for kind in kinds | below:
+    for kind in kinds | {type(part) for module in modules for _, part in nnx.iter_modules(module)}:
         if "__call__" in vars(kind):
-            noting(kind, kind in kinds)
+            kind.__call__ = (of_layer if kind in kinds else of_part)(kind.__call__)
     for kind in kinds:
         for name in BEFORE.intersection(vars(kind)):
-            reading(kind, name)
+            setattr(kind, name, reading(getattr(kind, name)))
 
 
 if __name__ == "__main__":
