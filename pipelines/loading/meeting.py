@@ -72,17 +72,17 @@ class Meeting:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if not self.alone:
-            _UNDER_WAY.remove(self.number)
+        if self.alone:
+            return
+        _UNDER_WAY.remove(self.number)
         self._left.set()
         if self._amid and error is not None:
             _BROKEN_OFF.append(f"call {self.number} of load broke off amid an exchange ({_words(error)})")
-        if not self.alone:
-            self._beating.join()
-            with contextlib.suppress(Failed):  # the coordinator is gone
-                self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})
-                if self.process == 0 and isinstance(error, Exception):
-                    self._leave_last()
+        self._beating.join()
+        with contextlib.suppress(Failed):  # the coordinator is gone
+            self._say(f"signs/{self.process}", {"left": "" if error is None or self.agreed else _words(error)})
+            if self.process == 0 and isinstance(error, Exception):
+                self._leave_last()
 
     def decide(self, what: str, make: Callable[[], Made]) -> Made:
         """What process 0 makes, of values that JSON can say: one decides for all.
