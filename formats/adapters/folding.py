@@ -118,7 +118,7 @@ def fold(
     aliases: Mapping[str, str],
     model_type: str,
     stacks: Sequence[Stack],
-    ties: Ties | None,
+    ties: Ties,
     cut: str,
 ) -> Folding:
     """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's
@@ -135,7 +135,7 @@ def fold(
                 else "--lora is missing: which one",
             )
         )
-    found = collect(encodings, adapters[:1], aliases, model_type, ties=ties, cut=cut)
+    found = collect(encodings, adapters[:1], aliases, model_type, ties, cut=cut)
     problems += found.problems
     deltas: dict[str, Delta] = {}
     for name, change in found.changes.items():

@@ -15,11 +15,10 @@ from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MergedWeight, OwnBase, Replaced, Shifted
 from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, ModuleFiles, WeightPart
 from weightbeam.formats.adapters.patterns import PatternError
-from weightbeam.formats.adapters.ties import Ties, find_ties
+from weightbeam.formats.adapters.ties import Ties
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, meet
-from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.plan import Problem, is_float
 
 LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
@@ -92,8 +91,8 @@ def merge(
     adapters: Sequence[Adapter],
     aliases: Mapping[str, str],
     model_type: str,
+    ties: Ties,
     lost: frozenset[str] = frozenset(),
-    ties: Ties | None = None,
     cut: str = "",
 ) -> Merging:
     """Merges adapters, one after the other.
@@ -103,12 +102,11 @@ def merge(
       adapters: what is merged; deltas of several are summed.
       aliases: of the family; empty for none.
       model_type: of the base's `config.json`.
+      ties: which heads are the embedding, by the names of `encodings`.
       lost: tensors that something else stands against, which aren't missed here.
-      ties: which heads are the embedding, by the names of `encodings`; what the names tell where it isn't given.
       cut: what is taken of the release, in words; empty for all of it.
     """
-    ties = ties or find_ties(Config(), encodings)
-    found = collect(encodings, adapters, aliases, model_type, lost, ties, cut)
+    found = collect(encodings, adapters, aliases, model_type, ties, lost, cut)
     problems = list(found.problems)
     merged = dict(encodings)
     for name, change in found.changes.items():
@@ -143,14 +141,13 @@ def collect(
     adapters: Sequence[Adapter],
     aliases: Mapping[str, str],
     model_type: str,
+    ties: Ties,
     lost: frozenset[str] = frozenset(),
-    ties: Ties | None = None,
     cut: str = "",
 ) -> Changes:
     """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`. A head that is tied isn't
     among them: what changes it changes the embedding.
     """
-    ties = ties or Ties()
     files = ModuleFiles(encodings, aliases, model_type, ties.heads)
     changes: dict[str, Change] = defaultdict(Change)
     problems: list[Problem] = []

@@ -37,7 +37,7 @@ def merge_release(
     renamed = source.renamed(aliases)
     ties, problems = _ties(checkpoint, renamed, family) if adapters else (Ties(), [])
     model_type = str(checkpoint.config.get("model_type", ""))
-    merging = merge(renamed.encodings, adapters, aliases, model_type, source.lost | renamed.lost, ties, checkpoint.cut)
+    merging = merge(renamed.encodings, adapters, aliases, model_type, ties, source.lost | renamed.lost, checkpoint.cut)
     problems += _unlike(renamed, ties, merging)
     return dataclasses.replace(
         merging,

@@ -17,9 +17,11 @@ from support import call, decoded, read_file, read_tensors
 import weightbeam as wb
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.config import read_config
+from weightbeam.formats.adapters.ties import find_ties
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
+from weightbeam.model_mappings.config import Config
 from weightbeam.transforms.planning.conversion_planner import plan_conversion
 from weightbeam.transforms.planning.options import ConvertOptions
 
@@ -311,7 +313,9 @@ def test_one_expert_of_several_in_a_tensor(written: Path, tmp_path: Path) -> Non
 def merge_problems(base: Path, adapter: Path) -> str:
     """What stands against merging, below any table."""
     checkpoint = open_hf(base)
-    made = merge(open_source(checkpoint).encodings, [open_adapter(adapter)], {}, checkpoint.config["model_type"])
+    encodings = open_source(checkpoint).encodings
+    ties = find_ties(Config(), encodings)
+    made = merge(encodings, [open_adapter(adapter)], {}, checkpoint.config["model_type"], ties)
     return "\n".join(map(str, made.problems))
 
 

@@ -19,10 +19,12 @@ from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import MergedWeight
 from weightbeam.formats.adapters.modules import ModuleFiles
+from weightbeam.formats.adapters.ties import find_ties
 from weightbeam.formats.encodings import Plain
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import Tensor, open_hf, read_header
 from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.config import Config
 
 F32 = np.dtype(np.float32)
 CASES = (
@@ -38,11 +40,13 @@ CASES = (
 def merge_case(base: Path, *adapters: tuple[Path, float]) -> Merging:
     """A base and adapters, merged below any table."""
     checkpoint = open_hf(base)
+    encodings = open_source(checkpoint).encodings
     return merge(
-        open_source(checkpoint).encodings,
+        encodings,
         [open_adapter(*adapter) for adapter in adapters],
         {},
         checkpoint.config["model_type"],
+        find_ties(Config(), encodings),
     )
 
 

@@ -16,6 +16,7 @@ from support import BF16, FP8, decoded
 
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
+from weightbeam.formats.adapters.ties import Ties
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
@@ -68,7 +69,7 @@ def write_quantised(
         (place / ("config.json" if place == base else "adapter_config.json")).write_text(json.dumps(config))
     source = open_source(open_hf(base))
     assert not source.problems
-    merging = merge(source.encodings, [open_adapter(adapter)], {}, "any")
+    merging = merge(source.encodings, [open_adapter(adapter)], {}, "any", Ties())
     assert not merging.problems
     wanted = values.astype(np.float64) + 2 / 5 * b.astype(np.float64) @ a
     if dora:

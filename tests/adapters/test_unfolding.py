@@ -18,11 +18,13 @@ from support import call, decoded, read_config, read_file
 
 import weightbeam as wb
 from weightbeam.formats.adapters import merge, open_adapter
+from weightbeam.formats.adapters.ties import find_ties
 from weightbeam.formats.orbax.source import open_orbax
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.targets.release import ReleaseTarget
+from weightbeam.model_mappings.config import Config
 from weightbeam.pipelines.commands.export import export, plan
 from weightbeam.pipelines.running.carry import carry
 from weightbeam.pipelines.terminal.errors import Failed, Refused
@@ -69,7 +71,8 @@ def test_there_and_back(written: Path, tmp_path: Path, case: str, options: tuple
         for name in given:
             np.testing.assert_allclose(found[name], given[name], rtol=2e-7)
     encodings = open_source(open_hf(folder / "base")).encodings
-    merged = [merge(encodings, [open_adapter(adapter)], {}, "llama") for adapter in (folder / "adapter", made)]
+    ties = find_ties(Config(), encodings)
+    merged = [merge(encodings, [open_adapter(adapter)], {}, "llama", ties) for adapter in (folder / "adapter", made)]
     assert not merged[1].problems
     for name in merged[0].touched:
         np.testing.assert_allclose(

@@ -143,7 +143,7 @@ def plan_conversion(
             family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
         stored = source
         merged = () if folding else adapters
-        merging = merge(source.encodings, merged, family.aliases, model_type, source.lost, ties, checkpoint.cut)
+        merging = merge(source.encodings, merged, family.aliases, model_type, ties, source.lost, checkpoint.cut)
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
         if options.save_dtype == CODES:

@@ -234,7 +234,7 @@ def _merge(
     """What adapters make of the tensors that they change, and what stands against it."""
     made = {name: made_here(name, spec.shape) for name, spec in tensors.made.items()}
     ties = find_ties(table.config, made, table.family, layout)
-    merging = merge(made, adapters, table.family.aliases, str(table.config.get("model_type")), ties=ties)
+    merging = merge(made, adapters, table.family.aliases, str(table.config.get("model_type")), ties)
     merged = {name: merging.encodings[name] for name in merging.touched}
     return merged, [*merging.problems, *merging.in_vain(drops.reasons), *_needing_columns(merged)]
 
