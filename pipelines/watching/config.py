@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import yaml
@@ -44,6 +44,7 @@ PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model
 MOST_MINUTES = 366 * 24 * 60
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
 RUN_NAME = re.compile(r"\w[\w.-]*")
+Options = TypeVar("Options", ConvertOptions, ExportOptions, QuantizeOptions, ReshardOptions)
 TOPIC = re.compile(r"projects/[^/\s]+/topics/[^/\s]+")
 FIXED = ("virtual", "step")  # a virtual checkpoint needs local files; a release has one step
 OPTIONS = tuple(field.name for field in dataclasses.fields(ConvertOptions) if field.name not in FIXED)
@@ -148,20 +149,13 @@ def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
 
 
 def _read_target(given: Any) -> TargetConfig:
-    """A target, its options read as the command line's are. Raises ValueError: every problem of it."""
+    """A target of the models. Raises ValueError: every problem of it."""
     if not isinstance(given, dict):
         raise ValueError("should be a mapping: name, and options of weightbeam convert")
-    name, asked = given.get("name"), {option: value for option, value in given.items() if option != "name"}
-    problems = _find_misnamed(name)
-    right = _read_each(ConvertOptions, OPTIONS, asked, problems)
-    try:
-        options = read_options(ConvertOptions, right)
-        meshes_of(options)
-        if not problems:
-            return TargetConfig(str(name), right, options)
-    except (MeshError, Refused) as e:
-        problems.append(str(e))
-    raise ValueError("\n".join(problems))
+    asked = dict(given)
+    name = asked.pop("name", None)
+    right, options = _read_target_options(ConvertOptions, OPTIONS, asked, _find_misnamed(name))
+    return TargetConfig(str(name), right, options)
 
 
 def _find_misnamed(name: Any) -> list[str]:
@@ -171,28 +165,26 @@ def _find_misnamed(name: Any) -> list[str]:
     return ["name: should be lower-case letters, digits, dots and dashes"]
 
 
-def _read_each(
-    kind: type,
-    known: Collection[str],
-    asked: Mapping[str, Any],
-    problems: list[str],
-    of: str = "",
-    more: Collection[str] = (),
-) -> dict[str, Any]:
-    """The options of a target that can be meant, as the file has them; what can't is added to the problems.
+def _read_target_options(
+    kind: type[Options], known: Collection[str], asked: Mapping[str, Any], problems: list[str], command: str = ""
+) -> tuple[dict[str, Any], Options]:
+    """The options of a target as the file has them, and read as the command line's are.
 
     Args:
       kind: the class of the options.
       known: the names of those that a target may say.
       asked: what it says.
-      problems: gets what is wrong.
-      of: the command, where there are several.
-      more: fields that aren't options.
+      problems: what is wrong with it else.
+      command: which the options are of, and it may be another one, where that is the target's to say.
+
+    Raises:
+      ValueError: every problem, also of options that don't go together.
     """
     options, right = {each.name: each for each in options_of(kind)}, dict[str, Any]()
+    where, meant = (f" of {command}", sorted({*known, *FIELDS})) if command else ("", known)
     for name, value in asked.items():
         if name not in known:
-            problems.append(f"{name}: no such option{of}{_meant(name, sorted({*known, *more}) if more else known)}")
+            problems.append(f"{name}: no such option{where}{_meant(name, meant)}")
         elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
             problems.append(f"{name}: should be a value" + ("" if value is None else ", or a list of values"))
         elif isinstance(value, list) and not options[name].several:
@@ -208,7 +200,15 @@ def _read_each(
                     f"invalid choice: {value!r} (choose from {choices})" if choices else str(e).removeprefix(f"{name}=")
                 )
                 problems.append(f"{name}: {why}")
-    return right
+    try:
+        found = read_options(kind, right)
+        if isinstance(found, ConvertOptions | ReshardOptions):
+            meshes_of(ConvertOptions(mesh=found.mesh, sharding_rules=found.sharding_rules))
+        if not problems:
+            return right, found
+    except (MeshError, Refused) as e:
+        problems.append(str(e))
+    raise ValueError("\n".join(problems))
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
@@ -230,20 +230,20 @@ def _read_run_target(given: Any) -> RunTarget:
     on_nan, create_pr = asked.pop("on_nan", PUBLISH), asked.pop("create_pr", False)
     lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else None
     problems = [*_find_misnamed(name), *_find_misfits(kind, lora, on_nan, create_pr, output)]
-    kind = kind if kind in (EXPORT, QUANTIZE, RESHARD) else EXPORT
-    output = _read_target_place(output, problems)
+    try:
+        output = None if output is None else read_place(output)
+    except ValueError as e:
+        problems.append(f"output: {e}")
+    kind = kind if kind in [*KINDS] else EXPORT
     known = [each.name for each in options_of(KINDS[kind]) if each.name not in OURS]
-    right = _read_each(KINDS[kind], known, asked, problems, f" of {kind}", FIELDS)
-    options = _read_target_options(kind, right, problems)
-    if problems:
-        raise ValueError("\n".join(problems))
+    right, options = _read_target_options(KINDS[kind], known, asked, problems, kind)
     lora = lora or (MERGED if kind == QUANTIZE else ADAPTER)
     return RunTarget(str(name), kind, right, options, lora, output, create_pr, on_nan)
 
 
 def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, output: Any) -> Iterator[str]:
     """What is wrong with the fields of a run's target that aren't options, each by itself and with the others."""
-    if kind not in (EXPORT, QUANTIZE, RESHARD):
+    if kind not in [*KINDS]:
         yield f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}"
     if lora and kind == RESHARD:
         yield f"lora: {lora} is for releases, and a step is resharded as it is"
@@ -255,29 +255,6 @@ def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, outp
         yield "create_pr: should be true or false"
     elif create_pr and not is_hub(output):
         yield "create_pr: only a target whose output is hf://owner/name has pull requests"
-
-
-def _read_target_place(output: Any, problems: list[str]) -> str | None:
-    """Where a target goes, if it says so; what is wrong with that is added to the problems."""
-    try:
-        return None if output is None else read_place(output)
-    except ValueError as e:
-        problems.append(f"output: {e}")
-        return None
-
-
-def _read_target_options(
-    kind: str, right: Mapping[str, Any], problems: list[str]
-) -> ExportOptions | QuantizeOptions | ReshardOptions:
-    """The options of a target, read together; what is wrong with them is added to the problems."""
-    options = KINDS[kind]()
-    try:
-        options = read_options(KINDS[kind], right)
-        if isinstance(options, ReshardOptions):
-            meshes_of(ConvertOptions(mesh=options.mesh, sharding_rules=options.sharding_rules))
-    except (MeshError, Refused) as e:
-        problems.append(str(e))
-    return options
 
 
 def read_place(url: Any) -> str:
@@ -307,8 +284,6 @@ def read_steps(given: Any) -> Steps:
     Raises:
       ValueError: none of these.
     """
-    if isinstance(given, Steps):
-        return given
     if given in ("every", "all"):
         return Steps()
     if given == "newest":
