@@ -56,18 +56,13 @@ class TargetConfig:
 
     Attributes:
       name: of the user's choice.
-      given: the options as the file has them.
+      arguments: the options as `weightbeam convert` takes them, for the record.
       options: the same, read.
     """
 
     name: str
-    given: Mapping[str, Any]
+    arguments: tuple[str, ...]
     options: ConvertOptions
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The options as `weightbeam convert` takes them, for the record."""
-        return tuple(_arguments(self.given))
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -92,7 +87,7 @@ class RunTarget:
     Attributes:
       name: of the user's choice.
       kind: `export`, `quantize` or `reshard`.
-      given: the options of that command as the file has them.
+      arguments: the options as that command takes them, for the record, and to know what was asked for before.
       options: the same, read.
       lora: for a LoRA run whether the adapter is published, or the model that it is merged into; what is quantised is
         always such a model.
@@ -105,17 +100,12 @@ class RunTarget:
 
     name: str
     kind: str = EXPORT
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
     options: ExportOptions | QuantizeOptions | ReshardOptions = dataclasses.field(default_factory=ExportOptions)
     lora: str = ADAPTER
     output: str | None = None
     create_pr: bool = False
     on_nan: str = PUBLISH
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The options as the command takes them, for the record, and to know what was asked for before."""
-        return tuple(_arguments(self.given))
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -154,8 +144,8 @@ def _read_target(given: Any) -> TargetConfig:
         raise ValueError("should be a mapping: name, and options of weightbeam convert")
     asked = dict(given)
     name = asked.pop("name", None)
-    right, options = _read_target_options(ConvertOptions, OPTIONS, asked, _find_misnamed(name))
-    return TargetConfig(str(name), right, options)
+    arguments, options = _read_target_options(ConvertOptions, OPTIONS, asked, _find_misnamed(name))
+    return TargetConfig(str(name), arguments, options)
 
 
 def _find_misnamed(name: Any) -> list[str]:
@@ -167,8 +157,8 @@ def _find_misnamed(name: Any) -> list[str]:
 
 def _read_target_options(
     kind: type[Options], known: Collection[str], asked: Mapping[str, Any], problems: list[str], command: str = ""
-) -> tuple[dict[str, Any], Options]:
-    """The options of a target as the file has them, and read as the command line's are.
+) -> tuple[tuple[str, ...], Options]:
+    """The options of a target as arguments of a command line, and read as those are.
 
     Args:
       kind: the class of the options.
@@ -205,7 +195,7 @@ def _read_target_options(
         if isinstance(found, ConvertOptions | ReshardOptions):
             meshes_of(ConvertOptions(mesh=found.mesh, sharding_rules=found.sharding_rules))
         if not problems:
-            return right, found
+            return tuple(_arguments(right)), found
     except (MeshError, Refused) as e:
         problems.append(str(e))
     raise ValueError("\n".join(problems))
@@ -236,9 +226,9 @@ def _read_run_target(given: Any) -> RunTarget:
         problems.append(f"output: {e}")
     kind = kind if kind in [*KINDS] else EXPORT
     known = [each.name for each in options_of(KINDS[kind]) if each.name not in OURS]
-    right, options = _read_target_options(KINDS[kind], known, asked, problems, kind)
+    arguments, options = _read_target_options(KINDS[kind], known, asked, problems, kind)
     lora = lora or (MERGED if kind == QUANTIZE else ADAPTER)
-    return RunTarget(str(name), kind, right, options, lora, output, create_pr, on_nan)
+    return RunTarget(str(name), kind, arguments, options, lora, output, create_pr, on_nan)
 
 
 def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, output: Any) -> Iterator[str]:

@@ -219,7 +219,7 @@ def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub
 def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> None:
     """Of eight threads that take a step from one state one succeeds, and the others are told."""
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
-    found, target = find_release(REPO, "main"), TargetConfig("any", {}, ConvertOptions())
+    found, target = find_release(REPO, "main"), TargetConfig("any", (), ConvertOptions())
     output = open_store(str(tmp_path / "out"))
     racers = [History(output, REPO, key_of(REPO, found.weights, target)) for _ in range(8)]
     start = threading.Barrier(8)
