@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -247,6 +248,16 @@ def _find_misfits(kind: Any, lora: str | None, on_nan: Any, create_pr: Any, outp
         yield "create_pr: only a target whose output is hf://owner/name has pull requests"
 
 
+@contextlib.contextmanager
+def _invalid(*kinds: type[Exception]) -> Iterator[None]:
+    """Context manager, and decorator: errors of these kinds say what is wrong with a value."""
+    try:
+        yield
+    except kinds as e:
+        raise ValueError(str(e)) from e
+
+
+@_invalid(StorageError)
 def read_place(url: Any) -> str:
     """Where steps are published, as it is recorded.
 
@@ -255,17 +266,12 @@ def read_place(url: Any) -> str:
     """
     if not isinstance(url, str) or not url:
         raise ValueError("should be a folder, gs://bucket/folder or hf://owner/name")
-    try:
-        if is_hub(url):
-            target = HubAddress.parse(url)
-            if target.branch != "main":
-                raise ValueError(
-                    "should be hf://owner/name: each step gets a branch of its own, and the newest is main"
-                )
-            return str(target)
-        return open_store(local_path(url).rstrip("/")).url
-    except StorageError as e:
-        raise ValueError(str(e)) from e
+    if is_hub(url):
+        target = HubAddress.parse(url)
+        if target.branch != "main":
+            raise ValueError("should be hf://owner/name: each step gets a branch of its own, and the newest is main")
+        return str(target)
+    return open_store(local_path(url).rstrip("/")).url
 
 
 def read_steps(given: Any) -> Steps:
@@ -285,21 +291,23 @@ def read_steps(given: Any) -> Steps:
     raise ValueError("should be every, newest, a list of steps, or a mapping such as every: 1000")
 
 
-class Keep(pydantic.BaseModel):
-    """Which of the steps that were published stay: the last ones, and multiples of a number."""
+class _Strict(pydantic.BaseModel):
+    """A mapping of the file: no other fields, no conversion of what is said, and of that nothing in an error."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
+
+
+class Keep(_Strict):
+    """Which of the steps that were published stay: the last ones, and multiples of a number."""
 
     last: Annotated[int, Field(ge=1)]
     every: Annotated[int, Field(ge=1)] | None = None
 
 
-class Run(pydantic.BaseModel):
+class Run(_Strict):
     """A training run in `watch.yaml`; `docs/howto/following.md` explains each field."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
-    )
 
     checkpoints: Annotated[str, Field(min_length=1), AfterValidator(lambda url: _read_checkpoints(url))]
     name: Annotated[str, AfterValidator(lambda name: _read_run_name(name))] = ""
@@ -335,13 +343,11 @@ def _read_run_name(name: str) -> str:
     return name
 
 
+@_invalid(StorageError)
 def _read_checkpoints(url: str) -> str:
     if is_hub(url):
         raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
-    try:
-        return open_store(local_path(url).rstrip("/") or "/").url
-    except StorageError as e:
-        raise ValueError(str(e)) from e
+    return open_store(local_path(url).rstrip("/") or "/").url
 
 
 def _read_pattern(text: str) -> str:
@@ -352,23 +358,14 @@ def _read_pattern(text: str) -> str:
 
 def _as_argument(read: Callable[[str], Any]) -> BeforeValidator:
     """Reads a value as the command line does."""
-
-    def apply(value: Any) -> Any:
-        try:
-            return read(str(value))
-        except argparse.ArgumentTypeError as e:
-            raise ValueError(str(e)) from e
-
-    return BeforeValidator(apply)
+    return BeforeValidator(_invalid(argparse.ArgumentTypeError)(lambda value: read(str(value))))
 
 
+@_invalid(StorageError)
 def _read_output(url: Any) -> Store:
     if not isinstance(url, str) or is_hub(url):
         raise ValueError("should be a folder or gs://bucket/folder")
-    try:
-        return open_store(url)
-    except StorageError as e:
-        raise ValueError(str(e)) from e
+    return open_store(url)
 
 
 def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
@@ -406,12 +403,8 @@ Sink = Annotated[str, BeforeValidator(_from_environment), AfterValidator(_check_
 Scalar = str | int | float | bool
 
 
-class WatchConfig(pydantic.BaseModel):
+class WatchConfig(_Strict):
     """`watch.yaml`; `docs/howto/watching.md` explains each field."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
-    )
 
     output: Annotated[InstanceOf[Store], BeforeValidator(_read_output)]
     models: list[Annotated[str, AfterValidator(_read_pattern)]] = []
