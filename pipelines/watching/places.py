@@ -71,7 +71,8 @@ BESIDE = (CARD, STEP_REPORT, changes.JSON, changes.PICTURE)  # what is written b
 
 
 class Place(abc.ABC):
-    """Where the steps of one run, made into one target, are published.
+    """Where the steps of one run, made into one target, are published. Whatever is asked of it raises OSError where that
+    can't be told or done.
 
     Attributes:
       url: of all of them.
@@ -87,13 +88,11 @@ class Place(abc.ABC):
     def of(self, name: str) -> str:
         """The URL of one step."""
 
-    @abc.abstractmethod
     def report(self, url: str) -> Mapping[str, Any]:
-        """What a published step says of itself; empty where there is none, or not all of it.
-
-        Raises:
-          OSError: it can't be told.
-        """
+        """What a published step says of itself; empty where there is none, or not all of it."""
+        with contextlib.suppress(NoRepositoryError):
+            return _report(open_store(url))
+        return {}
 
     @abc.abstractmethod
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
@@ -104,44 +103,27 @@ class Place(abc.ABC):
           url: of the step.
           title: of a commit; it names this very result.
           is_newest: tells whether it is the run's newest, at the moment when that matters.
-
-        Raises:
-          OSError: it can't be published.
         """
 
     def is_whole(self, url: str, key: str, is_newest: Callable[[], bool]) -> bool:
-        """Whether all is published that `publish` would have of the step of this key.
-
-        Raises:
-          OSError: it can't be told.
-        """
+        """Whether all is published that `publish` would have of the step of this key."""
         return self.report(url).get("key") == key
 
     @abc.abstractmethod
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         """What lies at the URL of a step, and isn't of the step that was published with this key and title: others put
         it there.
-
-        Raises:
-          OSError: it can't be told.
         """
 
     @abc.abstractmethod
     def remove(self, url: str, key: str, title: str) -> bool:
         """Removes the step that was published with this key and title, and nothing else: a watcher that slept may find
-        another one at its URL. What a watcher has left that was stopped meanwhile goes first.
-
-        Returns:
-          Whether it was there.
-
-        Raises:
-          OSError: it can't be removed, or what others have put there would go with it.
+        another one at its URL. What a watcher has left that was stopped meanwhile goes first. Returns whether it was there;
+        raises OSError also where what others have put there would go with it.
         """
 
     def _holds(self, url: str, key: str, title: str) -> bool:
-        """Whether the step of this key is at a URL, and nothing else. Raises OSError where others have put something
-        there, or it can't be told.
-        """
+        """Whether the step of this key is at a URL, and nothing else. Raises OSError where others have put something there."""
         found = self.report(url).get("key")
         if found not in (None, key):  # another step was published there since
             return False
@@ -151,19 +133,11 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def check_writable(self, dry_run: bool = False) -> None:
-        """Makes sure that steps can be published here; for a dry run as far as that can be told without writing.
-
-        Raises:
-          OSError: they can't.
-        """
+        """Makes sure that steps can be published here; for a dry run as far as that can be told without writing."""
 
     @abc.abstractmethod
     def owner(self) -> str | None:
-        """The run whose steps are published here; None where there are none yet.
-
-        Raises:
-          OSError: it can't be told.
-        """
+        """The run whose steps are published here; None where there are none yet."""
 
     def own(self, run: str, output: str | None) -> None:  # noqa: B027
         """Says whose steps are published here, and by which output they are known; None where they are by none."""
@@ -171,9 +145,6 @@ class Place(abc.ABC):
     def known_as(self) -> str | None:
         """The output by which this place was known first: it may have been moved since, or be reached by another way.
         None where the place doesn't say.
-
-        Raises:
-          OSError: it can't be told.
         """
         return None
 
@@ -266,9 +237,6 @@ class StorePlace(Place):
 
     def of(self, name: str) -> str:
         return (self.store / name).url
-
-    def report(self, url: str) -> Mapping[str, Any]:
-        return _report(open_store(url))
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         step, report = open_store(url), self.report(url)
@@ -424,12 +392,6 @@ class HubPlace(Place):
 
     def of(self, name: str) -> str:
         return f"{self.url}@{name}"
-
-    def report(self, url: str) -> Mapping[str, Any]:
-        try:
-            return _report(open_store(url))
-        except NoRepositoryError:
-            return {}
 
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         files = whole_files(LocalFolder(release.url), BESIDE)

@@ -39,7 +39,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
     places = [
         (f"run {feed.run.name}, target {name}", feed, place)
         for feed in feeds
-        for name, place in feed.places.items()
+        for name, place in feed.places.by_target.items()
         if not _runs_around(place.url, feeds)
     ]
     missing = [] if dry_run else _missing([*(place.url for _, _, place in places), output.url])
@@ -59,7 +59,11 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
 
 def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
     """Places that several runs or targets would publish into, or that lie in what is read."""
-    held = [(f"run {feed.run.name}, target {name}", place.url) for feed in feeds for name, place in feed.places.items()]
+    held = [
+        (f"run {feed.run.name}, target {name}", place.url)
+        for feed in feeds
+        for name, place in feed.places.by_target.items()
+    ]
     problems = []
     for number, (who, url) in enumerate(held):
         for other, theirs in held[:number]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightbeam.formats.record.naming import Naming, is_name
@@ -18,10 +18,11 @@ from weightbeam.pipelines.watching.records import RUNS, DamagedRecordError, Hist
 RECORDS_OWNER = "run.json"  # beside the records: whose they are
 
 
-class StepPlaces(Mapping[str, Place]):
-    """The place of each target of a run, by the target's name.
+class StepPlaces:
+    """The places of a run's steps.
 
     Attributes:
+      by_target: the place of each target, by the target's name.
       output: what the configuration names, with the records of all runs.
       marks: what is settled of the run's steps.
     """
@@ -33,20 +34,11 @@ class StepPlaces(Mapping[str, Place]):
         self._records = config.output / RUNS / run.name
         self.marks = Marks(self._records)
         scratch = _scratch_of(config.output)
-        self._places: dict[str, Place] = {}
+        self.by_target: dict[str, Place] = {}
         for target in run.targets:
             below = config.output.url if is_flat else (config.output / run.name / target.name).url
-            self._places[target.name] = open_place(target.output or below, scratch, target.create_pr)
+            self.by_target[target.name] = open_place(target.output or below, scratch, target.create_pr)
         self._targets: Sequence[RunTarget] | None = None
-
-    def __getitem__(self, target: str) -> Place:
-        return self._places[target]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
     def pointer(self, target: str) -> str:
         """The file of the output that is the report of a target's newest step."""
@@ -56,7 +48,7 @@ class StepPlaces(Mapping[str, Place]):
 
     def of(self, history: History) -> Place:
         """The place that a step is made for."""
-        return self._places[history.first["target"]]
+        return self.by_target[history.first["target"]]
 
     def find(self, key: str) -> History | None:
         """A history of the run."""
@@ -96,7 +88,7 @@ class StepPlaces(Mapping[str, Place]):
         """The output by which a target's place is known. Raises DamagedRecordError where what the place says of itself
         is damaged: nothing of this run is published then.
         """
-        place = self._places[target.name]
+        place = self.by_target[target.name]
         known = place.known_as()
         if target.output is None or is_hub(target.output):
             return target.output
@@ -111,7 +103,9 @@ class StepPlaces(Mapping[str, Place]):
 
     def naming(self, place: Place) -> Naming:
         """How the run is named in one of its places: by a hash of where it lies, since what it holds changes."""
-        asked = next((each.options.full_paths for each in self._run.targets if self[each.name] is place), None)
+        asked = next(
+            (each.options.full_paths for each in self._run.targets if self.by_target[each.name] is place), None
+        )
         return self._naming(place.url, asked)
 
     def _naming(self, url: str, full_paths: bool | None = None) -> Naming:

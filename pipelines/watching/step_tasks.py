@@ -70,7 +70,7 @@ class StepTasks:
         return dataclasses.replace(target.options, **said)
 
     def _full_paths(self, target: RunTarget) -> bool | None:
-        on_hub = is_hub(self._places[target.name].url)
+        on_hub = is_hub(self._places.by_target[target.name].url)
         return False if on_hub and target.options.full_paths is None else target.options.full_paths
 
     def tasks(self, history: History, target: RunTarget, source: str, work: Store) -> Iterator[tuple[Task, ...]]:
@@ -116,7 +116,7 @@ class StepTasks:
         asked = self._asked(target, history)
         names = ("like", "maxtext_config", "maxtext_model", "param_scan_axis", "lora_alpha")
         known = {name: getattr(asked, name) for name in names if hasattr(asked, name)}
-        is_far = "://" in self._places[target.name].url and asked.full_paths is None
+        is_far = "://" in self._places.by_target[target.name].url and asked.full_paths is None
         return ExportOptions(**known, full_paths=False if is_far else asked.full_paths)
 
     def _merging(self, output: str, adapter: str, history: History, target: RunTarget) -> Task:
