@@ -15,7 +15,7 @@ from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.pipelines.watching.isolation import Task, Workers
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.records import History, Record, Version, VersionTarget, key_of
+from weightbeam.pipelines.watching.records import ROOT, History, Record, Version, VersionTarget, histories, key_of
 
 VersionT = TypeVar("VersionT", bound=Version)
 TargetT = TypeVar("TargetT", bound=VersionTarget)
@@ -84,11 +84,12 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
     `is_…`, `judge`, `goes_on` and `withheld` only answer; `begun`, `reopened`, `settled` and `rest` take note.
 
     Attributes:
-      output: where the records lie.
+      output: where the records lie, below `root`.
       plans_anew: whether what was planned is planned again before it is gone on with, since a task makes a plan of its own.
     """
 
     output: Store
+    root = ROOT
     plans_anew = False
 
     # --- what there is
@@ -118,23 +119,23 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         """What it waits for where there has been no version at all; None where there was one."""
         return None
 
-    @abc.abstractmethod
     def judge(self, version: VersionT) -> list[str] | Waiting:
         """What stands against a version, or what it waits for.
 
         Raises:
           StorageError: it can't be told.
         """
+        return []
 
     # --- what was done
 
-    @abc.abstractmethod
     def history(self, version: VersionT, target: TargetT) -> History:
         """The history of a version and a target, begun or not."""
+        return History(self.output, version.name, key_of(version.name, version.weights, target), self.root)
 
-    @abc.abstractmethod
     def histories(self, name: str, every: bool = False) -> list[History]:
         """Those that were begun and may need something, or every one."""
+        return histories(self.output, name, self.root)
 
     def target(self, history: History) -> TargetT | None:
         """The target that a history was begun for; None where it isn't asked for any more."""

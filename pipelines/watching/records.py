@@ -342,11 +342,6 @@ def _name(number: int) -> str:
     return f"{number:04}.json"
 
 
-def history_of(output: Store, version: Version, target: VersionTarget, root: str = ROOT) -> History:
-    """What was done to make a version into a target."""
-    return History(output, version.name, key_of(version.name, version.weights, target), root)
-
-
 def find_history(output: Store, name: str, key: str, root: str) -> History | None:
     """A history that was begun; None where it wasn't, or where a record is damaged, which is said."""
     try:

@@ -19,7 +19,7 @@ from weightbeam.pipelines.watching.config import TargetConfig, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Waiting, point, read_if_there
 from weightbeam.pipelines.watching.isolation import Task
 from weightbeam.pipelines.watching.notices import inform, warn
-from weightbeam.pipelines.watching.records import History, Record, State, histories, history_of, now
+from weightbeam.pipelines.watching.records import History, Record, State, now
 from weightbeam.pipelines.watching.releases import ReleaseCommit
 from weightbeam.transforms.planning.options import Linking, VerifyOptions
 
@@ -73,12 +73,6 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         if missing := releases.missing_files(version):
             return Waiting(f"incomplete: {listed(missing, MISSING)} not there yet")
         return []
-
-    def history(self, version: ReleaseCommit, target: TargetConfig) -> History:
-        return history_of(self.output, version, target)
-
-    def histories(self, name: str, every: bool = False) -> list[History]:
-        return histories(self.output, name)
 
     def mend(self, name: str, known: Collection[History], version: ReleaseCommit | None = None) -> None:
         """Has `<target>.json` name the newest release: a watcher may have been ended after it had published, and before
@@ -135,7 +129,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         made = plan_hash_of(open_store(self._checkpoint(history)) / STEP) if history.state == State.VERIFIED else None
         if made == history.facts.get("plan", ""):
             return True
-        others = histories(self.output, history.name)
+        others = self.histories(history.name)
         return any(
             other.state == State.PUBLISHED and self._checkpoint(other) == self._checkpoint(history) for other in others
         )
@@ -210,7 +204,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         """
 
         def newest() -> tuple[str, bytes] | None:
-            published = map(self._checkpoint, self._published(histories(self.output, repo), target))
+            published = map(self._checkpoint, self._published(self.histories(repo), target))
             return next(((place, report) for place in published if (report := self._report_now(place))), None)
 
         return point(self.output, f"{repo}/{target}.json", newest)

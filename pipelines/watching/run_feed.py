@@ -15,21 +15,12 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub,
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, Waiting, point
+from weightbeam.pipelines.watching.feed import Feed, point
 from weightbeam.pipelines.watching.isolation import Task, Workers
 from weightbeam.pipelines.watching.marks import ASIDE, Mark
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, STEP_REPORT, drop
-from weightbeam.pipelines.watching.records import (
-    RUNS,
-    History,
-    LostError,
-    Record,
-    State,
-    find_history,
-    histories,
-    history_of,
-)
+from weightbeam.pipelines.watching.records import RUNS, History, LostError, Record, State
 from weightbeam.pipelines.watching.runs import (
     RunStep,
     SeenStep,
@@ -57,6 +48,8 @@ class RunFeed(Feed[RunStep, RunTarget]):
       places: where the steps are published, by the target's name.
     """
 
+    root = RUNS
+
     def __init__(self, config: WatchConfig, run: Run, workers: Workers, flat: bool = False):
         """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
         self.run, self.output = run, config.output
@@ -67,7 +60,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         self._verifies = bool(config.verify)
         self._there: list[SeenStep] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
-        self._seen: dict[str, SeenStep] = {}  # by history's key
+        self._seen: dict[str, str] = {}  # the mark of the step that is there, by history's key
         self._workers = workers
         self._untidy: Sequence[RunTarget] = run.targets
 
@@ -141,9 +134,6 @@ class RunFeed(Feed[RunStep, RunTarget]):
             if step is not None:
                 yield step
 
-    def judge(self, version: RunStep) -> list[str] | Waiting:
-        return []
-
     def _oldest_kept(self) -> int:
         """The lowest number of a step that `keep` keeps for being among the last: one below it would be removed as soon as
         it is published. 0 where as many aren't published yet.
@@ -163,16 +153,16 @@ class RunFeed(Feed[RunStep, RunTarget]):
     # --- what was done
 
     def history(self, version: RunStep, target: RunTarget) -> History:
-        history = history_of(self.output, version, target, RUNS)
-        self._seen[history.key] = SeenStep(version.number, version.url.rpartition("/")[2], version.mark)
+        history = super().history(version, target)
+        self._seen[history.key] = version.mark
         return history
 
     def histories(self, name: str, every: bool = False) -> list[History]:
         if every:
             self.places.check_records()
-            return histories(self.output, name, RUNS)
+            return super().histories(name)
         self._marks.read()
-        return [history for key in sorted(self._marks.open) if (history := find_history(self.output, name, key, RUNS))]
+        return [history for key in sorted(self._marks.open) if (history := self.places.find(key))]
 
     def goes_on(self, history: History) -> bool:
         """What is there is a version of its own; what isn't is gone, or was verified before it went."""
@@ -198,12 +188,11 @@ class RunFeed(Feed[RunStep, RunTarget]):
 
     def _mark(self, history: History) -> None:
         first, target = history.first, self.target(history)
-        seen = self._seen.get(history.key)
         is_aside = history.state == State.PUBLISHED and self._is_passed_over(history)
         mark = Mark(
             _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
-            seen.mark if seen else first["seen"],
+            self._seen.get(history.key, first["seen"]),
             ASIDE if is_aside else str(history.state),
             _asked(target) if target else "",
             history.key,
