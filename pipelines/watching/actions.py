@@ -40,9 +40,9 @@ def prepare_to_make(local: bool) -> None:
 def prepare_to_compare() -> None:
     """Imports what tells what a step changed, and draws it once, since a first picture takes longer."""
     from weightbeam.pipelines.watching import changes, describing  # noqa: F401
+    from weightbeam.transforms.comparing.differences import Difference
 
-    anything = {"weight": {"relative": 1.0, "not_finite": False}}
-    changes.picture({"": changes.grid_of(anything)}, "")
+    changes.picture({"": changes.grid_of({"weight": Difference(1, 1, squares=1.0, left=1.0)})}, "")
 
 
 # --- of a release -----------------------------------------------------------------------------------------------------

@@ -28,43 +28,39 @@ INCHES_PER_LETTER = 0.08  # of a heading
 MARKS = 5  # of a scale
 MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
 
-
-def summarize(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:
-    """What there is to say of each tensor that is on both sides, the older side being the first.
-
-    Returns:
-      By name `relative` (see `Difference.relative`), `largest` (of the absolute differences), `share` (of the elements that
-      differ), and `not_finite` (whether an element of the second is NaN or infinite).
-    """
-    tensors = {}
-    for name, difference in found.items():
-        if difference is not None:
-            tensors[name] = {
-                "relative": difference.relative,
-                "largest": difference.largest,
-                "share": difference.share,
-                "not_finite": "b" in difference.not_finite,
-            }
-    return tensors
+Tensors = Mapping[str, Difference]  # of those that are on both sides, by name, the older side being the first
 
 
-def as_json(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What `summarize` returns, with NaN and infinities as texts, since JSON has no such numbers."""
+def as_json(tensors: Tensors) -> dict[str, dict[str, Any]]:
+    """What there is to say of each tensor, with NaN and infinities as texts, since JSON has no such numbers."""
 
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    def plain(value: float) -> float | str:
+        return value if math.isfinite(value) else str(value)
 
-    return {name: {key: plain(value) for key, value in each.items()} for name, each in tensors.items()}
+    return {
+        name: {
+            "relative": plain(each.relative),
+            "largest": plain(each.largest),
+            "share": each.share,
+            "not_finite": _is_odd(each),
+        }
+        for name, each in tensors.items()
+    }
 
 
-def not_finite(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _is_odd(difference: Difference) -> bool:
+    """Whether an element of the newer side is NaN or infinite."""
+    return "b" in difference.not_finite
+
+
+def not_finite(tensors: Tensors) -> list[str]:
     """The tensors with elements that are NaN or infinite."""
-    return [name for name, each in tensors.items() if each["not_finite"]]
+    return [name for name, each in tensors.items() if _is_odd(each)]
 
 
-def unchanged(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def unchanged(tensors: Tensors) -> list[str]:
     """The tensors of which no element differs."""
-    return [name for name, each in tensors.items() if not each["share"]]
+    return [name for name, each in tensors.items() if not each.share]
 
 
 def brief(url: str) -> str:
@@ -72,16 +68,16 @@ def brief(url: str) -> str:
     return COMMIT.sub(r"\1", url)
 
 
-def sentence(tensors: Mapping[str, Mapping[str, Any]], since: str) -> str:
+def sentence(tensors: Tensors, since: str) -> str:
     """What changed, in a few words; none where nothing did."""
-    finite = {name: each["relative"] for name, each in tensors.items() if math.isfinite(each["relative"])}
+    finite = {name: each.relative for name, each in tensors.items() if math.isfinite(each.relative)}
     if not any(finite.values()):
         return ""
     furthest = max(finite, key=lambda name: finite[name])
     return f"changed since {brief(since)} by {statistics.median(finite.values()):.2e} (median over tensors), most {furthest}: {finite[furthest]:.2e}"
 
 
-def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str], since: str) -> list[str]:
+def warnings(before: Tensors | None, odd: Sequence[str], since: str) -> list[str]:
     """What is worth knowing while it trains."""
     said = [f"NaN or infinite elements in {listed(odd, SHOWN)}"] if odd else []
     still = unchanged(before) if before else []
@@ -97,12 +93,12 @@ def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str],
 Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]
 
 
-def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
+def grid_of(tensors: Tensors) -> Grid:
     """Kinds of weights and layers (see `kind_and_layer`), and the largest relative change of each. A NaN stays one."""
     cells: dict[tuple[str, int], float] = {}
     for name, each in tensors.items():
         kind, layer = kind_and_layer(name)
-        value = math.nan if each["not_finite"] else each["relative"]
+        value = math.nan if _is_odd(each) else each.relative
         held = cells.get((kind, layer), 0.0)
         cells[kind, layer] = math.nan if math.isnan(value) or math.isnan(held) else max(value, held)
     outside = {kind for kind, layer in cells if layer < 0}

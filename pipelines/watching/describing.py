@@ -30,7 +30,6 @@ SECTION = "## The training run"
 
 # of what a report is made of; not in the report
 ADDRESS = ("place", "revision", "named", "full_paths")
-Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarize`
 
 
 def compare(url: str, about: Mapping[str, Any], aside: str) -> dict[str, Any]:
@@ -125,7 +124,9 @@ def _naming(about: Mapping[str, Any]) -> Naming:
     return Naming.of(about["place"], about["full_paths"], others=others).knowing(about["named"])
 
 
-def _changed_since(others: Mapping[str, str], release: Store, like: str) -> tuple[dict[str, Changes], list[str]]:
+def _changed_since(
+    others: Mapping[str, str], release: Store, like: str
+) -> tuple[dict[str, changes.Tensors], list[str]]:
     """What changed in a release since each of others was one; and why it can't be compared with some. What was found
     while it was written isn't looked for again, but for that of others that have been replaced since.
 
@@ -154,9 +155,9 @@ def _changed_since(others: Mapping[str, str], release: Store, like: str) -> tupl
     return {what: _summary(comparison) for what, comparison in zip(pairs, compared, strict=True)}, notes
 
 
-def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[dict[str, Changes], list[str]]:
+def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[dict[str, changes.Tensors], list[str]]:
     """What changed in an adapter since each of others was one; and why it can't be compared with some."""
-    compared: dict[str, Changes] = {}
+    compared: dict[str, changes.Tensors] = {}
     notes: list[str] = []
     for what, other in others.items():
         try:
@@ -166,23 +167,21 @@ def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[d
     return compared, notes
 
 
-def _compared_with_itself(release: str, is_adapter: bool) -> Changes:
+def _compared_with_itself(release: str, is_adapter: bool) -> changes.Tensors:
     """What isn't finite is told of a comparison, also where there is nothing to compare with."""
     return _adapter_changes(release, release) if is_adapter else _summary(*compare_pairs([open_pair(release, release)]))
 
 
-def _summary(comparison: Comparison) -> Changes:
-    return changes.summarize({name: verdict.difference for name, verdict in comparison.tensors.items()})
+def _summary(comparison: Comparison) -> changes.Tensors:
+    return {name: verdict.difference for name, verdict in comparison.tensors.items() if verdict.difference is not None}
 
 
-def _adapter_changes(old: str, new: str) -> Changes:
+def _adapter_changes(old: str, new: str) -> changes.Tensors:
     """What changed from one adapter to another. `diff` takes models, and adapters are small."""
     before, after = _tensors(old), _tensors(new)
     same = [name for name in after if name in before and before[name].shape == after[name].shape]
     values, _ = read_boxes([BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)])
-    return changes.summarize(
-        {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
-    )
+    return {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
 
 
 def _tensors(adapter: str) -> dict[str, Tensor]:

@@ -75,6 +75,7 @@ from weightbeam.pipelines.watching.records import RUNS, History, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 from weightbeam.transforms.comparing.baselines import FILE, baseline_id, read_found
+from weightbeam.transforms.comparing.differences import Difference
 
 PIL = lazily("PIL")
 peft = lazily("peft")
@@ -1492,11 +1493,14 @@ def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.
     assert "Traceback" not in capsys.readouterr().err
 
 
+def changed(relative: float, bad: bool = False) -> Difference:
+    """One element that has changed so much; `bad`: it isn't finite now."""
+    different = 1 if relative or bad else 0
+    return Difference(1, different, squares=relative**2, left=1.0, right=math.nan if bad else 1.0)
+
+
 def test_kinds_and_layers() -> None:
     """Experts are one kind, what lies in no layer is apart, a NaN stays one."""
-
-    def changed(value: float, bad: bool = False) -> dict[str, Any]:
-        return dict(relative=value, largest=value, share=1.0, not_finite=bad)
 
     tensors = {
         "model.layers.0.mlp.experts.0.up_proj.weight": changed(0.1), "model.layers.0.mlp.experts.1.up_proj.weight": changed(0.3),
@@ -1512,7 +1516,7 @@ def test_kinds_and_layers() -> None:
 
 def test_a_sentence() -> None:
     """Of what changed, by the median and the most; no words where nothing did, or nothing can be told."""
-    told = dict(a=dict(relative=0.0), b=dict(relative=0.5), c=dict(relative=0.25), d=dict(relative=math.nan))
+    told = dict(a=changed(0.0), b=changed(0.5), c=changed(0.25), d=changed(math.nan))
     assert (
         changes.sentence(told, "step 1") == "changed since step 1 by 2.50e-01 (median over tensors), most b: 5.00e-01"
     )
@@ -1523,10 +1527,7 @@ def test_the_colours_of_a_picture() -> None:
     """Grey where nothing changed, red only where an element isn't finite; a long name doesn't run out of the picture."""
 
     def areas(*cells: tuple[float, bool]) -> set[str]:
-        tensors = {
-            f"model.layers.{layer}.x": dict(relative=value, largest=value, share=1.0, not_finite=bad)
-            for layer, (value, bad) in enumerate(cells)
-        }
+        tensors = {f"model.layers.{layer}.x": changed(value, bad) for layer, (value, bad) in enumerate(cells)}
         drawn = changes.picture({"a-release-whose-name-is-long/" * 9: changes.grid_of(tensors)}, "run, step 1")
         assert drawn
         pixels = np.asarray(PIL.Image.open(io.BytesIO(drawn)).convert("RGB"), np.int32)
