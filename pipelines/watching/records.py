@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, ConfigDict, Field
@@ -23,7 +23,9 @@ from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
-from weightbeam.pipelines.watching.runs import MAX_STEP
+from weightbeam.pipelines.watching.config import RunTarget, TargetConfig
+from weightbeam.pipelines.watching.releases import ReleaseCommit
+from weightbeam.pipelines.watching.runs import MAX_STEP, RunStep
 from weightbeam.pipelines.watching.tables import tables
 
 AGAIN = "again.json"
@@ -146,47 +148,10 @@ def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -
 # --- what there is to do ----------------------------------------------------------------------------------------------
 
 
-class Version(Protocol):
-    """What a feed has: a release at a commit, a step of a run.
-
-    Attributes:
-      name: what it is a version of: the repository, the run.
-      commit: which version.
-      weights: identifies what is read of it.
-      updated: when it was made.
-      url: what a command reads it from.
-      facts: what else the first record says.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def commit(self) -> str: ...
-    @property
-    def weights(self) -> str: ...
-    @property
-    def updated(self) -> datetime.datetime: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-
-
-class VersionTarget(Protocol):
-    """What a version is made into.
-
-    Attributes:
-      name: of the user's choice.
-      arguments: options, as a command line.
-      facts: what settles what comes out.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> tuple[str, ...]: ...
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
+# What a feed has, and what it is made into. A watcher goes by what both have of either: `name`, `commit`, `weights`,
+# `updated`, `url` and `facts` of a version; `name`, `arguments` and `facts` of a target.
+Version = ReleaseCommit | RunStep
+VersionTarget = TargetConfig | RunTarget
 
 
 def key_of(name: str, weights: str, target: VersionTarget) -> str:

@@ -192,7 +192,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         mark = Mark(
             _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
-            self._seen.get(history.key, first["seen"]),
+            self._seen.get(history.key) or first["seen"],
             ASIDE if is_aside else str(history.state),
             _asked(target) if target else "",
             history.key,
