@@ -104,6 +104,19 @@ def read_json(store: Store, name: str, budget: Budget | None = None) -> Any:
     return parse_json(store.read(name, 0, MAX_BYTES + 1), budget=budget, file=store.path(name))
 
 
+def object_in(store: Store, name: str) -> dict[str, Any]:
+    """What a stranger's JSON file says; empty where there is none, or it holds something else than an object.
+
+    Raises:
+      OSError: it can't be read.
+    """
+    try:
+        said = read_json(store, name)
+    except (FileNotFoundError, JsonError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
 def check_texts(value: Any) -> None:
     """Makes sure that texts, some of which name places, are ones that a system's names can be.
 

@@ -92,10 +92,7 @@ class WorkerProcess:
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.was_used = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.end()
         self._log.close()
 
@@ -178,7 +175,7 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.__exit__()
+            process.close()
 
     def run(self, task: Task, seconds: float | None = None) -> Outcome:
         """Does a task, and waits for it; one that takes longer than so many `seconds` is ended."""

@@ -115,9 +115,10 @@ class Marks:
                 asked[mark.listed].add(mark.asked)
         return asked
 
-    def of(self, target: str, state: str = State.PUBLISHED) -> list[Mark]:
-        """The marks of a target's histories in a state, in no order."""
-        return [mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target]
+    def of(self, target: str, *states: str) -> list[Mark]:
+        """The marks of a target's histories in some states, one state after the other; unless said, of the published."""
+        ours = [mark for mark in self._marks if mark.key.rpartition("-")[0] == target]
+        return [mark for state in states or (State.PUBLISHED,) for mark in ours if mark.state == state]
 
     def all_but_last(self, last: int, target: str, there: Listed, state: str) -> list[Mark]:
         """Those of all but the last steps, the oldest first: by when they were committed, but none that is there behind one

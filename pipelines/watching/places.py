@@ -40,7 +40,7 @@ from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.hub import NoRepositoryError, api, hub_errors, retried
 from weightbeam.formats.storage.local import mounts_in
 from weightbeam.formats.storage.renaming import rename_new
-from weightbeam.formats.storage.strict_json import JsonError, read_json
+from weightbeam.formats.storage.strict_json import JsonError, object_in, read_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.targets.hub import (
     CARD,
@@ -372,9 +372,7 @@ class BucketPlace(StorePlace):
         since it was published anew.
         """
         noted = self._aside(step.url)
-        try:
-            versions = dict(read_json(self.store, noted))
-        except (FileNotFoundError, JsonError, TypeError, ValueError):
+        if not (versions := object_in(self.store, noted)):
             return
         if not step.exists(STEP_REPORT):
             _delete(step, [file for file in step.list() if versions.get(file.name) == file.version])

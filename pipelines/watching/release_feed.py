@@ -11,6 +11,7 @@ from weightbeam import __version__
 from weightbeam.formats.orbax import plan_hash_of
 from weightbeam.formats.storage import open_store, reason
 from weightbeam.formats.storage.hub import NO_REVISION
+from weightbeam.formats.storage.strict_json import object_in
 from weightbeam.formats.storage.uninterrupted import uninterrupted
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.terminal.errors import Failed
@@ -86,10 +87,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             published = self._published(known, target)
             newest, last = next(iter(published)), max(max(moments) for moments in published.values())
             there = next((each for each in published if version and self._is_of(each, version)), newest)
-            try:
-                named = json.loads(read_if_there(self.output, f"{name}/{target}.json") or b"{}").get("checkpoint")
-            except (ValueError, AttributeError):  # someone's own edit
-                named = None
+            named = object_in(self.output, f"{name}/{target}.json").get("checkpoint")  # empty by someone's own edit
             if named == (checkpoint := self._checkpoint(there)):
                 continue
             is_back = there is not newest and self._report(checkpoint) is not None

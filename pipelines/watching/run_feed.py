@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, is_hub, open_store, reason
+from weightbeam.formats.storage.strict_json import object_in
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import EXPORT, HOLD, NEWEST, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
@@ -36,6 +37,7 @@ from weightbeam.pipelines.watching.tables import tables
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
+EVER_PUBLISHED = (State.PUBLISHED, ASIDE, State.REMOVED)
 _DELETED = "the run has deleted it"
 
 
@@ -170,7 +172,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
 
     def why_begun(self, version: RunStep) -> str | None:
         """That a step was written anew, or that the run went back."""
-        published = [mark for mark in self._marks if mark.state in (State.PUBLISHED, ASIDE, State.REMOVED)]
+        published = [mark for mark in self._marks if mark.state in EVER_PUBLISHED]
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
         last = max(published, default=None)
@@ -234,12 +236,9 @@ class RunFeed(Feed[RunStep, RunTarget]):
         url = place.of(history.first["commit"])
         if is_hub(place.url):
             return url
-        others = {
-            mark.key
-            for state in (State.PUBLISHED, ASIDE)
-            for mark in self._marks.of(history.first["target"], state)
-            if mark.step == history.first["step"]
-        } - {history.key}
+        first = history.first
+        there = self._marks.of(first["target"], State.PUBLISHED, ASIDE)
+        others = {mark.key for mark in there if mark.step == first["step"]} - {history.key}
         found = (self.places.find(key) for key in sorted(others))
         taken = any(other is None or not self.places.is_elsewhere(other) for other in found)
         if not taken and not place.is_taken(url, history.key):
@@ -272,8 +271,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
     def published_before(self, history: History) -> str | None:
         first, plan = history.first, history.facts["plan"]
         self._marks.read()
-        states = (State.PUBLISHED, ASIDE, State.REMOVED)
-        for mark in (mark for state in states for mark in sorted(self._marks.of(first["target"], state))):
+        for mark in (mark for state in EVER_PUBLISHED for mark in sorted(self._marks.of(first["target"], state))):
             if mark.listed == _listed_as(history) and mark.key != history.key:
                 other = self.places.find(mark.key)
                 is_same = other is not None and other.facts.get("plan") == plan
@@ -374,11 +372,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         """Whether a step is what readers are told is the newest, which it may not be any more: the run may have gone back to
         one that was published before, by which the pointer isn't moved.
         """
-        try:
-            report = json.loads(self.output.read(self.places.pointer(history.first["target"])))
-        except (FileNotFoundError, ValueError):  # there is none, or it is somebody else's
-            return False
-        return isinstance(report, Mapping) and report.get("key") == history.key
+        return object_in(self.output, self.places.pointer(history.first["target"])).get("key") == history.key
 
     def announce(self, history: History, target: RunTarget) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep; pull requests are up to those whom they ask."""

@@ -23,7 +23,7 @@ from weightbeam.formats.orbax.ocdbt import MANIFEST
 from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store
-from weightbeam.formats.storage.strict_json import read_json
+from weightbeam.formats.storage.strict_json import object_in
 
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
 # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
@@ -187,7 +187,7 @@ def read_step(run: Store, name: str, seen: SeenStep) -> RunStep | None:
     store = run / seen.folder
     hashed = hashlib.sha256(str(seen.number).encode())
     try:
-        about = _metadata(store)
+        about = object_in(store, CHECKPOINT_METADATA)
         if about.get("commit_timestamp_nsecs", 0) is None:  # begun, and not committed
             return None
         items = [item for item in store.folders() if (store / item).exists(METADATA)]
@@ -221,15 +221,6 @@ def _content(store: Store, path: str) -> bytes:
         return store.read(path)
     except FileNotFoundError:
         return b""
-
-
-def _metadata(step: Store) -> dict[str, Any]:
-    """What Orbax says of a step; empty where it says nothing that can be read."""
-    try:
-        said = read_json(step, CHECKPOINT_METADATA)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def run_name(url: str) -> str:
