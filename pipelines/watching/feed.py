@@ -81,7 +81,8 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         a dry run       history ▸ judge ▸ plan ▸ foresee, for each version of a look
         --retry         histories ▸ clear ▸ reopened
 
-    `is_…`, `judge`, `goes_on` and `withheld` only answer; `begun`, `reopened`, `settled` and `rest` take note.
+    `is_…`, `judge`, `goes_on` and `withheld` only answer; `begun`, `reopened`, `settled` and `rest` take note. Whatever is
+    asked for raises StorageError where it can't be told.
 
     Attributes:
       output: where the records lie, below `root`.
@@ -109,22 +110,14 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
 
     @abc.abstractmethod
     def versions(self, name: str) -> Iterable[VersionT]:
-        """What is there now and may need something, the most urgent first.
-
-        Raises:
-          StorageError: it can't be told.
-        """
+        """What is there now and may need something, the most urgent first."""
 
     def waits_for(self, name: str) -> str | None:
         """What it waits for where there has been no version at all; None where there was one."""
         return None
 
     def judge(self, version: VersionT) -> list[str] | Waiting:
-        """What stands against a version, or what it waits for.
-
-        Raises:
-          StorageError: it can't be told.
-        """
+        """What stands against a version, or what it waits for."""
         return []
 
     # --- what was done
@@ -198,9 +191,6 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
     def published_before(self, history: History) -> str | None:
         """Where a planned version was published before, by the same plan, if nothing is left to be done: the
         tables of Weightbeam may have changed for others, or an option that changes nothing.
-
-        Raises:
-          StorageError: it can't be told.
         """
         return None
 
@@ -211,10 +201,7 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
     @abc.abstractmethod
     def tasks(self, history: History, target: TargetT) -> Iterator[tuple[Task, ...]]:
         """What is done from the plan to a result that was compared with its source, in this order; some of it at the
-        same time.
-
-        Raises:
-          Failed: what is needed for that can't be told.
+        same time. Raises Failed where what is needed for that can't be told.
         """
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
@@ -252,11 +239,7 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         return None
 
     def is_replaced(self, history: History) -> bool:
-        """Whether the commit of a history is none any more, so that another one with the same weights stands for it.
-
-        Raises:
-          StorageError: it can't be told.
-        """
+        """Whether the commit of a history is none any more, so that another one with the same weights stands for it."""
         return False
 
     def clear(self, history: History) -> None:

@@ -33,15 +33,15 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
     if not feeds:
         return
     output = feeds[0].output  # one for all
-    problems = _find_shared_places(feeds)
-    for feed in feeds:
-        problems += _find_problems(feed)
-    places = [
+    held = [
         (f"run {feed.run.name}, target {name}", feed, place)
         for feed in feeds
         for name, place in feed.places.by_target.items()
-        if not _runs_around(place.url, feeds)
     ]
+    problems = _find_shared_places([(who, place.url) for who, _, place in held], feeds)
+    for feed in feeds:
+        problems += _find_problems(feed)
+    places = [(who, feed, place) for who, feed, place in held if not _runs_around(place.url, feeds)]
     missing = [] if dry_run else _missing([*(place.url for _, _, place in places), output.url])
     for who, feed, place in places:
         problems += _find_place_problems(who, feed, place, dry_run)
@@ -57,25 +57,16 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
         raise Refused(*(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
 
 
-def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
-    """Places that several runs or targets would publish into, or that lie in what is read."""
-    held = [
-        (f"run {feed.run.name}, target {name}", place.url)
-        for feed in feeds
-        for name, place in feed.places.by_target.items()
-    ]
-    problems = []
+def _find_shared_places(held: Sequence[tuple[str, str]], feeds: Sequence[RunFeed]) -> list[str]:
+    """Places that several runs or targets would publish into, or that lie in what is read. `held`: whose, and the URL."""
+    problems, output = [], feeds[0].output
     for number, (who, url) in enumerate(held):
         for other, theirs in held[:number]:
             if _real(url) == _real(theirs):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
+    for who, url in [*held, ("output", output.url)]:
         for run in _runs_around(url, feeds):
             problems.append(f"{who}: {url} lies in {run}: nothing is ever written there; choose another output")
-    output = feeds[0].output
-    problems += [
-        f"output: {output} lies in {run}: nothing is ever written there; choose another output"
-        for run in _runs_around(output.url, feeds)
-    ]
     return problems
 
 
