@@ -15,14 +15,12 @@ from typing import Any
 from weightbeam.pipelines.running.without_beam import leave_out_services
 from weightbeam.pipelines.terminal.errors import Failed, Refused
 from weightbeam.pipelines.terminal.tables import count
-from weightbeam.pipelines.watching.config import MERGED
+from weightbeam.pipelines.watching.config import EXPORT, MERGED, RESHARD
 from weightbeam.transforms.planning.options import (
     ConvertOptions,
     Delivery,
     ExportOptions,
     Linking,
-    QuantizeOptions,
-    ReshardOptions,
     VerifyOptions,
     hashed,
     options_as,
@@ -122,60 +120,56 @@ def verify(source: str, checkpoint: str, asked: VerifyOptions, beam: Sequence[st
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
-def plan_export(source: str, asked: ExportOptions, lora: str) -> dict[str, Any]:
-    """Plans an export; returns what is worth knowing of it. `lora` says what becomes of an adapter.
+def plan_step(kind: str, source: str, asked: Any, lora: str) -> dict[str, Any]:
+    """Plans what is made of a step; returns what is worth knowing of it.
+
+    Args:
+      kind: `export`, `quantize` or `reshard`, the command that makes it.
+      source: URL of the step.
+      asked: the command's options.
+      lora: what becomes of an adapter.
 
     Raises:
       Refused: it has problems.
+      Failed: the step can't be read, which may be different another time.
     """
-    from weightbeam.pipelines.commands import export
     from weightbeam.transforms.planning.adapters import is_adapter
 
     checkpoint = _opened(source)
-    if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, asked, [lora, hashed(asked)] if lora == MERGED else [])
-    return _planned(export.plan(checkpoint, asked=asked))
+    if kind != RESHARD and is_adapter(checkpoint):
+        return _planned_adapter(checkpoint, kind, asked, lora)
+    command = importlib.import_module(f"weightbeam.pipelines.commands.{kind}")
+    return _planned(kind, command.plan(checkpoint if kind == EXPORT else source, asked=asked))
 
 
-def plan_quantize(source: str, asked: QuantizeOptions) -> dict[str, Any]:
-    """Plans the quantisation of a checkpoint; see `plan_export`."""
-    from weightbeam.pipelines.commands import quantize
-    from weightbeam.transforms.planning.adapters import is_adapter
-
-    checkpoint = _opened(source)
-    if is_adapter(checkpoint):
-        return _planned_adapter(checkpoint, options_as(ExportOptions, asked), ["quantize", hashed(asked)])
-    return _planned(quantize.plan(source, asked=asked))
-
-
-def _planned_adapter(checkpoint: Any, asked: ExportOptions, merged: Sequence[Any]) -> dict[str, Any]:
-    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for, by a
-    command and options. Raises Refused where it has problems.
+def _planned_adapter(checkpoint: Any, kind: str, asked: Any, lora: str) -> dict[str, Any]:
+    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for. Raises
+    Refused where it has problems.
     """
     from weightbeam.pipelines.commands import export
 
-    planned = export.plan(checkpoint, asked=dataclasses.replace(asked, max_shard_size=None, family=None))
-    about = _planned(planned)
-    if merged:
-        facts = [about["plan"], about["form_told"], *merged]
+    written = dataclasses.replace(options_as(ExportOptions, asked), max_shard_size=None, family=None)
+    about = _planned(EXPORT, export.plan(checkpoint, asked=written))
+    if lora == MERGED:
+        facts = [about["plan"], about["form_told"], MERGED if kind == EXPORT else kind, hashed(asked)]
         about["plan"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return about | {"family": "an adapter", "lora": True}
 
 
-def _planned(planned: Any) -> dict[str, Any]:
-    """What is worth knowing of a planned export. Raises Refused where it has problems."""
+def _planned(kind: str, planned: Any) -> dict[str, Any]:
+    """What is worth knowing of what is planned to be made of a step. Raises Refused where it has problems."""
     from weightbeam.formats.record.naming import digest
     from weightbeam.pipelines.running.problems import refuse
 
     refuse(planned.plan.problems)
+    read = {"read": digest(planned.sources[0])}
+    if kind == RESHARD:
+        return _about(planned, planned.tree.kind, planned.target_bytes) | read
     reasons = Counter(planned.lossy.values())
     rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
-    return _about(planned, planned.plan.family, planned.files.size if planned.files else 0) | {
-        "read": digest(planned.sources[0]),
-        "rounded": rounded,
-        "form": planned.like.root,
-        "form_told": planned.like.digest,  # as records call it
-    }
+    form = {"form": planned.like.root, "form_told": planned.like.digest}  # as records call it
+    size = planned.files.size if planned.files else 0
+    return _about(planned, planned.plan.family, size) | read | {"rounded": rounded} | form
 
 
 def _opened(source: str) -> Any:
@@ -233,22 +227,6 @@ def write(command: str, **keywords: Any) -> dict[str, Any]:
         output.delete_folder()
         raise Failed(f"{changed[0]} isn't what the step was planned with any more")
     return {}
-
-
-def plan_reshard(source: str, asked: ReshardOptions) -> dict[str, Any]:
-    """Plans the copy of a checkpoint; returns what is worth knowing of it.
-
-    Raises:
-      Refused: it has problems.
-    """
-    from weightbeam.formats.record.naming import digest
-    from weightbeam.pipelines.commands import reshard
-    from weightbeam.pipelines.running.problems import refuse
-
-    _opened(source)
-    planned = reshard.plan(source, asked=asked)
-    refuse(planned.plan.problems)
-    return _about(planned, planned.tree.kind, planned.target_bytes) | {"read": digest(planned.sources[0])}
 
 
 def verify_reshard(a: str, b: str) -> dict[str, Any]:

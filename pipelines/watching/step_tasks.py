@@ -22,7 +22,7 @@ from weightbeam.pipelines.watching.config import (
     WatchConfig,
     is_maxtext_config,
 )
-from weightbeam.pipelines.watching.isolation import Action, Task
+from weightbeam.pipelines.watching.isolation import Task
 from weightbeam.pipelines.watching.places import RELEASE
 from weightbeam.pipelines.watching.records import History, State
 from weightbeam.pipelines.watching.step_places import StepPlaces
@@ -47,11 +47,8 @@ class StepTasks:
 
     def plan(self, source: str, target: RunTarget) -> Task:
         """Plans what is made of a step that is read from `source`."""
-        plans: dict[str, Action] = {RESHARD: actions.plan_reshard, QUANTIZE: actions.plan_quantize}
-        asked = {"source": source, "asked": self._asked(target)}
-        if target.kind in plans:
-            return Task(plans[target.kind], asked)
-        return Task(actions.plan_export, {**asked, "lora": target.lora})
+        asked = self._asked(target)
+        return Task(actions.plan_step, {"kind": target.kind, "source": source, "asked": asked, "lora": target.lora})
 
     def _asked(
         self, target: RunTarget, history: History | None = None
