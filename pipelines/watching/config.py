@@ -306,11 +306,24 @@ class Keep(_Strict):
     every: Annotated[int, Field(ge=1)] | None = None
 
 
+def _read_run_name(name: str) -> str:
+    if not RUN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} should be letters, digits, dots and dashes: it becomes part of a path")
+    return name
+
+
+@_invalid(StorageError)
+def _read_checkpoints(url: str) -> str:
+    if is_hub(url):
+        raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
+    return open_store(local_path(url).rstrip("/") or "/").url
+
+
 class Run(_Strict):
     """A training run in `watch.yaml`; `docs/howto/following.md` explains each field."""
 
-    checkpoints: Annotated[str, Field(min_length=1), AfterValidator(lambda url: _read_checkpoints(url))]
-    name: Annotated[str, AfterValidator(lambda name: _read_run_name(name))] = ""
+    checkpoints: Annotated[str, Field(min_length=1), AfterValidator(_read_checkpoints)]
+    name: Annotated[str, AfterValidator(_read_run_name)] = ""
     like: Annotated[str, Field(min_length=1)] | None = None
     steps: Annotated[InstanceOf[Steps], BeforeValidator(read_steps)] = Steps()
     targets: Annotated[
@@ -335,19 +348,6 @@ class Run(_Strict):
 def is_maxtext_config(like: str) -> bool:
     """Whether `like` names a MaxText configuration, for a model that has no release."""
     return like.endswith((".yml", ".yaml"))
-
-
-def _read_run_name(name: str) -> str:
-    if not RUN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} should be letters, digits, dots and dashes: it becomes part of a path")
-    return name
-
-
-@_invalid(StorageError)
-def _read_checkpoints(url: str) -> str:
-    if is_hub(url):
-        raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
-    return open_store(local_path(url).rstrip("/") or "/").url
 
 
 def _read_pattern(text: str) -> str:

@@ -235,6 +235,10 @@ class History:
             State.DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables()
         )
 
+    def _head(self, state: str) -> dict[str, Any]:
+        """What every record begins with."""
+        return {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key}
+
     def add(self, state: str, reason: str | None = None, **facts: Any) -> Record:
         """Makes the next record. In a bucket it names what lies on this machine; here, it says where that is.
 
@@ -244,8 +248,7 @@ class History:
         """
         known = {name: self.facts[name] for name in ("commit", "target")} if self.records else {}
         said = {"attempt": self.attempt} | known | facts | ({"reason": reason} if reason else {})
-        record = {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
-        record = json.loads(json.dumps(record))  # as others will read it
+        record = json.loads(json.dumps(self._head(state) | said))  # as others will read it
         self.store.make()
         written = json.dumps(self.naming({**self.facts, **record}).apply(record), indent=1)
         if not self.store.create(name := _name(len(self.records) + 1), written.encode()):
@@ -258,13 +261,8 @@ class History:
     def mark_same(self, commit: str) -> Record | None:
         """Notes that another commit has the same weights; returns the record, or None if there is one already."""
         known = self.facts["commit"]
-        said = {
-            "commit": commit,
-            "target": self.first["target"],
-            "same_weights_as": known,
-            "reason": f"same weights as {known[:12]}",
-        }
-        record = {"state": State.SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
+        said = {"commit": commit, "target": self.first["target"], "same_weights_as": known}
+        record = self._head(State.SAME) | said | {"reason": f"same weights as {known[:12]}"}
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None
 
     def again(self) -> datetime.datetime | None:

@@ -137,21 +137,11 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return self.place(history, history.facts["plan"])
 
     def tasks(self, history: History, target: TargetConfig) -> Iterator[tuple[Task, ...]]:
-        source, checkpoint, config, asked = (
-            self.source(history),
-            self._checkpoint(history),
-            self._config,
-            target.options,
-        )
-        how = Linking(resume=True, hf_token_secret=config.hf_token_secret)
-        convert = {
-            "source": source,
-            "output": checkpoint,
-            "asked": asked,
-            "how": how,
-            "beam": config.runner_arguments(),
-            "made_of": history.facts.get("made_of", ""),  # none of an earlier version
-        }
+        source, checkpoint = self.source(history), self._checkpoint(history)
+        config, asked = self._config, target.options
+        convert = {"source": source, "output": checkpoint, "asked": asked, "beam": config.runner_arguments()}
+        convert["how"] = Linking(resume=True, hf_token_secret=config.hf_token_secret)
+        convert["made_of"] = history.facts.get("made_of", "")  # none of an earlier version
         yield (Task(actions.convert, convert),)
         if config.verify:
             verify = VerifyOptions(

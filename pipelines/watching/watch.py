@@ -186,11 +186,7 @@ class Findings(Shown):
         return [rows]
 
     def to_dict(self) -> dict[str, Any]:
-        found = (
-            dataclasses.asdict(finding) | {"again": finding.again and finding.again.isoformat()}
-            for finding in self.findings
-        )
-        return {"findings": list(found)}
+        return {"findings": [finding.to_dict() for finding in self.findings]}
 
 
 def _told(finding: Finding) -> str:

@@ -61,6 +61,10 @@ class Finding:
     again: datetime.datetime | None = None
     place: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return dataclasses.asdict(self) | {"again": self.again and self.again.isoformat()}
+
 
 class Watcher:
     """Makes of each feed's versions what a configuration asks for."""
@@ -169,7 +173,7 @@ class Watcher:
             feed.mend(version.name, known.values(), version)
         if isinstance(verdict, Waiting):
             finding = Finding(version.name, version.commit, "", WAITING, verdict.reason, verdict.again)
-            note(dataclasses.asdict(finding) | {"again": verdict.again and verdict.again.isoformat()})
+            note(finding.to_dict())
             yield finding
             return
         for history, target in current.values():
