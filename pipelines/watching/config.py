@@ -202,10 +202,10 @@ def _read_target_options(
     raise ValueError("\n".join(problems))
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
-    """What was meant by an unknown word, or what there is."""
+def _meant(word: object, known: Iterable[str]) -> str:
+    """What was meant by an unknown word, which YAML may take for something else, or what there is."""
     known = list(known)
-    return did_you_mean(word, known) or f"; there are {', '.join(known)}"
+    return did_you_mean(str(word), known) or f"; there are {', '.join(known)}"
 
 
 def _read_run_target(given: Any) -> RunTarget:
@@ -506,7 +506,7 @@ def _said(error: ErrorDetails) -> str:
         return re.sub(r"dictionary( or instance of \w+)?", "mapping", said)  # pydantic's words, of YAML
     *around, word = error["loc"]
     model = Keep if "keep" in around else Run if "runs" in around else WatchConfig
-    return f"no such field{_meant(str(word), model.model_fields)}"
+    return f"no such field{_meant(word, model.model_fields)}"
 
 
 def _find_what_is_between(given: Mapping[Any, Any]) -> Iterator[str]:

@@ -1212,7 +1212,7 @@ model: [acme/*]
 quiet_minuts: 3
 targets:
   - {name: a, scan_layer: true, mesh: fdsp=8, save_dtype: int7}
-  - {name: a, colour: red}
+  - {name: a, colour: red, 8: 1}
 runs:
   - checkpoints: /r
     name: a b
@@ -1228,6 +1228,7 @@ targets.0: scan_layer: no such option; did you mean scan_layers?
 targets.0: save_dtype: invalid choice: 'int7'
 targets.0: --mesh=fdsp=8: MaxText's meshes have no axis 'fdsp'
 targets.1: colour: no such option; there are layers, experts, vocab_rows, scan_layers,
+targets.1: 8: no such option; there are layers,
 runs.0.name: 'a b' should be letters
 runs.0.targets.0: kind: should be export, quantize or reshard
 runs.0.targets.0: on_nan: should be hold, publish or newest
