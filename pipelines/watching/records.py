@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.staging import lease
@@ -78,10 +78,8 @@ def _moment(text: str) -> str:
 Moment = Annotated[str, AfterValidator(_moment)]
 
 
-class _Said(pydantic.BaseModel):
+class _Said(pydantic.BaseModel, strict=True):
     """What every record says."""
-
-    model_config = ConfigDict(strict=True)
 
     state: Annotated[State, Field(strict=False)]
     time: Moment
@@ -96,10 +94,8 @@ class _Changes(pydantic.BaseModel):
     not_finite: int = 0
 
 
-class _Known(pydantic.BaseModel):
+class _Known(pydantic.BaseModel, strict=True):
     """What the records up to any of them say together."""
-
-    model_config = ConfigDict(strict=True)
 
     weights: str
     updated: Moment
@@ -112,10 +108,8 @@ class _KnownOfRun(_Known):
     source: str
 
 
-class _Planned(pydantic.BaseModel):
+class _Planned(pydantic.BaseModel, strict=True):
     """What they say from the plan on."""
-
-    model_config = ConfigDict(strict=True)
 
     checkpoint: Annotated[str, Field(pattern=r"(^|[/@])[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
     plan: str

@@ -191,11 +191,9 @@ def read_step(run: Store, name: str, seen: SeenStep) -> RunStep | None:
         if about.get("commit_timestamp_nsecs", 0) is None:  # begun, and not committed
             return None
         items = [item for item in store.folders() if (store / item).exists(METADATA)]
-        for item in ("", *items):
-            for part in (CHECKPOINT_METADATA, METADATA, MANIFEST):
-                path = f"{item}/{part}" if item else part
-                if item or part == CHECKPOINT_METADATA:
-                    hashed.update(f"{path} {hashlib.sha256(_content(store, path)).hexdigest()}\n".encode())
+        parts = [f"{item}/{part}" for item in items for part in (CHECKPOINT_METADATA, METADATA, MANIFEST)]
+        for path in (CHECKPOINT_METADATA, *parts):
+            hashed.update(f"{path} {hashlib.sha256(_content(store, path)).hexdigest()}\n".encode())
     except FileNotFoundError:
         return None
     if not items:
