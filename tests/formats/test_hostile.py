@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from support import HERE, INDEX
 
 from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
-from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES, Budget, JsonError, parse_json
+from weightbeam.formats.storage import LocalFolder
+from weightbeam.formats.storage.strict_json import MAX_TOGETHER, MAX_VALUES, Budget, JsonError, object_in, parse_json
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 
@@ -110,6 +111,22 @@ def test_wide_characters_and_what_was_read_before(tmp_path: Path) -> None:
         parse_json(half, budget=budget, file="one")
     with pytest.raises(JsonError, match=r"more than 5,000,000 values, with the files that were read before"):
         parse_json(half, budget=budget, file="two")
+
+
+def test_an_object_or_nothing(tmp_path: Path) -> None:
+    """A file that isn't there, or holds anything else, says nothing."""
+    store = LocalFolder(str(tmp_path))
+    assert object_in(store, "a.json") == {}
+    for content, said in (
+        (b'{"a": 1}', {"a": 1}),
+        (b"[1]", {}),
+        (b"null", {}),
+        (b"{", {}),
+        (b'{"a": 1, "a": 2}', {}),
+        (b"\xff", {}),
+    ):
+        store.write("a.json", content)
+        assert object_in(store, "a.json") == said
 
 
 # --- structures at random: valid, nearly valid, and not at all --------------------------------------------------------
