@@ -13,10 +13,17 @@ from typing import Any, Generic, TypeVar
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
 from weightbeam.formats.storage.uninterrupted import uninterrupted
+from weightbeam.pipelines.watching.config import RunTarget, TargetConfig
 from weightbeam.pipelines.watching.isolation import Task, Workers
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.records import ROOT, History, Record, Version, VersionTarget, histories, key_of
+from weightbeam.pipelines.watching.records import ROOT, History, Record, histories, key_of
+from weightbeam.pipelines.watching.releases import ReleaseCommit
+from weightbeam.pipelines.watching.runs import RunStep
 
+# What a feed has, and what it is made into. A watcher goes by what both have of either: `name`, `commit`, `weights`,
+# `updated`, `url` and `facts` of a version; `name`, `arguments` and `facts` of a target.
+Version = ReleaseCommit | RunStep
+VersionTarget = TargetConfig | RunTarget
 VersionT = TypeVar("VersionT", bound=Version)
 TargetT = TypeVar("TargetT", bound=VersionTarget)
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, Field
@@ -23,10 +23,11 @@ from weightbeam.formats.record.naming import Naming
 from weightbeam.formats.staging import lease
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.strict_json import JsonError, parse_json
-from weightbeam.pipelines.watching.config import RunTarget, TargetConfig
-from weightbeam.pipelines.watching.releases import ReleaseCommit
-from weightbeam.pipelines.watching.runs import MAX_STEP, RunStep
+from weightbeam.pipelines.watching.runs import MAX_STEP
 from weightbeam.pipelines.watching.tables import tables
+
+if TYPE_CHECKING:
+    from weightbeam.pipelines.watching.feed import Version, VersionTarget
 
 AGAIN = "again.json"
 NOTE = "note"  # of what a publication says: the reason of its record
@@ -140,12 +141,6 @@ def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -
 
 
 # --- what there is to do ----------------------------------------------------------------------------------------------
-
-
-# What a feed has, and what it is made into. A watcher goes by what both have of either: `name`, `commit`, `weights`,
-# `updated`, `url` and `facts` of a version; `name`, `arguments` and `facts` of a target.
-Version = ReleaseCommit | RunStep
-VersionTarget = TargetConfig | RunTarget
 
 
 def key_of(name: str, weights: str, target: VersionTarget) -> str:

@@ -15,7 +15,7 @@ from weightbeam.formats.storage.local import IRREGULAR
 from weightbeam.formats.storage.uninterrupted import PUBLISHED
 from weightbeam.pipelines.terminal.errors import Failed
 from weightbeam.pipelines.watching.config import WatchConfig
-from weightbeam.pipelines.watching.feed import Feed, Waiting
+from weightbeam.pipelines.watching.feed import Feed, Version, VersionTarget, Waiting
 from weightbeam.pipelines.watching.isolation import PLAN_SECONDS, Outcome, Status, Task, Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
@@ -26,8 +26,6 @@ from weightbeam.pipelines.watching.records import (
     History,
     LostError,
     State,
-    Version,
-    VersionTarget,
     now,
 )
 
