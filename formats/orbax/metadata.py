@@ -14,7 +14,7 @@ import numpy as np
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.record.provenance import RECORD, checked
 from weightbeam.formats.staging import MARKER
-from weightbeam.formats.storage import File, StorageError, Store, reason
+from weightbeam.formats.storage import ChangedError, File, StorageError, Store, reason
 from weightbeam.formats.storage.strict_json import Budget, JsonError, read_json
 from weightbeam.formats.storage.strict_yaml import MAX_YAML
 from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
@@ -102,6 +102,8 @@ def read_tree(items: Store) -> dict[str, Any]:
         if len(entries) > MAX_LEAVES:
             raise JsonError(f"names {len(entries):,} leaves; more than {MAX_LEAVES:,} can't be meant")
         keys = [".".join(path) for path in leaves(tree)]
+    except ChangedError:
+        raise
     except (OSError, JsonError) as e:
         raise StorageError(f"{items.path(METADATA)}: {reason(e) if isinstance(e, OSError) else e}") from e
     except (KeyError, TypeError, AttributeError) as e:
@@ -168,6 +170,8 @@ def record_of(items: Store) -> dict[str, Any]:
         return checked(read_of_step(items.parent, RECORD))
     except (FileNotFoundError, NotADirectoryError):
         return {}
+    except ChangedError:
+        raise
     except (OSError, JsonError) as e:
         raise StorageError(
             f"{items.parent.path(RECORD)}: {reason(e) if isinstance(e, OSError) else e}. It says what was written, so the "

@@ -70,5 +70,5 @@ def describe(problems: Iterable[Problem]) -> str:
         different = collapse(texts)
         lines += [f"  {text}" for text in different[:SHOWN]]
         if len(different) > SHOWN:
-            lines.append(f"  {kind}: … and {len(different) - SHOWN} more; weightbeam plan --json lists all")
+            lines.append(f"  {kind}: … and {len(different) - SHOWN} more; plan and --dry_run list all with --json -")
     return "\n".join(lines)

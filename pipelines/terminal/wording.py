@@ -43,7 +43,7 @@ COMMAND_IN_TEXT = re.compile(
     rf"|weightbeam (?P<bare>{_NAMES})\b(?P<flags>(?: --[a-z]\w*)*)"  # in a sentence
 )
 INSTEAD = {  # of what is said at the shell
-    "weightbeam plan --json lists all": ".problems has all",
+    "plan and --dry_run list all with --json -": ".problems has all",
     "may be repeated": "or a list of them",
     "repeat it for several": "a list for several",
 }

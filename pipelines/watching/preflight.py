@@ -39,6 +39,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
         for name, place in feed.places.by_target.items()
     ]
     problems = _find_shared_places([(who, place.url) for who, _, place in held], feeds)
+    problems += _find_removed_forms(held, feeds)
     for feed in feeds:
         problems += _find_problems(feed)
     places = [(who, feed, place) for who, feed, place in held if not _runs_around(place.url, feeds)]
@@ -68,6 +69,18 @@ def _find_shared_places(held: Sequence[tuple[str, str]], feeds: Sequence[RunFeed
         for run in _runs_around(url, feeds):
             problems.append(f"{who}: {url} lies in {run}: nothing is ever written there; choose another output")
     return problems
+
+
+def _find_removed_forms(held: Sequence[tuple[str, RunFeed, Place]], feeds: Sequence[RunFeed]) -> list[str]:
+    """Releases that runs are like, and that lie where `keep` removes old steps. `held`: whose each place is."""
+    return [
+        f"{who}: keep removes old steps in {place.url}, where {like} lies, which run {other.run.name} is like; "
+        "name a copy of it elsewhere"
+        for who, feed, place in held
+        if feed.run.keep
+        for other in feeds
+        if (like := other.run.like) and (_is_below(like, place.url) or like.startswith(f"{place.url}@step-"))
+    ]
 
 
 def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:

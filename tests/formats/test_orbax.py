@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ from servers.gcs import FakeGcs
 from support import BF16, HERE
 
 from weightbeam.formats.orbax import find_items, read_arrays
+from weightbeam.formats.orbax.metadata import read_tree, record_of
 from weightbeam.formats.orbax.ocdbt import ATTEMPT
 from weightbeam.formats.orbax.zarr import ArraySpec, Format
 from weightbeam.formats.staging import IncompleteError, Staging, TakenOverError, staging_at
-from weightbeam.formats.storage import StorageError, Store, create_file
+from weightbeam.formats.storage import ChangedError, LocalFolder, StorageError, Store, create_file, open_store
 from weightbeam.formats.targets.orbax import OrbaxTarget, write_unit
 
 ocp = lazily("orbax.checkpoint")
@@ -398,3 +400,17 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / step / "items" / "_METADATA").write_text("{}")
     with pytest.raises(StorageError, match=f"2 steps: name one of 0, 5, as in {tmp_path}/5"):
         find_items(tmp_path)
+
+
+@pytest.mark.parametrize("read", [record_of, read_tree])
+def test_what_is_replaced_while_it_is_read_isnt_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Store], object]
+) -> None:
+    """Nobody is told to move the new checkpoint's record away."""
+
+    def replaced(*_: object) -> bytes:
+        raise ChangedError("x: was replaced")
+
+    monkeypatch.setattr(LocalFolder, "read", replaced)
+    with pytest.raises(ChangedError, match=r"^x: was replaced$"):
+        read(open_store(tmp_path) / "items")

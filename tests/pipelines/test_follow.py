@@ -1314,6 +1314,26 @@ def test_everything_wrong_is_said_at_the_start(
     assert sorted(like.rglob("*")) == before
 
 
+def test_a_form_that_keep_would_remove(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that was published is the form of the next ones: it would be gone once another is published."""
+    run, out, file = tmp_path / "run", tmp_path / "pub", tmp_path / "watch.yaml"
+
+    def once(**asked: Any) -> int:
+        file.write_text(yaml.safe_dump(dict(output=str(out), runs=[dict(checkpoints=str(run)) | asked])))
+        return call("watch", "--config", file, "--once")
+
+    write(run, 1, model=model)
+    assert once(like=str(model[0])) == 0
+    (form,) = out.glob("**/step-1")
+    capsys.readouterr()
+    assert once(like=str(form), keep=dict(last=1)) == 2
+    said = capsys.readouterr().err
+    assert f"keep removes old steps in {form.parent}, where {form} lies, which run run is like; name a copy" in said
+    assert once(like=str(form)) == 0
+
+
 def test_a_watcher_starts_before_the_run(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,7 @@ class One(Shown):
         ("weightbeam diff compares them, or --lora names it", "weightbeam.diff compares them, or lora= names it"),
         ("`weightbeam reshard --lora` merges it; --lora", "`weightbeam.reshard(…, lora=…)` merges it; lora="),
         ("; weightbeam plan --virtual says why", "; weightbeam.plan(…, virtual=True) says why"),
-        ("2 more; weightbeam plan --json lists all; --resume", "2 more; .problems has all; resume=True"),
+        ("2 more; plan and --dry_run list all with --json -; --resume", "2 more; .problems has all; resume=True"),
         # Beam's options, and commands without a function, are the same in both
         ("`weightbeam help virtual` says it", "`weightbeam help virtual` says it"),
         ("--runner=FlinkRunner: no such", "--runner=FlinkRunner: no such"),
