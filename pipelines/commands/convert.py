@@ -24,7 +24,7 @@ from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import Made
 from weightbeam.pipelines.terminal import report
 from weightbeam.pipelines.terminal.errors import Refused
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, spell_lora, takes
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.shell import say
 from weightbeam.pipelines.terminal.tables import count, human, pace
@@ -102,8 +102,9 @@ class Converted(Made):
             lines.append(f"            {conversion.plan.note}")
         check = ["weightbeam", "verify", step]
         if is_name(self.written.record.get("source")):  # the record doesn't lead there
-            adapters = [word for adapter in conversion.adapters for word in ("--lora", adapter.root)]
-            check = ["weightbeam", "verify", conversion.source.root, step, *adapters]
+            check = ["weightbeam", "verify", conversion.source.root, step]
+            for adapter in conversion.adapters:
+                check += ["--lora", spell_lora(adapter.root, adapter.weight)]
         lines.append(f"check it:   {shlex.join(check)}")
         return lines
 

@@ -277,11 +277,16 @@ def arguments_of(options: ConvertOptions) -> list[str]:
             case "mesh":
                 values = list(value)
             case "lora":
-                values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
+                values = [spell_lora(*each) for each in value]
             case _:
                 values = [value]
         arguments += [shlex.join(spelled(option.name, each)) for each in values]
     return arguments
+
+
+def spell_lora(url: str, weight: float) -> str:
+    """An adapter as `read_lora` takes it."""
+    return url if weight == 1 else f"{url},{repr(weight).removesuffix('.0')}"
 
 
 def read_lora(text: str) -> tuple[str, float]:

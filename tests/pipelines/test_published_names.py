@@ -220,7 +220,7 @@ def test_in_a_bucket(
     options = ("--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     told = []
     for command in (
-        ("convert", like, "gs://out/ckpt", *options, "--lora", adapter),
+        ("convert", like, "gs://out/ckpt", *options, "--lora", f"{adapter},0.3"),
         ("convert", like, "gs://out/plain", *options),
         ("reshard", project / "trained" / "checkpoints" / "100", "gs://out/copy", "--like", like),
         ("reshard", project / "run" / "checkpoints", "gs://out/ours"),
@@ -247,7 +247,7 @@ def test_in_a_bucket(
     assert call("verify", like, "gs://out/plain") == 0
     assert call("verify", like, "gs://out/ckpt") == 2
     assert "--lora says where" in capsys.readouterr().err
-    assert call("verify", like, "gs://out/ckpt", "--lora", adapter) == 0
+    assert call("verify", like, "gs://out/ckpt", "--lora", f"{adapter},0.3") == 0
     assert call("convert", like, "gs://out/plain", *options, "--resume") == 0
     assert "nothing to do" in capsys.readouterr().out
 
