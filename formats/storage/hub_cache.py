@@ -37,9 +37,10 @@ def root() -> Path:
 
 
 def commit_of(repo: str, revision: str) -> str | None:
-    """The commit that a branch or a tag was at when it was last downloaded."""
+    """The commit that a branch or a tag was at when it was last downloaded; None where nothing says it."""
     reference = _folder(repo) / "refs" / revision
-    return reference.read_text(encoding="utf-8").strip() if reference.is_file() else None
+    said = reference.read_text(encoding="ascii", errors="replace").strip() if reference.is_file() else ""
+    return said if GIT.fullmatch(said) else None
 
 
 def snapshot(repo: str, commit: str) -> LocalFolder | None:

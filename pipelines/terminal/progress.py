@@ -204,7 +204,7 @@ class Bar:
             )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
             quietly: Any = {"redirect_stdout": False, "redirect_stderr": False}
-            self._bar = Narrow(*columns, console=console, expand=True, **quietly)
+            self._bar = Narrow(*columns, console=console, expand=True, transient=True, **quietly)
             self._task = self._bar.add_task(now.doing, total=now.total)
             self._bar.start()
             Bar.drawn = self

@@ -456,9 +456,11 @@ class HubPlace(Place):
         """
         target = HubAddress.parse(url)
         assert target.branch.startswith("step-")
-        if not self._holds(url, key, title):
-            return False
+        is_there = self._holds(url, key, title)
         with hub_errors(target, target.repo, writing=True):
+            if not is_there:
+                retried(api().model_info)(target.repo)
+                return False
             try:
                 retried(api().delete_branch)(target.repo, branch=target.branch)
             except HfHubHTTPError as e:

@@ -56,6 +56,17 @@ def test_what_the_cache_holds_is_read_from_there(hub: FakeHub, tmp_path: Path) -
     assert (hub.log.counts().get("resolve", 0), len(hub.cdn.log)) == (0, 0)
 
 
+@pytest.mark.parametrize("said", [b"", b"\xff\xfe", b"main"])
+def test_a_cache_that_names_no_commit(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """As after a full disk: the cache doesn't know the branch."""
+    (download(hub, tmp_path).parent.parent / "refs" / "main").write_bytes(said)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(StorageError, match="doesn't know main of this repository"):
+        open_store(f"hf://{REPO}")
+
+
 def test_offline(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request at all, and the same checkpoint."""
     wanted = convert_from_hub(tmp_path / "online")

@@ -218,6 +218,20 @@ def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, made: Path, tmp_path: Pa
     assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
 
 
+def test_a_step_of_a_repository_that_isnt_seen_isnt_removed(hub: FakeHub, made: Path, tmp_path: Path) -> None:
+    """A token that may not see it is told that there is none, as of a branch that has gone."""
+    place, repository = HubPlace(URL, tmp_path), hub.add(REPO)
+    repository.writers.add(TOKEN)
+    url, key = place.of("step-1"), json.loads((made / "run.json").read_text())["key"]
+    publish_to(place, made)
+    hub.fail("status", status=404, matching="/api/models/me/tuned")
+    with pytest.raises(StorageError, match="me/tuned"):
+        place.remove(url, key, TITLE)
+    hub.faults = []
+    repository.branches.pop("step-1")
+    assert not place.remove(url, key, TITLE)
+
+
 def test_a_branch_that_the_hub_keeps_isnt_removed(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     """Whoever may not see a repository is told that there is none: the branch is looked at again then."""
     place, repository = HubPlace(URL, tmp_path), hub.add(REPO)
