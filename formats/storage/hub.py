@@ -58,6 +58,7 @@ from weightbeam.formats.text.printable import without_user
 
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
+DOTS = re.compile(r"(^|/)\.\.?(/|$)")  # in a revision: clients take them for another address
 CONNECT, STALL_SECONDS = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
 ANSWER_SECONDS = 300.0  # the same where something is published: the hub makes a commit before it answers
 AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which a request is made again
@@ -96,7 +97,7 @@ def open_repository(url: str) -> Repository:
       StorageError: it can't be reached, or doesn't let us.
     """
     repo, _, revision = url.removeprefix(HUB).partition("@")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo) or DOTS.search(revision):
         raise StorageError(f"{url}: should be hf://organisation/model, with @revision for another than main")
     if COMMIT.fullmatch(revision):
         return Repository(url)

@@ -38,15 +38,17 @@ def root() -> Path:
 
 def commit_of(repo: str, revision: str) -> str | None:
     """The commit that a branch or a tag was at when it was last downloaded; None where nothing says it."""
-    reference = _folder(repo) / "refs" / revision
-    said = reference.read_text(encoding="ascii", errors="replace").strip() if reference.is_file() else ""
+    try:
+        said = (_folder(repo) / "refs" / revision).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # there is none, or it is another user's
+        return None
     return said if GIT.fullmatch(said) else None
 
 
 def snapshot(repo: str, commit: str) -> LocalFolder | None:
     """The files of a repository at a commit, as far as they are there."""
     folder = _folder(repo) / "snapshots" / commit
-    return LocalFolder(str(folder.absolute())) if folder.is_dir() else None
+    return LocalFolder(str(folder.absolute())) if os.path.isdir(folder) else None
 
 
 def file_of(files: LocalFolder, name: str) -> File | None:

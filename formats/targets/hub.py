@@ -25,7 +25,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.hub import api, describe, hub_errors, retried, told_endpoint
+from weightbeam.formats.storage.hub import DOTS, api, describe, hub_errors, retried, told_endpoint
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -65,7 +65,7 @@ class HubAddress:
         Raises:
           StorageError: it names no repository.
         """
-        if not (match := re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", url)):
+        if not (match := re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", url)) or DOTS.search(match[2] or ""):
             raise StorageError(f"{url}: should be hf://owner/name, with @branch for another than main")
         return cls(match[1], match[2] or "main")
 

@@ -101,7 +101,8 @@ class Converted(Made):
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
         check = ["weightbeam", "verify", step]
-        if is_name(self.written.record.get("source")):  # the record doesn't lead there
+        record = self.written.record
+        if any(is_name(each.get("source")) for each in [record, *record.get("adapters", ())]):  # it doesn't lead there
             check = ["weightbeam", "verify", conversion.source.root, step]
             for adapter in conversion.adapters:
                 check += ["--lora", spell_lora(adapter.root, adapter.weight)]

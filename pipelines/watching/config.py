@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from weightbeam.formats.storage import StorageError, Store, is_hub, open_store, store_and_name
 from weightbeam.formats.storage.local import cache_folder
+from weightbeam.formats.storage.strict_json import JsonError, check_texts
 from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.meant import did_you_mean
@@ -476,11 +477,12 @@ def read_config(path: str) -> WatchConfig:
     try:
         store, name = store_and_name(path if "://" in path else os.path.abspath(path))
         given = parse_yaml(store.read(name), StrictLoader)
+        check_texts(given)
     except FileNotFoundError as e:
         raise Refused(f"--config={path}: no such file") from e
     except OSError as e:
         raise Refused(f"--config={path}: {e.strerror or e}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, UnicodeDecodeError, JsonError) as e:
         raise Refused(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
         raise Refused(

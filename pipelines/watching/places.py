@@ -472,7 +472,7 @@ class HubPlace(Place):
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_target(self.url)
-        if not self._create_pr and not self.report(self.url):
+        if not self._create_pr and self.owner() is None:
             check_free(self.url)  # what is there isn't a run's
 
     def owner(self) -> str | None:

@@ -100,6 +100,7 @@ class _Known(pydantic.BaseModel, strict=True):
 
     weights: str
     updated: Moment
+    options: list[str] = []
     changes: _Changes = _Changes()
 
 

@@ -218,3 +218,11 @@ def test_a_hub_that_is_out_of_reach(hub: FakeHub, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(hubs, "BACKOFF", 0.002)
     with pytest.raises(StorageError, match=r"can't be reached.*HF_HUB_OFFLINE=1 reads that"):
         open_store(f"hf://{REPO}")
+
+
+def test_a_revision_that_clients_take_for_another_address(hub: FakeHub) -> None:
+    """`..` behind `revision/` is the repository without one, whose `main` it was taken for."""
+    for revision in ("..", ".", "a/../b"):
+        with pytest.raises(StorageError, match="with @revision"):
+            open_store(f"hf://{REPO}@{revision}")
+    assert not hub.log

@@ -308,7 +308,9 @@ def test_addresses(url: str, target: HubAddress) -> None:
     assert str(target) == url
 
 
-@pytest.mark.parametrize("url", ["hf://name", "hf://a/b/c", "hf://", "gs://a/b", "hf://a/b@", "hf://../b c"])
+@pytest.mark.parametrize(
+    "url", ["hf://name", "hf://a/b/c", "hf://", "gs://a/b", "hf://a/b@", "hf://a/b@..", "hf://../b c"]
+)
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(StorageError, match="should be hf://owner/name"):
         HubAddress.parse(url)

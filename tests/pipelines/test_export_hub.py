@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -120,6 +121,14 @@ def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path]
     assert json.loads(found["tokenizer.json"]) == json.loads(found["tokenizer_config.json"]) == {"of": "B"}
     assert "chat_template.jinja" not in found
     assert found["model.safetensors"] == exported(checkpoints[0], tmp_path / "wanted")["model.safetensors"]
+
+
+def test_a_title_is_one_line(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:
+    """The hub tells the first line of a commit's message as its title, by which a result is known again."""
+    shutil.copytree(checkpoints[0], tmp_path / "my\nrun")
+    assert call("export", tmp_path / "my\nrun", URL) == 0
+    (title, _) = [commit.title for commit in hub.repositories[REPO].head.history()]
+    assert re.fullmatch(r"Export of my run@[0-9a-f]{16} \([0-9a-f]{12}\)", title)
 
 
 def test_a_cached_release_that_was_touched_is_made_anew(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:

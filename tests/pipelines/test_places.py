@@ -218,6 +218,14 @@ def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, made: Path, tmp_path: Pa
     assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
 
 
+def test_a_report_of_another_tool_is_no_runs(hub: FakeHub, tmp_path: Path) -> None:
+    """A `run.json` that names no run: what lies beside it is others'."""
+    hub.add(REPO).writers.add(TOKEN)
+    commit(hub, tmp_path / "theirs", run__json='{"lr": 1}', model__safetensors="x")
+    with pytest.raises(StorageError, match=r"model\.safetensors"):
+        HubPlace(URL, tmp_path).check_writable()
+
+
 def test_a_step_of_a_repository_that_isnt_seen_isnt_removed(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     """A token that may not see it is told that there is none, as of a branch that has gone."""
     place, repository = HubPlace(URL, tmp_path), hub.add(REPO)

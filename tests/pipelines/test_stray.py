@@ -139,7 +139,7 @@ FIRST = {
 PLANNED: Record = {**FIRST, "state": "planned", "checkpoint": "/out/step-3", "plan": "p"}
 WRONG = [
     ("step", 10**30), ("step", True), ("step", -1), ("time", "yesterday"), ("time", "2026-11-23T12:00:00"), ("state", "done"),
-    ("attempt", "x"), ("checkpoint", "/out/.."), ("checkpoint", 7), ("weights", None), ("changes", [1]),
+    ("attempt", "x"), ("checkpoint", "/out/.."), ("checkpoint", 7), ("weights", None), ("changes", [1]), ("options", 5),
 ]  # fmt: skip
 
 
