@@ -512,10 +512,6 @@ class LocalFolder(Store):
             raise StorageError(
                 f"{self.url}: has a part that ends in .__lock, as TensorStore's own files do; no checkpoint can lie there"
             )
-        if scheme := next((part for part in self.folder.parts if part.endswith(("gs:", "s3:", "az:", "hf:"))), None):
-            raise StorageError(
-                f"{self.url}: has a part, {scheme}, which Orbax takes for the scheme of a URL; no checkpoint can lie there"
-            )
         try:
             self.url.encode()
         except UnicodeEncodeError as e:

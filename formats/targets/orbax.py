@@ -51,6 +51,12 @@ from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
 
 OTHERS = "what others have put there"
+SCHEMES = (
+    "gs",
+    "s3",
+    "az",
+    "hf",
+)  # below the root, to etils' epath, by which Orbax finds files (gpath.py, `_URI_MAP_ROOT`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +158,8 @@ class OrbaxTarget(Target[Staging]):
                 return str(place.output), "is a file" if folder.exists() else "is a link to nothing"
             if not place.output.name:
                 return str(place.output), "is the root of the file system; name a folder"
+            if folder.parts[1] in SCHEMES or any(part.endswith("gs:") for part in folder.parts):
+                return str(place.output), "is a path that Orbax takes for a bucket's, and can't restore; choose another"
             place.final.kvstore()  # raises where TensorStore can't write
             keys = [] if self.format.use_ocdbt else [spec.key for spec in self.arrays]
             if why := clash(place.output.folder, [*keys, *self.files]):

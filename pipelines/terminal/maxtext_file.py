@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from weightbeam.pipelines.terminal.errors import Refused
 LOG = logging.getLogger("weightbeam")
 # bases of MaxText's own that say nothing of a model, but for base.yml, which is known
 OWN_BASES = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/(?!sft-vision)[^/]+\.yml)")
+OF_RUNS = ("run_name", "steps", "per_device_batch_size", "base_output_directory")  # keys that no model's file has
+BY_NAME = "llama3.1"  # src/maxtext/layers/attentions.py, `init_rotary_embedding`, e591f30
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
@@ -71,11 +73,16 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
       Refused: one of them can't be read, or says no keys; or files are each other's base.
     """
     given = _read_with_base(option, file)
-    named = given.keys().isdisjoint(("model_name", "base_config")) and _is_models_name(Path(file).stem)
-    name = Path(file).stem if named else own_name(str(given.get("model_name")))
+    is_models = _is_models_own(Path(file).stem, given)
+    name = Path(file).stem if is_models else own_name(str(given.get("model_name")))
     known = said_by(name)
+    if is_models and known is None:
+        raise Refused(
+            f"{option}={file}: doesn't say its model_name, and MaxText gives models whose names begin with {BY_NAME} another "
+            f"rotary embedding; say one of its own names in the file, such as model_name: {BY_NAME}-8b, or call the file otherwise"
+        )
     instead = {key: base().get(key) for key in known or ()}
-    if named:
+    if is_models:
         return instead | given | {"model_name": name, "override_model_config": True}
     folders = (Path(file).parent, Path(file).parent.parent, *_configs_around(file))
     places = (folder / "models" / f"{name}.yml" for folder in folders)
@@ -92,11 +99,12 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     return instead | given | theirs | {"override_model_config": True}
 
 
-def _is_models_name(name: str) -> bool:
-    """Whether a file of that name is a model's: of one that MaxText has, or to which it gives Llama 3.1's rotary embedding
-    by its name.
+def _is_models_own(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a file of that name, without `.yml`, is that of a model, and no run's: of one that MaxText has, or to which it
+    gives Llama 3.1's rotary embedding by its name.
     """
-    return said_by(name) is not None or name.startswith("llama3.1")
+    is_run = any(given.get(key) for key in ("model_name", "base_config")) or not given.keys().isdisjoint(OF_RUNS)
+    return not is_run and (said_by(name) is not None or name.startswith(BY_NAME))
 
 
 def _is_usual(key: str, value: Any) -> bool:

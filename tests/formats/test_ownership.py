@@ -404,7 +404,7 @@ def test_nothing_unpublished_is_taken_for_a_checkpoint(tmp_path: Path, name: str
     assert find_items(tmp_path).parent.name == "0"
 
 
-@pytest.mark.parametrize("name", ["a\\b", "x.__lock", "x.__lock/y", "\udcff", "gs:/y", "xhf:"])
+@pytest.mark.parametrize("name", ["a\\b", "x.__lock", "x.__lock/y", "\udcff"])
 def test_places_that_tensorstore_cant_write(tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageError, match="no checkpoint can lie there"):
         open_store(tmp_path / name).kvstore()

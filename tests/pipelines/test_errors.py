@@ -716,6 +716,14 @@ def test_a_run_of_other_sizes_is_told_once(tmp_path: Path, capsys: pytest.Captur
     assert lines[2].startswith(f"  like: {like}: has other sizes: {said}")
 
 
+@pytest.mark.parametrize("output", ["/gs/bucket/ckpt", "/hf/ckpt", "{}/gs:/ckpt", "{}/my-gs:"])
+def test_a_path_that_orbax_takes_for_a_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str) -> None:
+    """Its restore looks elsewhere, or fails."""
+    source = make_release(tmp_path / "hf")
+    assert call("convert", source, output.format(tmp_path), "--maxtext_model", "llama2-7b") == 2
+    assert "is a path that Orbax takes for a bucket's" in capsys.readouterr().err
+
+
 def test_a_vocabulary_that_is_cut_is_said_once(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """As a warning, and not as what is left out on purpose besides."""
     convert(source, tmp_path / "out", "--vocab_size", "50")

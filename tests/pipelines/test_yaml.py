@@ -12,7 +12,7 @@ import yaml
 from support import call
 
 from weightbeam.formats.storage.strict_yaml import MAX_YAML, parse_yaml
-from weightbeam.model_mappings.config_json import MaxTextConfigError, config_json, full_keys
+from weightbeam.model_mappings.config_json import full_keys
 from weightbeam.model_mappings.maxtext_models import base, models, said_by
 from weightbeam.pipelines.running.like import read_maxtext_config
 from weightbeam.pipelines.terminal.errors import Refused
@@ -128,15 +128,21 @@ def test_a_models_own_file_is_called_as_the_model(tmp_path: Path, name: str) -> 
     )
 
 
-def test_a_file_whose_name_is_that_of_a_model(tmp_path: Path) -> None:
-    """A run's configuration may have it, too; and a model of somebody's own one that begins as Llama 3.1's."""
-    run = tmp_path / "llama3.1-8b.yml"
-    run.write_text("base_config: base.yml\nbase_emb_dim: 64\n")
-    assert "model_name" not in read_maxtext_yaml("--maxtext_config", str(run))
+@pytest.mark.parametrize("text", ["base_config: base.yml", "run_name: mine", "model_name: llama2-7b", "steps: 10"])
+def test_a_runs_file_that_is_called_as_a_model(tmp_path: Path, text: str) -> None:
+    """Its model is the one that it names, if it names one; whatever begins as Llama 3.1's names is the same."""
+    for name in ("llama3.1-8b", "llama3.1-finetune"):
+        run = tmp_path / f"{name}.yml"
+        run.write_text(f"{text}\nbase_emb_dim: 64\n")
+        assert read_maxtext_yaml("--maxtext_config", str(run)).get("model_name") in (None, "llama2-7b")
+
+
+def test_a_model_of_somebodys_own_that_begins_as_llama_31(tmp_path: Path) -> None:
+    """Nothing tells which rotary embedding its arrays have."""
     own = tmp_path / "llama3.1-tiny.yml"
-    own.write_text("decoder_block: llama2\nbase_emb_dim: 64\n")
-    with pytest.raises(MaxTextConfigError, match=r"'llama3.1-tiny', which no MaxText .*; did you mean llama3.1-8b"):
-        config_json(read_maxtext_yaml("--maxtext_config", str(own)))
+    own.write_text("decoder_block: llama2\nbase_emb_dim: 64\nmodel_name:\n")
+    with pytest.raises(Refused, match=r"say one of its own names in the file, such as model_name: llama3.1-8b"):
+        read_maxtext_yaml("--maxtext_config", str(own))
 
 
 @pytest.mark.parametrize("place", ["configs", "configs/tpu", "configs/tpu/v5e"])
