@@ -25,7 +25,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.hub import DOTS, api, describe, hub_errors, retried, told_endpoint
+from weightbeam.formats.storage.hub import DOTS, api, describe, hub_errors, name_now, retried, told_endpoint
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -297,10 +297,11 @@ class _Branch:
         """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
         that is stopped here leaves nothing which the next one would have to replace.
         """
-        retried(self.hub.create_repo)(self.repo, private=True, exist_ok=True)
+        repo = name_now(self.repo)  # under a former name another one would be made
+        retried(self.hub.create_repo)(repo, private=True, exist_ok=True)
         if self.target.branch != "main":
             start = self.history("main")[-1].commit_id
-            retried(self.hub.create_branch)(self.repo, branch=self.target.branch, revision=start, exist_ok=True)
+            retried(self.hub.create_branch)(repo, branch=self.target.branch, revision=start, exist_ok=True)
         return describe(self.hub, self.repo, self.target.branch)
 
     def history(self, revision: str | None) -> list[GitCommitInfo]:

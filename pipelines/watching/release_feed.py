@@ -158,7 +158,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         names = (
             "repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family",
         )  # fmt: skip
-        report = {name: facts[name] for name in names}
+        report = {name: facts[name] for name in names if name in facts}
         report |= {
             "weightbeam": __version__,
             "checkpoint": checkpoint,

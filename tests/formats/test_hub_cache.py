@@ -220,6 +220,20 @@ def test_a_hub_that_is_out_of_reach(hub: FakeHub, tmp_path: Path, monkeypatch: p
         open_store(f"hf://{REPO}")
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_offline_what_was_not_downloaded_is_said(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    """The cache of a server's weights has no tokenizer, and nothing tells that the release has."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "tokenizer.json").write_text("{}")
+    hub.commit(REPO, tmp_path / "more", ["tokenizer.json"])
+    download(hub, tmp_path, allow_patterns=None if whole else ["*.safetensors*", "config.json"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert call("cut", f"hf://{REPO}", tmp_path / "out", "--layers", "0:1") == 0
+    assert ("has no tokenizer of it" in capsys.readouterr().err) != whole
+
+
 def test_a_revision_that_clients_take_for_another_address(hub: FakeHub) -> None:
     """`..` behind `revision/` is the repository without one, whose `main` it was taken for."""
     for revision in ("..", ".", "a/../b"):

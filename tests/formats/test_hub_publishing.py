@@ -291,6 +291,15 @@ def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         check_target(URL)
 
 
+def test_a_new_branch_of_a_repository_that_was_renamed(hub: FakeHub, folder: Path) -> None:
+    """Under the former name no other repository is made."""
+    hub.add("me/new").writers.add(TOKEN)
+    hub.renamed[REPO] = "me/new"
+    publish_folder(folder, f"{URL}@other", "second")
+    assert list(hub.repositories) == ["me/new"]
+    assert hub.repositories["me/new"].branches["other"].title == "second"
+
+
 def test_a_card_that_the_hub_refuses(hub: FakeHub, folder: Path) -> None:
     """Before the commit."""
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
