@@ -17,6 +17,7 @@ from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, Modu
 from weightbeam.formats.adapters.patterns import PatternError
 from weightbeam.formats.adapters.ties import Ties
 from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.record.naming import name_of
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, meet
 from weightbeam.model_mappings.plan import Problem, is_float
@@ -183,6 +184,17 @@ def _is_of(encodings: Mapping[str, Encoding], base: str) -> bool:
     """Whether a checkpoint is the one that an adapter's configuration names, by where its files lie."""
     places = (f"{base.rstrip('/')}/", f"hf://{base}@")
     return any(encoding.weight.path.startswith(places) for encoding in encodings.values())
+
+
+def other_bases(adapters: Iterable[Adapter], root: str) -> Iterator[str]:
+    """What is said of adapters whose configuration names another base than the release is called, by the last parts of
+    both names: shapes don't tell a base from its instruction-tuned release.
+    """
+    name = name_of(root).partition("@")[0].rpartition("/")[2]
+    for adapter in adapters:
+        base = (adapter.config.base or "").rstrip("/").rpartition("/")[2]
+        if base and base.lower() != name.lower():
+            yield f"{adapter.root} was trained on {adapter.config.base}, by its base_model_name_or_path; is {root} that?"
 
 
 def _is_lost(name: str, lost: frozenset[str]) -> bool:

@@ -172,7 +172,7 @@ class Comparison(Shown):
         yield from self._absent()
         yield from self._apart()
         if self.files:
-            table = Table("small files, which don't count", "a", "b")
+            table = Table("not counted", "a", "b")
             for name, (a, b) in itertools.islice(self.files.items(), SHOWN):
                 table.add_row(name, *where_apart(a, b))
             yield from _listed(table, len(self.files))

@@ -90,10 +90,12 @@ class Resharded(Made):
             if planned.tree.maxtext is None and FILE in planned.beside:
                 lines.append(f"            with what else {step}/{FILE} says of the model")
         if not planned.taken:
-            lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+            label = "compare:" if planned.adapters else "check it:"  # what was merged is a difference
+            lines.append(f"{label:11} weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         elif source := self.written.record.get("source"):  # a part of the model is compared with that of the release
-            of = ["SOURCE"] if is_name(source) else []
-            lines.append(f"check it:   {shlex.join(['weightbeam', 'verify', *of, step])}")
+            named = [adapter for adapter in self.written.record.get("adapters", ()) if is_name(adapter.get("source"))]
+            of, adapters = ["SOURCE"] if is_name(source) or named else [], ["--lora", "ADAPTER"] * len(named)
+            lines.append(f"check it:   {shlex.join(['weightbeam', 'verify', *of, step, *adapters])}")
         lines += self.compared.lines() if self.compared else []
         return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -172,3 +173,13 @@ def test_the_command_on_a_quantised_release(written: Path, tmp_path: Path) -> No
     up = "model.layers.1.mlp.up_proj.weight"
     np.testing.assert_array_equal(decoded(after.encodings[up]), decoded(before.encodings[up]))
     assert "model.layers.0.self_attn.q_proj" in read_config(output)["quantization_config"]["llm_int8_skip_modules"]
+
+
+def test_an_adapter_that_was_trained_on_another_base_is_named(written: Path, tmp_path: Path) -> None:
+    """Shapes don't tell a base from its instruction-tuned release; a copy in a folder of the same name is silent."""
+    base, adapter = written / "plain" / "base", tmp_path / "adapter"
+    shutil.copytree(written / "plain" / "adapter", adapter)
+    file = adapter / "adapter_config.json"
+    for said, warned in (("acme/Other-8B", True), (f"acme/{base.name.upper()}", False), (None, False)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": said}))
+        assert any(f"was trained on {said}, by its" in line for line in plan(base, adapter).warnings) == warned

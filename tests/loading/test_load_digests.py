@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_read_or_is_none(
     with caplog.at_level(logging.INFO, "weightbeam"):
         loaded = wb.load(str(step), mesh="fsdp=1")
     assert loaded
-    assert "not compared: 12 of 12 arrays: no conversion.json with their digests lies beside them" in caplog.text
+    assert "not compared: 12 of 12 arrays: no conversion.json with their digests lies beside them, which" in caplog.text
 
 
 def test_only_several_processes_hash_the_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,8 @@ def test_arrays_without_a_digest_are_counted(
     (step / "conversion.json").unlink()
     like = {"like": str(checkpoints["packed"].parents[1] / "hf")} if command == "export" else {}
     made = getattr(wb, command)(str(step), str(tmp_path / "unknown"), progress=False, **like)
-    assert str(made).splitlines()[-1] == f"{none}: no conversion.json with their digests lies beside them"
+    why = "no conversion.json with their digests lies beside them, which Weightbeam alone writes"
+    assert str(made).splitlines()[-1] == f"{none}: {why}"
 
 
 def test_a_step_that_is_compared_hides_no_array(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Compared:
         """
         in_parts = f"read in other parts than those that {RECORD} has digests of"
         if not record:
-            why = f"no {RECORD} with their digests lies beside them"
+            why = f"no {RECORD} with their digests lies beside them, which Weightbeam alone writes"
         elif not known_digests(record):
             why = f"{RECORD} has no digests"
         elif unknown == not_compared:

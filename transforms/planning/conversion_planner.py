@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
+from weightbeam.formats.adapters.merging import other_bases
 from weightbeam.formats.adapters.ties import Ties, find_ties
 from weightbeam.formats.encodings import Encoding, Overhead, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
@@ -181,7 +182,13 @@ def plan_conversion(
         encodings=source.encodings,
         grids=cut.grids,
         units=cut.units,
-        warnings=(*checkpoint.notes, *(() if checkpoint.cut else contradictions), *cut.warnings, *table.warnings),
+        warnings=(
+            *checkpoint.notes,
+            *other_bases(adapters, checkpoint.root),
+            *(() if checkpoint.cut else contradictions),
+            *cut.warnings,
+            *table.warnings,
+        ),
         placements=cut.placements,
         adapters=tuple(adapters),
         merging=merging,

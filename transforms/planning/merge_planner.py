@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging
+from weightbeam.formats.adapters.merging import other_bases
 from weightbeam.formats.adapters.modules import EXPERT
 from weightbeam.formats.encodings import Encoding, Plain, quantizing
 from weightbeam.formats.encodings.quantizing import FUSED
@@ -106,7 +107,12 @@ def plan_merge(
         quantization=quantization,
         quantized=codes,
         given=given,
-        warnings=(*checkpoint.notes, *files.warnings, *warn_of_codes(files.tensors, codes)),
+        warnings=(
+            *checkpoint.notes,
+            *other_bases(adapters, checkpoint.root),
+            *files.warnings,
+            *warn_of_codes(files.tensors, codes),
+        ),
         slots=slots,
     )
 
