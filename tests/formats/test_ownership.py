@@ -159,7 +159,7 @@ def test_what_lies_in_a_bucket_is_known_again(seed: int) -> None:
 
 
 @pytest.mark.landing  # as many schedules as it takes until one shows it
-@pytest.mark.parametrize(("without", "first"), [("a parent", 660), ("a refusal", 0)])  # the 662nd does, and the 3rd
+@pytest.mark.parametrize(("without", "first"), [("a parent", 1509), ("a refusal", 0)])  # the 1511th does, and the 3rd
 def test_the_invariant_of_releases_would_notice(without: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some schedule shows what is missing: a commit that doesn't name its parent replaces what it never saw, or makes
     one twice; and what others published is replaced without being asked to.
