@@ -257,7 +257,7 @@ def maxtext_lines(flags: Mapping[str, str], step: str, has_file: bool) -> list[s
     words = " ".join(shlex.quote(f"{name}={value}") for name, value in shown.items())
     lines = [f"in MaxText: {words}"]
     if contradicts:
-        lines.append(f"            and the keys of {step}/{FILE}; its comments have them for the command line")
+        lines.append(f"            and the keys of {step}/{FILE}; a comment in it has them as overrides")
     return lines
 
 

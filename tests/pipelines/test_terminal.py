@@ -674,7 +674,7 @@ def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixt
     assert call("convert", source, tmp_path / "out", "--vocab_size", 16) == 0
     said = capfd.readouterr()
     assert said.err.count(wanted) == 1
-    told = f"and the keys of {tmp_path / 'out' / '0' / 'maxtext.yml'}; its comments have them for the command line"
+    told = f"and the keys of {tmp_path / 'out' / '0' / 'maxtext.yml'}; a comment in it has them as overrides"
     assert told in said.out
     assert "\nvocab_size: 16\n" in (tmp_path / "out" / "0" / "maxtext.yml").read_text()
 
