@@ -40,7 +40,7 @@ def commit_of(repo: str, revision: str) -> str | None:
     """The commit that a branch or a tag was at when it was last downloaded; None where nothing says it."""
     try:
         said = (_folder(repo) / "refs" / revision).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # there is none, or it is another user's
+    except (OSError, ValueError):  # there is none, or can't be; or it is another user's
         return None
     return said if GIT.fullmatch(said) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,9 +78,11 @@ def _find_removed_forms(held: Sequence[tuple[str, RunFeed, Place]], feeds: Seque
         f"{who}: keep removes old steps in {place.url}, where {like} lies, which run {other.run.name} is like; "
         "name a copy of it elsewhere"
         for who, feed, place in held
-        if feed.run.keep
+        if (keep := feed.run.keep)
         for other in feeds
-        if (like := other.run.like) and (_is_below(like, place.url) or like.startswith(f"{place.url}@step-"))
+        if (like := other.run.like)
+        if (step := re.match(rf"{re.escape(_real(place.url))}[/@]step-(\d+)", _real(like)))
+        if not (keep.every and int(step[1]) % keep.every == 0)
     ]
 
 

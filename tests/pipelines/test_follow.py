@@ -1331,7 +1331,7 @@ def test_a_form_that_keep_would_remove(
     assert once(like=str(form), keep=dict(last=1)) == 2
     said = capsys.readouterr().err
     assert f"keep removes old steps in {form.parent}, where {form} lies, which run run is like; name a copy" in said
-    assert once(like=str(form)) == 0
+    assert once(like=str(form), keep=dict(last=1, every=1)) == 0
 
 
 def test_a_watcher_starts_before_the_run(
