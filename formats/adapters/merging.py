@@ -190,10 +190,12 @@ def other_bases(adapters: Iterable[Adapter], root: str) -> Iterator[str]:
     """What is said of adapters whose configuration names another base than the release is called, by the last parts of
     both names: shapes don't tell a base from its instruction-tuned release.
     """
-    name = name_of(root).partition("@")[0].rpartition("/")[2]
+
+    def last(url: str) -> str:
+        return name_of(url).partition("@")[0].rpartition("/")[2].lower()
+
     for adapter in adapters:
-        base = (adapter.config.base or "").rstrip("/").rpartition("/")[2]
-        if base and base.lower() != name.lower():
+        if adapter.config.base and last(adapter.config.base) != last(root):
             yield f"{adapter.root} was trained on {adapter.config.base}, by its base_model_name_or_path; is {root} that?"
 
 

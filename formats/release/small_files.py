@@ -10,7 +10,7 @@ from typing import Any
 
 from weightbeam.formats.release.files import ROLES, TEMPLATES, hash_each, role_of
 from weightbeam.formats.safetensors import INDEX, HfCheckpoint
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, is_hub, open_store, read_whole, reason
 from weightbeam.formats.storage.identity import Seen, check_together
 from weightbeam.formats.text import json_text
 from weightbeam.formats.text.printable import printable
@@ -141,9 +141,22 @@ def small_files(store: Store, allow_links: bool = False, known: Iterable[Seen] =
     read = functools.partial(_read_small, store, files)
     made = SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
     made.linked = [name for name in linked if name in made]
+    if is_hub(store.url) and "tokenizer" not in map(role_of, made):
+        _warn_offline(store)
     if made.hashes:  # by which each is known from here on
         check_together(store, (files[name] for name in made), _listed(store))
     return made
+
+
+def _warn_offline(store: Store) -> None:
+    """Says of a repository without a tokenizer that it may be the cache which has none."""
+    from weightbeam.formats.storage.hub_cache import is_offline  # only now: the hub's client takes a while to import
+
+    if is_offline():
+        LOG.warning(
+            "%s: HF_HUB_OFFLINE is set, and its cache has no tokenizer; files that weren't downloaded aren't carried over",
+            store.url,
+        )
 
 
 def _read_small(store: Store, files: Mapping[str, File], name: str) -> bytes:

@@ -56,7 +56,6 @@ from weightbeam.formats.storage.store import (
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.text.printable import without_user
 
-LOG = logging.getLogger("weightbeam")
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DOTS = re.compile(r"(^|/)\.\.?(/|$)")  # in a revision: clients take them for another address
@@ -130,11 +129,6 @@ class Repository(Store):
                 raise StorageError(
                     f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit"
                 )
-            if not any("tokenizer" in name for name in self.files()):
-                LOG.warning(
-                    "%s: HF_HUB_OFFLINE is set, and %s has no tokenizer of it; what wasn't downloaded isn't known, and so is "
-                    "missing in the result", self.url, hub_cache.root(),
-                )  # fmt: skip
             return
         if self._known().gated and any(file.name.endswith((".json", ".safetensors")) for file in self.fetched()):
             with hub_errors(self.url, self.repo):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from typing import Any
 
@@ -55,9 +56,14 @@ def parse_yaml(text: str | bytes, loader: type[yaml.BaseLoader | yaml.SafeLoader
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
     """The values that a node holds, with those of the nodes that it repeats; `known` are those that were counted, and
-    those around it, with more than any may have. Raises YAMLError where there are too many, it holds itself, or a
-    number is too long.
+    those around it, with more than any may have. Raises YAMLError where there are too many, it holds itself, a number
+    is too long, or a text has half of a character.
     """
+    if isinstance(node, yaml.ScalarNode):
+        try:
+            os.fsencode(node.value)
+        except UnicodeEncodeError as e:
+            raise yaml.YAMLError(f"has {e.object[e.start]!a}, half of a character") from e
     if node.tag == INTEGER and len(node.value) > MAX_DIGITS:
         raise yaml.YAMLError(f"has a number of {len(node.value):,} characters; that can't be meant")
     if (count := known.get(id(node))) is None:

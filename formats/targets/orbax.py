@@ -159,7 +159,7 @@ class OrbaxTarget(Target[Staging]):
             if not place.output.name:
                 return str(place.output), "is the root of the file system; name a folder"
             if folder.parts[1] in SCHEMES or any(part.endswith("gs:") for part in folder.parts):
-                return str(place.output), "is a path that Orbax takes for a bucket's, and can't restore; choose another"
+                return str(place.output), "is a path that Orbax takes for a bucket's; choose another, or a link to it"
             place.final.kvstore()  # raises where TensorStore can't write
             keys = [] if self.format.use_ocdbt else [spec.key for spec in self.arrays]
             if why := clash(place.output.folder, [*keys, *self.files]):

@@ -136,7 +136,7 @@ class Verification(Shown):
         kinds = Counter(map(_kind, self._all.values()))
         compared = _elements(self.findings)
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
-        judged = f" with {printable(self.export)}, taken for their export" if self.export else ""
+        judged = f" with {printable(self.export)}, as if it were exported of them" if self.export else ""
         lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{judged}{part}"]
         lines += [
             f"{_elements(found):,} elements of {count(len(found), 'tensor')} of {'it' if self.export else 'the source'} compared with {printable(origin)}"

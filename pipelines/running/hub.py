@@ -42,7 +42,7 @@ def carry_to_hub(
     refuse(planned.plan.problems, planned.source)
     target = planned.target
     named = planned.naming(output).name(planned.inputs[0])
-    title = f"{planned.title} of {' '.join(named.split())} ({planned.hash[:12]})"  # the hub's are one line
+    title = f"{planned.title} of {' '.join(named.splitlines())} ({planned.hash[:12]})"  # the hub's are one line
     listed = {**target.texts, **dict.fromkeys([RECORD, *(name for name, *_ in target.files)])}
     place = _place_in_cache(planned)
     with refusing(StorageError, about="--output="):

@@ -286,7 +286,7 @@ def arguments_of(options: ConvertOptions) -> list[str]:
 
 def spell_lora(url: str, weight: float) -> str:
     """An adapter as `read_lora` takes it."""
-    return url if weight == 1 else f"{url},{repr(weight).removesuffix('.0')}"
+    return url if weight == 1 and "," not in url else f"{url},{repr(weight).removesuffix('.0')}"
 
 
 def read_lora(text: str) -> tuple[str, float]:

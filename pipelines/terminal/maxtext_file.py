@@ -79,7 +79,7 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     if is_models and known is None:
         raise Refused(
             f"{option}={file}: doesn't say its model_name, and MaxText gives models whose names begin with {BY_NAME} another "
-            f"rotary embedding; say one of its own names in the file, such as model_name: {BY_NAME}-8b, or call the file otherwise"
+            f"rotary embedding; name one of MaxText's models in the file, such as model_name: {BY_NAME}-8b, or call the file otherwise"
         )
     instead = {key: base().get(key) for key in known or ()}
     if is_models:
@@ -104,7 +104,8 @@ def _is_models_own(name: str, given: Mapping[str, Any]) -> bool:
     gives Llama 3.1's rotary embedding by its name.
     """
     is_run = any(given.get(key) for key in ("model_name", "base_config")) or not given.keys().isdisjoint(OF_RUNS)
-    return not is_run and (said_by(name) is not None or name.startswith(BY_NAME))
+    by_name = name.startswith(BY_NAME) and given.get("rope_type") != BY_NAME
+    return not is_run and (said_by(name) is not None or by_name)
 
 
 def _is_usual(key: str, value: Any) -> bool:

@@ -22,7 +22,6 @@ from pydantic_core import ErrorDetails
 
 from weightbeam.formats.storage import StorageError, Store, is_hub, open_store, store_and_name
 from weightbeam.formats.storage.local import cache_folder
-from weightbeam.formats.storage.strict_json import JsonError, check_texts
 from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
 from weightbeam.formats.targets.hub import HubAddress
 from weightbeam.model_mappings.meant import did_you_mean
@@ -30,7 +29,7 @@ from weightbeam.model_mappings.trust import code_of
 from weightbeam.pipelines.terminal.arguments.commands import COMMANDS, SHELL
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.keywords import read_options, read_value
-from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
+from weightbeam.pipelines.watching.runs import Steps, run_name
 from weightbeam.transforms.cutting.mesh import MeshError
 from weightbeam.transforms.planning.conversion import meshes_of
 from weightbeam.transforms.planning.options import (
@@ -272,7 +271,7 @@ def read_place(url: Any) -> str:
         if target.branch != "main":
             raise ValueError("should be hf://owner/name: each step gets a branch of its own, and the newest is main")
         return str(target)
-    return open_store(local_path(url).rstrip("/")).url
+    return open_store(url.rstrip("/") or "/").url
 
 
 def read_steps(given: Any) -> Steps:
@@ -317,7 +316,7 @@ def _read_run_name(name: str) -> str:
 def _read_checkpoints(url: str) -> str:
     if is_hub(url):
         raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
-    return open_store(local_path(url).rstrip("/") or "/").url
+    return open_store(url.rstrip("/") or "/").url
 
 
 class Run(_Strict):
@@ -477,12 +476,11 @@ def read_config(path: str) -> WatchConfig:
     try:
         store, name = store_and_name(path if "://" in path else os.path.abspath(path))
         given = parse_yaml(store.read(name), StrictLoader)
-        check_texts(given)
     except FileNotFoundError as e:
         raise Refused(f"--config={path}: no such file") from e
     except OSError as e:
         raise Refused(f"--config={path}: {e.strerror or e}") from e
-    except (yaml.YAMLError, UnicodeDecodeError, JsonError) as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise Refused(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
         raise Refused(

@@ -476,7 +476,8 @@ class HubPlace(Place):
             check_free(self.url)  # what is there isn't a run's
 
     def owner(self) -> str | None:
-        return self.report(self.url).get("run")
+        run = self.report(self.url).get("run")
+        return run if isinstance(run, str) else None
 
 
 def _others_in(step: Store) -> Sequence[str]:

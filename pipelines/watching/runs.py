@@ -12,10 +12,8 @@ import datetime
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
@@ -227,8 +225,3 @@ def run_name(url: str) -> str:
     if parts and parts[-1] == CHECKPOINTS and len(parts) > 1:
         parts.pop()
     return re.sub(r"[^\w.-]", "-", parts[-1]).strip(".-") or "run" if parts else "run"
-
-
-def local_path(url: str) -> str:
-    """A folder as it is recorded: absolute."""
-    return url if "://" in url else str(Path(os.path.expanduser(url)).absolute())

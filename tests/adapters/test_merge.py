@@ -180,6 +180,11 @@ def test_an_adapter_that_was_trained_on_another_base_is_named(written: Path, tmp
     base, adapter = written / "plain" / "base", tmp_path / "adapter"
     shutil.copytree(written / "plain" / "adapter", adapter)
     file = adapter / "adapter_config.json"
-    for said, warned in (("acme/Other-8B", True), (f"acme/{base.name.upper()}", False), (None, False)):
+    for said, warned in (
+        ("acme/Other-8B", True),
+        (f"acme/{base.name.upper()}", False),
+        (str(base), False),
+        (None, False),
+    ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": said}))
         assert any(f"was trained on {said}, by its" in line for line in plan(base, adapter).warnings) == warned

@@ -1262,7 +1262,19 @@ def test_a_reason_of_several_lines_is_one_cell(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1].endswith("refused  shape: a; shape: b")
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "models: [a", "output: /x\noutput: /y\n", "\xff", 'models: ["\\ud800"]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "models: [a",
+        "output: /x\noutput: /y\n",
+        "\xff",
+        'models: ["\\ud800"]',
+        "output: 2026-11-30",
+        "2026-11-30: 1",
+    ],
+)
 def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "watch.yaml"
     file.write_bytes(text.encode("latin-1"))

@@ -141,8 +141,10 @@ def test_a_model_of_somebodys_own_that_begins_as_llama_31(tmp_path: Path) -> Non
     """Nothing tells which rotary embedding its arrays have."""
     own = tmp_path / "llama3.1-tiny.yml"
     own.write_text("decoder_block: llama2\nbase_emb_dim: 64\nmodel_name:\n")
-    with pytest.raises(Refused, match=r"say one of its own names in the file, such as model_name: llama3.1-8b"):
+    with pytest.raises(Refused, match=r"name one of MaxText.s models in the file, such as model_name: llama3.1-8b"):
         read_maxtext_yaml("--maxtext_config", str(own))
+    own.write_text("decoder_block: llama2\nbase_emb_dim: 64\nrope_type: llama3.1\n")  # which says it
+    assert full_keys(read_maxtext_yaml("--maxtext_config", str(own)))["rope_type"] == "llama3.1"
 
 
 @pytest.mark.parametrize("place", ["configs", "configs/tpu", "configs/tpu/v5e"])
