@@ -51,12 +51,8 @@ from weightbeam.formats.targets.target import Conclude, Target, lies_in
 from weightbeam.formats.text.printable import listed
 
 OTHERS = "what others have put there"
-SCHEMES = (
-    "gs",
-    "s3",
-    "az",
-    "hf",
-)  # below the root, to etils' epath, by which Orbax finds files (gpath.py, `_URI_MAP_ROOT`)
+# folders below the root that etils' epath, by which Orbax finds files, takes for schemes (gpath.py, `_URI_MAP_ROOT`)
+SCHEMES = ("gs", "s3", "az", "hf")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from weightbeam.pipelines.running.token_secret import use_secret
 from weightbeam.pipelines.running.without_beam import threads_in
 from weightbeam.pipelines.running.writing import Made
 from weightbeam.pipelines.terminal.errors import Refused, refusing
-from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, spell_lora, takes
+from weightbeam.pipelines.terminal.keywords import asked_of, keywords_of, takes
 from weightbeam.pipelines.terminal.maxtext_file import parse_maxtext_yaml
 from weightbeam.pipelines.terminal.progress import Report
 from weightbeam.pipelines.terminal.report import (
@@ -93,14 +93,8 @@ class Resharded(Made):
             label = "compare:" if planned.adapters else "check it:"  # what was merged is a difference
             lines.append(f"{label:11} weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         elif source := self.written.record.get("source"):  # a part of the model is compared with that of the release
-            check = ["weightbeam", "verify", step]
-            adapters = self.written.record.get("adapters", ())
-            if any(map(is_name, [source, *(adapter.get("source") for adapter in adapters)])):  # it doesn't lead there
-                check.insert(2, "SOURCE" if is_name(source) else source)
-                for adapter in adapters:
-                    place = "ADAPTER" if is_name(adapter["source"]) else adapter["source"]
-                    check += ["--lora", spell_lora(place, adapter["weight"])]
-            lines.append(f"check it:   {shlex.join(check)}")
+            of = ["SOURCE"] if is_name(source) else []
+            lines.append(f"check it:   {shlex.join(['weightbeam', 'verify', *of, step])}")
         lines += self.compared.lines() if self.compared else []
         return lines
 
