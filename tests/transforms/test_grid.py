@@ -297,12 +297,12 @@ def test_fp8_of_real_size(mesh: str, dtype: str) -> None:
 
 def test_a_bound_that_is_too_small_is_a_problem() -> None:
     """Not even a row fits: the plan says which array, and how much it needs."""
-    conversion = plan_conversion(ConvertOptions(unit_bytes=1000), headers_only(LLAMA_8B))
+    conversion = plan_conversion(ConvertOptions(unit_bytes=100), headers_only(LLAMA))
     (problem,) = conversion.plan.problems
-    assert "--unit_bytes=1000" in str(problem)
+    assert "--unit_bytes=100" in str(problem)
     needed = re.search(r"needs at least (\d+)", str(problem))
     assert needed
-    assert not plan_conversion(ConvertOptions(unit_bytes=int(needed[1])), headers_only(LLAMA_8B)).plan.problems
+    assert not plan_conversion(ConvertOptions(unit_bytes=int(needed[1])), headers_only(LLAMA)).plan.problems
 
 
 # --- with no mesh named: every common mesh, for every model that MaxText has ------------------------------------------
