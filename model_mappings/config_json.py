@@ -21,6 +21,7 @@ from weightbeam.model_mappings.meant import did_you_mean
 from weightbeam.model_mappings.registry import FAMILIES
 
 DTYPE = "bfloat16"
+LLAMA_ROPE = "llama3.1"  # a rope_type, and how the names begin under which MaxText takes it whatever is said
 # Fields whose default in transformers' class is another (v5.23.0): that a model has none has to be said.
 LATENT = {"q_lora_rank": None, "first_k_dense_replace": 0}
 NONES: Mapping[str, Mapping[str, Any]] = {
@@ -83,7 +84,7 @@ def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     longest, trained = "max_position_embeddings", given.get("max_target_length")
     if type(trained) is int and trained > 0 and keys[longest] == base()[longest] and is_idle(longest, keys):
         keys[longest] = trained  # base.yml's own number is of no model
-    rope = "llama3.1" if str(run_as(str(name))).startswith("llama3.1") else str(keys["rope_type"]).lower()
+    rope = LLAMA_ROPE if str(run_as(str(name))).startswith(LLAMA_ROPE) else str(keys["rope_type"]).lower()
     return keys | {"rope_type": rope}
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from weightbeam.formats.storage import read_named
 from weightbeam.formats.storage.strict_yaml import StrictLoader, parse_yaml
-from weightbeam.model_mappings.config_json import clean, is_dump, is_none
+from weightbeam.model_mappings.config_json import LLAMA_ROPE, clean, is_dump, is_none
 from weightbeam.model_mappings.maxtext_models import base, own_name, said_by
 from weightbeam.pipelines.terminal.errors import Refused
 
@@ -20,7 +20,6 @@ LOG = logging.getLogger("weightbeam")
 # bases of MaxText's own that say nothing of a model, but for base.yml, which is known
 OWN_BASES = re.compile(r"(.*/)?(base\.yml|(inference|post_train)/(?!sft-vision)[^/]+\.yml)")
 OF_RUNS = ("run_name", "steps", "per_device_batch_size", "base_output_directory")  # keys that no model's file has
-BY_NAME = "llama3.1"  # src/maxtext/layers/attentions.py, `init_rotary_embedding`, e591f30
 MAX_BASES = 16  # files of which each is the base of the one before; MaxText has two
 
 
@@ -78,8 +77,8 @@ def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
     known = said_by(name)
     if is_models and known is None:
         raise Refused(
-            f"{option}={file}: doesn't say its model_name, and MaxText gives models whose names begin with {BY_NAME} another "
-            f"rotary embedding; name one of MaxText's models in the file, such as model_name: {BY_NAME}-8b, or call the file otherwise"
+            f"{option}={file}: doesn't say its model_name, and MaxText gives models whose names begin with {LLAMA_ROPE} another "
+            f"rotary embedding; name one of MaxText's models in the file, such as model_name: {LLAMA_ROPE}-8b, or call the file otherwise"
         )
     instead = {key: base().get(key) for key in known or ()}
     if is_models:
@@ -104,7 +103,7 @@ def _is_models_own(name: str, given: Mapping[str, Any]) -> bool:
     gives Llama 3.1's rotary embedding by its name.
     """
     is_run = any(given.get(key) for key in ("model_name", "base_config")) or not given.keys().isdisjoint(OF_RUNS)
-    by_name = name.startswith(BY_NAME) and given.get("rope_type") != BY_NAME
+    by_name = name.startswith(LLAMA_ROPE) and given.get("rope_type") != LLAMA_ROPE
     return not is_run and (said_by(name) is not None or by_name)
 
 
