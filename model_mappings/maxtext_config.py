@@ -217,7 +217,7 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Model
     if naming.model is None:
         notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")
     keys = reading.keys | layout_keys(layout, family)
-    limits = (*reading.limits, *_fractions(keys), *_looking_ahead(lines, config))
+    limits = (*reading.limits, *_fractions(keys), *_looking_ahead(lines, config), *_beyond_norms(layout))
     return MaxTextConfig(run_as(named), keys, limits, tuple(notes), tuple(unknown_fields(lines, config)))
 
 
@@ -234,6 +234,12 @@ def _looking_ahead(lines: Iterable[Line], config: Config) -> Iterator[str]:
         for field, ahead in (("is_causal", (False,)), ("use_bidirectional_attention", (True, "all"))):
             if about.get(field) in ahead:
                 yield f"{field} is {about[field]!r}: MaxText's layers look at earlier tokens alone; logits differ. There is no way round"
+
+
+def _beyond_norms(layout: Layout) -> Iterator[str]:
+    """Flax (0.12.8, flax/core/axes_scan.py) asserts that each array has the axis on which layers are stacked."""
+    if layout.scan and layout.scan_axis > 1:
+        yield f"param_scan_axis is {layout.scan_axis}: Flax can't stack norms, whose scales have one axis, on another than 0 or 1; MaxText can't make the model. Take 0 or 1"
 
 
 def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | None:

@@ -1,4 +1,4 @@
-"""Tables and texts for people: fitted to a terminal's width, one line a row in a pipe, HTML in a notebook."""
+"""Tables and texts for people: fitted to a terminal's width, a line a row in a pipe, HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -105,13 +105,9 @@ class Table:
         return same
 
     def lines(self, width: int | None = None, bold: bool = False) -> Iterator[str]:
-        """The table as text: at most `width` columns wide where that can be done; without a width one line a row, and
-        no padding.
-        """
+        """The table as text: at most `width` columns wide where that can be done; without a width a line a row."""
+        width = sys.maxsize if width is None else width
         headed = [self.headings] if any(self.headings) else []
-        if width is None:
-            yield from ((" " * GAP).join(cells).rstrip() for cells in [*headed, *self.rows])
-            return
         rows: list[tuple[str, ...] | str] = list(self.rows)
         columns = list(range(len(self.headings)))
         for column in (*self._spare, None):
@@ -124,9 +120,10 @@ class Table:
                     rows = shortened
             if column is not None and self._width(rows, columns) > width:
                 columns.remove(column)
+        widths = self._widths(rows, columns)
         for row in [*headed, *rows]:
             yield from (
-                [row] if isinstance(row, str) else self._row(row, rows, columns, width, bold and row is self.headings)
+                [row] if isinstance(row, str) else self._row(row, widths, columns, width, bold and row is self.headings)
             )
         if left := [heading for column, heading in enumerate(self.headings) if column not in columns]:
             yield from _wrap(f"(no room for {', '.join(left)}: a wider terminal, or a pipe, shows more)", width)
@@ -157,12 +154,11 @@ class Table:
     def _row(
         self,
         row: tuple[str, ...],
-        rows: Iterable[tuple[str, ...] | str],
+        widths: Sequence[int],
         columns: Sequence[int],
         width: int,
         bold: bool,
     ) -> Iterator[str]:
-        widths = self._widths(rows, columns)
         room = max(width - sum(widths[:-1]) - GAP * (len(columns) - 1), NARROWEST // 2)
         *first, last = columns
         cells = [row[c].rjust(w) if self._right[c] else row[c].ljust(w) for c, w in zip(first, widths, strict=False)]

@@ -105,7 +105,7 @@ def test_what_no_release_has_is_said_at_the_start(
     assert "--like RELEASE takes them" in said
     assert "--multimodal false" not in said  # Qwen 3 VL's language model has no class of its own
     assert call("export", tmp_path / "ckpt", tmp_path / "x", "--dry_run", "--multimodal", "true") == 0
-    assert f"taken  57 tensors of {source}" in lines().out  # the release that it was made of is still there
+    assert f"taken    57 tensors of {source}" in lines().out  # the release that it was made of is still there
     shutil.rmtree(source)
     for options, message in (
         (("--multimodal", "true"), "--multimodal: the checkpoint has no towers, and no release is named that has them"),

@@ -577,8 +577,9 @@ def test_patterns_that_match_nothing(
     watch.set(models=["acme/*", "acme/tinny*", "nobody/*"], licenses=[])
     assert watch.once() == 0
     said = capsys.readouterr()
+    waiting = [line.split(maxsplit=2) for line in said.out.splitlines() if " waiting " in line]
+    assert waiting == [[each, "waiting", "no model of the hub matches it"] for each in ("acme/tinny*", "nobody/*")]
     for pattern in ("acme/tinny*", "nobody/*"):
-        assert f"{pattern}      waiting  no model of the hub matches it" in said.out
         assert f"{pattern}: no model of the hub matches it" in said.err
     assert said.err.count("matches it") == said.out.count("matches it") == 2
 
