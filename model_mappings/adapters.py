@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from weightbeam.model_mappings.axes import Axes
+from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import Rule, Stack
 
@@ -82,6 +83,18 @@ def factor_rules(rule: Rule) -> tuple[Rule, Rule]:
     return (
         dataclasses.replace(plain, target=f"{rule.target}_lora_a/value", source=name_of(rule, "a"), axes=a, ops=()),
         dataclasses.replace(plain, target=f"{rule.target}_lora_b/value", source=name_of(rule, "b"), axes=b),
+    )
+
+
+def adapter_family(family: Family, stacks: Sequence[Stack], rank: int) -> Family:
+    """The family of adapters of this rank, whose table these stacks are in every version of MaxText."""
+    return dataclasses.replace(
+        family,
+        dims=lambda config, layout: {**family.dims(config, layout), RANK: rank},
+        stacks=lambda config, layout: [*stacks],
+        earlier={},
+        drops=lambda config, layout: {},
+        aliases={},
     )
 
 

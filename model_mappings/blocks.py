@@ -189,7 +189,7 @@ def check_whole(c: Config, layout: Layout, cycle: int) -> None:
     n = c.size("num_hidden_layers")
     if layout.scan and n % cycle:
         raise ConfigError(
-            f"config.json: {n} layers, but MaxText scans this model in cycles of {cycle}; convert --scan_layers false has no such bound"
+            f"config.json: {n} layers, but MaxText scans this model in cycles of {cycle}; --scan_layers false has no such bound"
         )
 
 

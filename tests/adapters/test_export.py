@@ -81,16 +81,17 @@ def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("model", "module"),
+    ("model", "module", "version"),
     [
-        ("cases/gemma4-dense", r"model\.language_model\.layers\.\d+\.self_attn\.[qo]_proj"),
-        ("models/gemma4-text", r"model\.layers\.\d+\.self_attn\.[qo]_proj"),
-        ("models/llama4", r"language_model\.model\.layers\.\d+\.self_attn\.[qo]_proj"),
-        ("models/deepseek_v4", r"model\.layers\.\d+\.self_attn\.(q_a|kv)_proj"),
+        ("cases/gemma4-dense", r"model\.language_model\.layers\.\d+\.self_attn\.[qo]_proj", "0.2.5"),
+        ("models/gemma4-text", r"model\.layers\.\d+\.self_attn\.[qo]_proj", "0.2.5"),
+        ("models/llama4", r"language_model\.model\.layers\.\d+\.self_attn\.[qo]_proj", "0.2.5"),
+        ("models/deepseek_v4", r"model\.layers\.\d+\.self_attn\.(q_a|kv)_proj", "0.2.5"),
+        ("models/deepseek_v4", r"model\.layers\.\d+\.self_attn\.(q_a|kv)_proj", "e591f30"),  # another table's model
     ],
 )
 def test_the_names_are_those_of_the_model_that_is_loaded(
-    generated: Path, tmp_path: Path, model: str, module: str
+    generated: Path, tmp_path: Path, model: str, module: str, version: str
 ) -> None:
     """Whatever the table and the files say; with a tower, whose modules have the same last words, none but the text
     model's is a target.
@@ -101,7 +102,7 @@ def test_the_names_are_those_of_the_model_that_is_loaded(
     assert shapes
     adapter, factors = peft_adapter(tmp_path / "adapter", shapes)
     options = ("--lora", adapter, "--adapter_only", "true", "--save_dtype", "float32", "--scan_layers", "false")
-    made = convert(source, tmp_path / "ckpt", *map(str, options))
+    made = convert(source, tmp_path / "ckpt", "--maxtext", version, *map(str, options))
     assert call("export", made, tmp_path / "back", "--like", source) == 0
     assert_same_bits(read_file(tmp_path / "back" / "adapter_model.safetensors"), factors)
     tokens = torch.arange(4, 14)[None]

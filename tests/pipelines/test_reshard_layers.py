@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from pairs import each, some
 from support import (
     LLAMA,
@@ -230,6 +231,21 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: lis
     reshard(tmp_path / "ckpt", tmp_path / "out", *layers, status=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_maxtext_cant_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tree may be asked for as it is; stacked, its cycles aren't whole."""
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=40, vocab_size=97)
+    config = transformers.Olmo3Config(**sizes, num_hidden_layers=3, sliding_window=4)
+    transformers.Olmo3ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    step = convert(tmp_path / "hf", tmp_path / "ckpt", "--scan_layers", "false")
+    assert_same_bits(restore(reshard(step, tmp_path / "same", "--scan_layers", "false")), restore(step))
+    for layers in ([], ["--layers", "0:2"]):
+        capsys.readouterr()
+        reshard(step, tmp_path / "out", "--scan_layers", "true", *layers, status=2)
+        said = capsys.readouterr().err
+        assert f"option: --{'layers' if layers else 'scan_layers'}: config.json:" in said
+        assert "MaxText scans this model in cycles of 4; --scan_layers false has no such bound" in said
 
 
 @needs_shared

@@ -8,7 +8,7 @@ from typing import Any
 
 from weightbeam.formats.adapters.config import is_alpha
 from weightbeam.formats.orbax.source import OrbaxArray, OrbaxCheckpoint
-from weightbeam.model_mappings.adapters import RANK, adapter_table
+from weightbeam.model_mappings.adapters import adapter_family, adapter_table
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
@@ -168,9 +168,7 @@ def _parts(
             if rule.source and not rule.name_axes and f"{key_of(path)}_lora_a" in weights:
                 adapted |= {(stack.source + rule.source).format(layer=layer) for _, layer in stack.places}
     table = adapter_table(stacks, adapted)
-    own = dataclasses.replace(
-        family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks, earlier={}
-    )
+    own = adapter_family(family, table.stacks, rank)
     shapes = dict.fromkeys(table.factors, ())
     found = {
         key_of(path).removesuffix(".value"): parts[0]

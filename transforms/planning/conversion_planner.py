@@ -34,7 +34,7 @@ from weightbeam.formats.encodings import Encoding, Overhead, stored_bytes
 from weightbeam.formats.orbax.zarr import ArraySpec
 from weightbeam.formats.release.source import SAMPLE_BYTES, ReleaseTensors, open_source
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.adapters import RANK
+from weightbeam.model_mappings.adapters import adapter_family
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.blocks import TIED_HEAD
 from weightbeam.model_mappings.boxes import Box
@@ -141,7 +141,8 @@ def plan_conversion(
         if options.adapter_only:
             table = family.table(config, layout)
             folding = fold(source.encodings, adapters, family.aliases, model_type, table, ties, checkpoint.cut)
-            family, source = _adapter_family(family, folding), ReleaseTensors(folding.encodings, folding.problems)
+            family = adapter_family(family, folding.stacks, folding.rank)
+            source = ReleaseTensors(folding.encodings, folding.problems)
         stored = source
         merged = () if folding else adapters
         merging = merge(source.encodings, merged, family.aliases, model_type, ties, source.lost, checkpoint.cut)
@@ -346,17 +347,6 @@ def _cut(
     except UnitBytesError as e:
         return _Grids(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
     return _Grids(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
-
-
-def _adapter_family(family: Family, folding: Folding) -> Family:
-    """A family whose table is that of an adapter."""
-    return dataclasses.replace(
-        family,
-        dims=lambda config, layout: {**family.dims(config, layout), RANK: folding.rank},
-        stacks=lambda config, layout: folding.stacks,
-        drops=lambda config, layout: {},
-        aliases={},
-    )
 
 
 def _check_options(options: ConvertOptions, family: Family) -> Iterator[Problem]:

@@ -49,6 +49,8 @@ def make_tree(
         return _keep_unknown(options, old, asked, model, taken, found)
     wanted, version = asked.or_else(found.own), options.maxtext or found.version
     layouts = dataclasses.replace(found, wanted=wanted, version=version, taken=taken)
+    if why := layouts.why_none:
+        return NewTree(kind=old.kind), [Problem("option", moving_option(taken, found.own, wanted), why)]
     repeats = layouts.repeats() if old.is_bare else {}
     is_moving = layouts.is_other or bool(repeats and layouts.lacks_repeats())
     if problems := layouts.check(old, asked, is_moving):

@@ -192,6 +192,15 @@ class TreeLayouts:
         return expand(self.family, *self.new)
 
     @property
+    def why_none(self) -> str:
+        """Why MaxText has no such layout of the model, such as layers that it can't scan; empty if it has."""
+        try:
+            _ = self.new_parts
+        except ConfigError as e:
+            return str(e)
+        return ""
+
+    @property
     def new_stacks(self) -> Stacks:
         """The new model's stacks, by the numbers of the old one's layers."""
         config, layout = self.new
@@ -241,7 +250,11 @@ class TreeLayouts:
         """The weights that are stacked in a tree that counts as unscanned, since others of its layers stand apart."""
         if self.own.scan is not False or "scanned" not in self.family.layouts:
             return []
-        scanned, unscanned = self.stacks(Stacking(True, self.own.axis)), self.stacks(Stacking(False, None))
+        try:
+            scanned = self.stacks(Stacking(True, self.own.axis))
+        except ConfigError:  # MaxText can't scan a model with so many layers
+            return []
+        unscanned = self.stacks(Stacking(False, None))
         keys = {stored.key for stored in self.weights.values()}
         paths = [path for path, held in old.arrays.items() if held.key in keys]
         message = "it is stacked, though other layers of the checkpoint stand apart; leave the layout as it is, or make the tree anew"
