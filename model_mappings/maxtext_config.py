@@ -239,7 +239,10 @@ def _looking_ahead(lines: Iterable[Line], config: Config) -> Iterator[str]:
 def _beyond_norms(layout: Layout) -> Iterator[str]:
     """Flax (0.12.8, flax/core/axes_scan.py) asserts that each array has the axis on which layers are stacked."""
     if layout.scan and layout.scan_axis > 1:
-        yield f"param_scan_axis is {layout.scan_axis}: Flax can't stack norms, whose scales have one axis, on another than 0 or 1; MaxText can't make the model. Take 0 or 1"
+        yield (
+            f"param_scan_axis is {layout.scan_axis}: Flax can't stack norms, whose scales have one axis, on another than 0 or 1; "
+            "MaxText can't make the model. Take 0 or 1"
+        )
 
 
 def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | None:

@@ -27,9 +27,11 @@ from weightbeam.formats.storage.store import (
     LeadsOutError,
     StorageError,
     Store,
+    branch_of,
     is_hub,
     read_whole,
     reason,
+    repo_of,
     stretches,
 )
 from weightbeam.formats.text.endpoint import EndpointError, check_endpoint
@@ -37,7 +39,7 @@ from weightbeam.model_mappings import entry_points
 
 __all__ = [
     "HUB", "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
-    "create_file", "drop_pages", "is_hub", "open_store", "read_named", "read_whole", "reason", "store_and_name", "store_to_write",
+    "branch_of", "create_file", "drop_pages", "is_hub", "open_store", "read_named", "read_whole", "reason", "repo_of", "store_and_name", "store_to_write",
     "stretches", "sync_folder", "write_file",
 ]  # fmt: skip
 

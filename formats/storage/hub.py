@@ -54,7 +54,7 @@ from weightbeam.formats.storage.store import (
     reason,
 )
 from weightbeam.formats.storage.token import token
-from weightbeam.formats.text.printable import without_user
+from weightbeam.formats.text.printable import printable, without_user
 
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -73,6 +73,7 @@ DESCRIBED = 1000  # files that a description of a repository lists for certain
 PORTS = {"http": 80, "https": 443}
 OURS = "weightbeam"  # as the hub's client names us in each request
 MAX_PAGES = 10_000  # of one list of the hub's: a longer one never ends
+MAX_SAID = 300  # characters of what it says of an error
 MAX_ANSWER = 32 << 20  # bytes of one answer; what the hub says of 10,000 files has 5 MB
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -643,17 +644,17 @@ def hub_errors(where: object, repo: str, writing: bool = False) -> Iterator[None
 
 def _explain(error: Exception, repo: str, writing: bool) -> str:
     """What to say of an error of the hub's client."""
-    if denied := _explain_denial(error, repo, writing):
-        return denied
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
         error = error.__cause__
+    if denied := _explain_denial(error, repo, writing):
+        return denied
     if (answer := getattr(error, "response", None)) is not None:
-        return answered(answer)
+        return answered(answer) + (f": {said}" if (said := _own_words(error)) else "")
     is_ours = writing or isinstance(error, HFValidationError)  # a model card, a file, a name
     if isinstance(error, NO_ANSWER) or (isinstance(error, ValueError) and not is_ours):
         return no_answer(error)
     if isinstance(error, ValueError):
-        return str(error).partition("\n")[0] or "refused"
+        return _one_line(str(error)) or "refused"
     if isinstance(error, OSError):  # a file of ours, such as one that someone removed
         return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
     why = str(error) if isinstance(error, httpx2.TransportError) else ""
@@ -661,6 +662,17 @@ def _explain(error: Exception, repo: str, writing: bool) -> str:
     if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
         message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
     return message
+
+
+def _own_words(error: Exception) -> str:
+    """The hub's own reason, such as that a limit is reached; empty where it says none."""
+    said = _one_line(getattr(error, "server_message", None) or "")
+    return "" if said.startswith("<") else said  # a store's XML
+
+
+def _one_line(text: str) -> str:
+    """What a client or a hub says, in one line, without what a signed address ends with."""
+    return printable(re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", " ".join(text.split())), MAX_SAID)
 
 
 def _explain_denial(error: Exception, repo: str, writing: bool) -> str:
@@ -673,10 +685,13 @@ def _explain_denial(error: Exception, repo: str, writing: bool) -> str:
         return "HF_TOKEN isn't set; publishing needs a token that may write there"
     if writing and (status == 403 or is_missing):
         also = "; or somebody has just deleted or renamed the repository" if is_missing else ""  # answered the same
-        return (
-            "the token that is set may not write there; it needs the role `write`, and its owner access to "
-            f"{repo.partition('/')[0]}{also}"
+        said = _own_words(error)
+        why = (
+            f"the hub doesn't let us write there: {said}; if that is about the token, it"
+            if said
+            else "the token that is set may not write there; it"
         )
+        return f"{why} needs the role `write`, and its owner access to {repo.partition('/')[0]}{also}"
     if isinstance(error, GatedRepoError):
         todo = (
             "the token that is set has no access yet: is it of that account, and the request granted?"

@@ -32,6 +32,19 @@ def is_hub(place: object) -> bool:
     return str(place).startswith(HUB)
 
 
+def repo_of(url: str) -> tuple[str, str]:
+    """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
+    if not is_hub(url):
+        return url, ""
+    repo, _, revision = url.removeprefix(HUB).partition("@")
+    return repo, revision
+
+
+def branch_of(revision: str) -> str:
+    """The branch that a revision names, if it names one: `main` where nothing is named."""
+    return revision.removeprefix("refs/heads/") or "main"
+
+
 class StorageError(OSError):
     """Something can't be read or written, or isn't what it was; the message is for the user."""
 

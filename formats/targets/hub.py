@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,18 +25,30 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from weightbeam.formats.release.card import WRITTEN
 from weightbeam.formats.release.files import CARD, role_of
-from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.hub import DOTS, api, describe, hub_errors, name_now, retried, told_endpoint
+from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage.hub import (
+    DOTS,
+    NoRepositoryError,
+    api,
+    describe,
+    hub_errors,
+    name_now,
+    retried,
+    told_endpoint,
+)
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.storage.uninterrupted import uninterrupted
-from weightbeam.formats.targets.published import WEIGHTS
+from weightbeam.formats.targets.published import WEIGHTS, record_of
 from weightbeam.formats.text.printable import without_user
 
+LOG = logging.getLogger("weightbeam")
 # what Weightbeam says of another model
 OURS = re.compile(r"(weightbeam|run|changes)\.json|changes\.png|maxtext\.yml")
+MERGED = re.compile(r" \(#(\d+)\)\Z")  # ends the title of the commit that a pull request was merged as
 IGNORED = "# nothing\n"  # in place of the repository's own .gitignore, which would leave files out of a commit
 PRECONDITION_FAILED = 412  # the parent isn't the head any more
 
@@ -101,14 +115,16 @@ class _Head:
       files: the hash of each file, by name.
       published: the commit that published this very result, where one did.
       before: the hashes of the files in that one, or in the last that published an earlier one.
-      is_first: its last commit is the repository's first.
     """
 
     commit: str
     files: Mapping[str, str]
     published: str | None
     before: Mapping[str, str]
-    is_first: bool
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of its files that aren't as one of ours published them, or whose hash is unknown."""
+        return [name for name in sorted(names) if not self.files[name] or self.files[name] != self.before.get(name)]
 
 
 def check_address(url: str) -> HubAddress:
@@ -197,6 +213,23 @@ def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
     return sorted(others)
 
 
+def is_card_ours(url: str) -> bool:
+    """Whether a branch's card is as it was written, by the record beside it, or there is none.
+
+    Raises:
+      StorageError: the hub can't be asked.
+    """
+    try:
+        there = open_store(url)
+        card = there.read(CARD)
+    except (FileNotFoundError, NoRepositoryError):
+        return True
+    files = record_of(there).get("files")
+    if isinstance(files, dict) and CARD in files:
+        return hashlib.sha256(card).hexdigest() == files[CARD]
+    return WRITTEN.search(card.decode(errors="replace")) is not None
+
+
 def publish(
     url: str,
     title: str,
@@ -236,9 +269,10 @@ def publish(
     if not any(isinstance(data, Path) for data in files.values()):
         raise StorageError(f"{target}: there are no weights in what should be published, and so nothing is")
     with branch.errors(), _without_bars():
-        found = branch.find()
-        head = branch.read_head(found or branch.create(), earlier)
-        is_new = found is None and head.is_first
+        found, start = branch.find(), None
+        if found is None:
+            found, start = branch.create()
+        head = branch.read_head(found, earlier)
         if made := branch.published_before(head, files, create_pr):
             return made
         # the large files are hashed here
@@ -249,7 +283,7 @@ def publish(
             removed or replaced or files.keys() - head.files.keys()
         ):  # the client would name whatever is last by then
             return Published(*branch.commit_at(head.commit), kept=kept)
-        if not (overwrite or create_pr or is_new):
+        if not (overwrite or create_pr or head.commit == start):
             _refuse_others(target, head, removed + replaced)
         additions = [add for name, add in adds.items() if name not in kept]
         send = functools.partial(
@@ -257,6 +291,10 @@ def publish(
         )
         with StoppablePool(1) as pool:
             pool.submit(send, create_pr=create_pr, gitignore_content=IGNORED).result()
+        if ignored := [add.path_in_repo for add in additions if add._should_ignore]:
+            raise StorageError(
+                f"{target}: the hub leaves {', '.join(ignored)} out of commits, and so nothing is published"
+            )
         if not is_wanted():
             return None
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
@@ -293,16 +331,17 @@ class _Branch:
             return describe(self.hub, self.repo, self.target.branch)
         return None
 
-    def create(self) -> ModelInfo:
+    def create(self) -> tuple[ModelInfo, str | None]:
         """Makes the repository and the branch, which begins where `main` did: before any model, as a rule, so that a command
-        that is stopped here leaves nothing which the next one would have to replace.
+        that is stopped here leaves nothing which the next one would have to replace. Returns the branch, and the commit
+        at which another than `main` began.
         """
-        repo = name_now(self.repo)  # under a former name another one would be made
+        repo, start = name_now(self.repo), None  # under a former name another one would be made
         retried(self.hub.create_repo)(repo, private=True, exist_ok=True)
         if self.target.branch != "main":
             start = self.history("main")[-1].commit_id
             retried(self.hub.create_branch)(repo, branch=self.target.branch, revision=start, exist_ok=True)
-        return describe(self.hub, self.repo, self.target.branch)
+        return describe(self.hub, self.repo, self.target.branch), start
 
     def history(self, revision: str | None) -> list[GitCommitInfo]:
         """The commits of a revision, the last one first."""
@@ -311,10 +350,19 @@ class _Branch:
     def read_head(self, found: ModelInfo, earlier: re.Pattern[str] | None = None) -> _Head:
         """A branch's last commit, and what came before it; no commit is ours without a title."""
         history = self.history(found.sha)
-        made = next((each.commit_id for each in history if self.title and _is_titled(each.title, self.title)), None)
-        ours = made or next((each.commit_id for each in history if earlier and earlier.fullmatch(each.title)), None)
-        before = self.tree(ours) if ours else {}
-        return _Head(found.sha or "", _hashes(found), made, before, is_first=len(history) == 1)
+        made = next((each for each in history if self.title and _is_titled(each.title, self.title)), None)
+        ours = made or next((each for each in history if earlier and earlier.fullmatch(each.title)), None)
+        before = self.tree(self._as_proposed(ours)) if ours else {}
+        return _Head(found.sha or "", _hashes(found), made and made.commit_id, before)
+
+    def _as_proposed(self, commit: GitCommitInfo) -> str:
+        """Our own commit, where this one is what a pull request was merged as: others may have committed to that, too."""
+        if number := MERGED.search(commit.title):
+            title = commit.title[: number.start()]
+            with contextlib.suppress(RevisionNotFoundError):  # of a copy of the repository
+                proposed = self.history(f"refs/pr/{number[1]}")
+                return next((each.commit_id for each in proposed if each.title == title), commit.commit_id)
+        return commit.commit_id
 
     def tree(self, commit: str) -> dict[str, str]:
         """The hash of each file at a commit."""
@@ -324,10 +372,17 @@ class _Branch:
         """What published this very result, if something did and it is all there; else an open pull request of it: the first,
         while those are closed that a hub opened long after it gave no answer.
         """
-        if head.published == head.commit and files.keys() <= head.files.keys():
+        is_all_there = files.keys() <= head.files.keys()
+        if head.published == head.commit and is_all_there and not head.changed(files.keys() - {CARD}):
             return Published(*self.commit_at(head.commit))
-        first = retried(self._only_pull)() if create_pr else None
-        return Published(*self._pull_at(first)) if first else None
+        if not (create_pr and (first := retried(self._only_pull)())):
+            return None
+        made = Published(*self._pull_at(first))
+        if self.history(made.url.rpartition("@")[2])[0].title != self.title:
+            LOG.warning(
+                "%s: others have committed to this pull request since; verify finds what they changed", made.page
+            )
+        return made
 
     def commit_at(self, commit: str) -> tuple[str, str]:
         """A commit's address, and its page."""
@@ -428,7 +483,7 @@ class _Branch:
 
 def _is_titled(found: str, title: str) -> bool:
     """Whether a commit has this title; that of a pull request which was merged ends with its number."""
-    return re.fullmatch(rf"{re.escape(title)}( \(#\d+\))?", found) is not None
+    return MERGED.sub("", found) == title or found == title
 
 
 def _hashes(found: ModelInfo) -> dict[str, str]:
@@ -470,8 +525,7 @@ def _refuse_others(target: HubAddress, head: _Head, changed: Iterable[str], ways
     """Raises OthersError, with the ways out that there are, where something would go that this result hasn't published
     before, or whose hash is unknown.
     """
-    others = [name for name in sorted(changed) if not head.files[name] or head.files[name] != head.before.get(name)]
-    if others:
+    if others := head.changed(changed):
         raise OthersError(f"{target}: holds what isn't of this release: {', '.join(others)}{ways}")
 
 

@@ -10,8 +10,8 @@ from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.release.card import model_card
 from weightbeam.formats.release.files import CARD
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
-from weightbeam.formats.storage import is_hub
-from weightbeam.pipelines.commands.releases import Released, card_address, repo_of
+from weightbeam.formats.storage import is_hub, repo_of
+from weightbeam.pipelines.commands.releases import Released, card_address
 from weightbeam.transforms.planning.adapter_export import AdapterExport
 
 

@@ -17,7 +17,7 @@ from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.safetensors import HfCheckpoint, Tensor
-from weightbeam.formats.storage import HUB, StorageError, is_hub
+from weightbeam.formats.storage import StorageError, branch_of, is_hub, repo_of
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
@@ -245,14 +245,6 @@ def slots_for(asked: ReleaseOptions, beam: Sequence[str], source: str, output: s
     return slots_of_release(local, slots) if resume and local else slots
 
 
-def repo_of(url: str) -> tuple[str, str]:
-    """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
-    if not is_hub(url):
-        return url, ""
-    repo, _, revision = url.removeprefix(HUB).partition("@")
-    return repo, revision
-
-
 def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> None:
     """Makes sure that a release isn't made of the branch of the hub that it goes to: the same command, after a stop or a lost
     answer, would be carried out on its own result. A commit stays, and a pull request moves no branch.
@@ -271,9 +263,10 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     from weightbeam.formats.storage.hub import name_now
 
     (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output))
-    of, to = (name.removeprefix("refs/heads/") or "main" for name in (revision, branch))
     with refusing(StorageError):
-        is_same = of == to and (repo.lower() == target.lower() or name_now(repo) == name_now(target))
+        is_same = branch_of(revision) == branch_of(branch) and (
+            repo.lower() == target.lower() or name_now(repo) == name_now(target)
+        )
     if is_same:
         raise Refused(
             f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "

@@ -17,7 +17,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.uninterrupted import PUBLISHED
-from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, publish
+from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, is_card_ours, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.formats.targets.release_place import ReleaseFolder
@@ -69,7 +69,15 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
     """Publishes the release that lies in the cache, whose place is this command's alone, and removes it there."""
     try:
         files = {**target.texts, **place.made(target.files)}
-        made = publish(output, title, files, overwrite=how.overwrite, create_pr=how.create_pr, is_wanted=place.is_held)
+        made = publish(
+            output,
+            title,
+            files,
+            overwrite=how.overwrite,
+            create_pr=how.create_pr,
+            replace_card=(how.overwrite or how.create_pr) and is_card_ours(output),
+            is_wanted=place.is_held,
+        )
     except OthersError as e:  # who came meanwhile
         left = f"The release is in {place.final}; the same command publishes it with --overwrite or --create_pr. If it should go elsewhere, delete that folder."
         raise Failed(f"  {reason(e)}\n{left}") from e

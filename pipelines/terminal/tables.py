@@ -152,12 +152,7 @@ class Table:
         return sum(self._widths(rows, columns)) + GAP * (len(columns) - 1)
 
     def _row(
-        self,
-        row: tuple[str, ...],
-        widths: Sequence[int],
-        columns: Sequence[int],
-        width: int,
-        bold: bool,
+        self, row: tuple[str, ...], widths: Sequence[int], columns: Sequence[int], width: int, bold: bool
     ) -> Iterator[str]:
         room = max(width - sum(widths[:-1]) - GAP * (len(columns) - 1), NARROWEST // 2)
         *first, last = columns

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from weightbeam.formats.orbax import is_checkpoint
 from weightbeam.formats.orbax import others_in as others_in_checkpoint
-from weightbeam.formats.release.card import WRITTEN
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import (
     File,
@@ -51,9 +49,10 @@ from weightbeam.formats.targets.hub import (
     changed_since,
     check_free,
     check_target,
+    is_card_ours,
     publish,
 )
-from weightbeam.formats.targets.published import changed_in, missing_in, others_in, record_of, replaced_in, whole_files
+from weightbeam.formats.targets.published import changed_in, missing_in, others_in, replaced_in, whole_files
 from weightbeam.formats.text.printable import listed
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.records import NOTE, DamagedRecordError
@@ -430,22 +429,10 @@ class HubPlace(Place):
             title,
             files,
             create_pr=self._create_pr,
-            replace_card=self._is_card_ours(HubAddress.parse(url).branch),
+            replace_card=is_card_ours(url),
             earlier=TITLE,
             is_wanted=is_ours,
         )
-
-    def _is_card_ours(self, branch: str) -> bool:
-        """Whether a branch's card is as it was written, by the record beside it, or there is none."""
-        try:
-            there = open_store(f"hf://{self._repo}@{branch}")
-            card = there.read(CARD)
-        except (FileNotFoundError, NoRepositoryError):
-            return True
-        files = record_of(there).get("files")
-        if isinstance(files, dict) and CARD in files:
-            return hashlib.sha256(card).hexdigest() == files[CARD]
-        return WRITTEN.search(card.decode(errors="replace")) is not None
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:
         return changed_since(url, title, TITLE)

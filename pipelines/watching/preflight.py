@@ -12,7 +12,7 @@ from pathlib import Path
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.release.files import has_weights
-from weightbeam.formats.storage import HUB, StorageError, Store, is_hub, open_store, reason
+from weightbeam.formats.storage import HUB, StorageError, Store, branch_of, is_hub, open_store, reason, repo_of
 from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
@@ -106,7 +106,10 @@ def _missing(urls: Sequence[str]) -> list[Path]:
 
 
 def _real(url: str) -> str:
-    """Where something lies, by whatever link it is named."""
+    """Where something lies, by whatever link it is named, or by whichever name of a branch."""
+    if is_hub(url):
+        repo, revision = repo_of(url.rstrip("/"))
+        return f"{HUB}{repo.lower()}@{branch_of(revision)}".removesuffix("@main")
     return url if "://" in url else os.path.realpath(url)
 
 
@@ -173,7 +176,7 @@ def _find_no_run(store: Store) -> list[str]:
 def _warn_of_downloads(likes: Iterable[str]) -> None:
     """Says which releases are fetched for each step, and how that is spared; nothing where the hub doesn't answer."""
     for like in likes:
-        nbytes, (name, _, revision) = 0, like.removeprefix(HUB).partition("@")
+        nbytes, (name, revision) = 0, repo_of(like)
         with contextlib.suppress(OSError):
             if is_hub(like) and isinstance(release := open_store(like), Repository):
                 nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))

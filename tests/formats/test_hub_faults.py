@@ -16,13 +16,14 @@ from huggingface_hub.utils import _http, close_session
 from safetensors.numpy import load_file
 from servers.clients import TOKEN, at_quick_hub
 from servers.hub import FakeHub
+from servers.repository import Blob
 from servers.server import Call, Reply, Server, json_reply
 from support import call, files_of, make_release
 
 from weightbeam.formats.storage import LocalFolder, StorageError, open_store
 from weightbeam.formats.storage import hub as store
 from weightbeam.formats.targets import hub as publishing
-from weightbeam.formats.targets.hub import Published, check_target, find_published, publish
+from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, publish
 from weightbeam.formats.targets.published import whole_files
 from weightbeam.pipelines.watching.releases import find_models, find_release
 
@@ -460,6 +461,27 @@ def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, fil
     publish(URL, "another", {**files, "config.json": b"{}"}, overwrite=True)
     assert find_published(URL, TITLE, files, **how) is None
     assert attempt(files, **how).page.endswith("/discussions/2")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_pull_request_that_others_have_committed_to(
+    hub: FakeHub, files: dict[str, bytes | Path], is_merged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said of one that is open; what was merged isn't this result, and isn't ours to replace."""
+    publish(URL, TITLE, files, create_pr=True)
+    repository = hub.repositories[REPO]
+    changed = repository.prepare({"config.json": Blob(b"{}", lfs=False)}, "", "theirs", hub._now(), repository.pulls[0])
+    repository.pulls[0], repository.titles[1] = changed, TITLE
+    if is_merged:
+        repository.commit(dict(changed.files), "main", f"{TITLE} (#1)", hub._now())
+        repository.statuses[1] = "merged"
+        assert find_published(URL, TITLE, files, create_pr=True) is None
+        with pytest.raises(OthersError, match=r"isn't of this release: config\.json$"):
+            publish(URL, TITLE, files)
+        assert attempt(files, create_pr=True).page.endswith("/discussions/2")  # type: ignore[union-attr]
+    else:
+        assert attempt(files, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
+        assert "others have committed to this pull request since" in caplog.text
 
 
 def test_two_machines_open_one_pull_request(hub: FakeHub, files: dict[str, bytes | Path]) -> None:

@@ -4,6 +4,8 @@ huggingface_hub reads it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,11 +16,12 @@ import pytest
 from huggingface_hub import snapshot_download
 from servers.clients import TOKEN
 from servers.hub import FakeHub
+from servers.server import Call, Reply, json_reply
 from support import make_release
 
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.hub import open_repository
-from weightbeam.formats.targets.hub import HubAddress, check_target, find_published, publish
+from weightbeam.formats.targets.hub import HubAddress, OthersError, check_target, find_published, publish
 from weightbeam.pipelines.watching.releases import find_release
 
 REPO, URL = "org/tuned", "hf://org/tuned"
@@ -276,7 +279,8 @@ def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """What to do, without a traceback's words and without the token."""
     hub.add("other/model", private=False)
     cases = {
-        "hf://other/model": "may not write there; it needs the role `write`, and its owner access to other",
+        "hf://other/model": "You don't have the rights to commit to this repository; if that is about the token, it needs "
+        "the role `write`, and its owner access to other",
         "hf://a": "should be hf://owner/name",
     }
     for url, said in cases.items():
@@ -289,6 +293,68 @@ def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(StorageError, match="HF_TOKEN isn't set"):
         check_target(URL)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "reason"),
+    [
+        ("objects/batch", 403, "Private repository storage limit reached, please upgrade your plan"),
+        ("/commit/", 400, "Your push was rejected because it contains files larger than 10 MiB"),
+    ],
+)
+def test_the_hubs_own_reason_is_told(
+    hub: FakeHub, folder: Path, path: str, status: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what a signed address ends with."""
+    hub.add(REPO).writers.add(TOKEN)
+
+    answer = hub.answer
+
+    def refuse(call: Call) -> Reply:
+        said = f"{reason}, see https://host/file?signature=abc"
+        return json_reply(status, {"error": said}) if path in call.path else answer(call)
+
+    monkeypatch.setattr(hub, "answer", refuse)
+    with pytest.raises(StorageError, match=f"{reason}, see https://host/file(;|$)"):
+        publish_folder(folder, URL, "export 1234")
+
+
+def test_a_file_that_the_hub_ignores(hub: FakeHub, folder: Path) -> None:
+    """It isn't left out of a commit without a word: there is none."""
+    hub.add(REPO).writers.add(TOKEN)
+    preupload = hub._preupload
+
+    def ignore(*arguments: Any) -> Reply:
+        said = json.loads(preupload(*arguments).body)
+        return json_reply(200, {"files": [each | {"shouldIgnore": True} for each in said["files"]]})
+
+    hub._routes = [
+        (methods, pattern, ignore if function == preupload else function) for methods, pattern, function in hub._routes
+    ]
+    with pytest.raises(StorageError, match=r"leaves README\.md, .* out of commits, and so nothing is published"):
+        publish_folder(folder, URL, "export 1234")
+    assert commits(hub) == ["initial commit"]
+
+
+def test_a_repository_that_someone_makes_at_the_same_time(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """What is in it isn't replaced, though there was none before."""
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "config.json").write_text("{}")
+    create = hub._create
+
+    def late(*arguments: Any) -> Reply:
+        hub.add(REPO).writers.add(TOKEN)
+        hub.commit(REPO, theirs, title="Duplicate")
+        repository = hub.repositories[REPO]
+        repository.branches["main"] = dataclasses.replace(repository.head, parent=None)
+        return create(*arguments)
+
+    hub._routes = [
+        (methods, pattern, late if function == create else function) for methods, pattern, function in hub._routes
+    ]
+    with pytest.raises(OthersError, match=r"holds what isn't of this release: config\.json"):
+        publish_folder(folder, URL, "export 1234")
+    assert hub.held(REPO) == {"config.json": b"{}"}
 
 
 def test_a_new_branch_of_a_repository_that_was_renamed(hub: FakeHub, folder: Path) -> None:

@@ -130,7 +130,9 @@ def test_a_key_that_a_version_lacks():
     assert "indexer_sparse_training" not in made_for(TREES["deepseek3-671b"]).settings
 
 
-@pytest.mark.parametrize(("axis", "scan", "is_told"), [(0, True, False), (1, True, False), (2, True, True), (2, False, False)])
+@pytest.mark.parametrize(
+    ("axis", "scan", "is_told"), [(0, True, False), (1, True, False), (2, True, True), (2, False, False)]
+)
 def test_layers_that_flax_cant_stack_are_told(axis, scan, is_told):
     made = made_for(TREES["qwen3-8b"], scan=scan, scan_axis=axis)
     assert any("Flax can't stack norms" in limit for limit in made.limits) == is_told

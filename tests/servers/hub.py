@@ -529,7 +529,7 @@ class FakeHub(Server):
         found = [
             about
             | dict(author=dict(name=repository.authors.get(number, "tester")))
-            | dict(title=made.title, num=number, createdAt=isotime(made.date))
+            | dict(title=repository.titles.get(number, made.title), num=number, createdAt=isotime(made.date))
             | dict(status=repository.statuses.get(number, "open"))
             for number, made in enumerate(repository.pulls, 1)
         ]

@@ -77,8 +77,8 @@ class Repository:
       gated: whether, and how, access is given.
       readers: the tokens that may read it if it is gated or private.
       writers: the tokens that may commit.
-      pulls: pull requests, the commit of each; and their `statuses`, where one isn't open, and `authors`, where it isn't
-        he whose token it is.
+      pulls: pull requests, the commit of each; and their `statuses`, where one isn't open, `authors`, where it isn't
+        he whose token it is, and `titles`, where it isn't its last commit's.
       branches, tags: the commit of each.
     """
 
@@ -93,6 +93,7 @@ class Repository:
     pulls: list[Commit] = dataclasses.field(default_factory=list)
     statuses: dict[int, str] = dataclasses.field(default_factory=dict)
     authors: dict[int, str] = dataclasses.field(default_factory=dict)
+    titles: dict[int, str] = dataclasses.field(default_factory=dict)
     branches: dict[str, Commit] = dataclasses.field(default_factory=dict)
     tags: dict[str, Commit] = dataclasses.field(default_factory=dict)
     commits: dict[str, Commit] = dataclasses.field(default_factory=dict)
@@ -129,7 +130,9 @@ class Repository:
         return made
 
     def find(self, revision: str) -> Commit | None:
-        """The commit of a branch, a tag, or a hash, which may be short."""
+        """The commit of a branch, a tag, a pull request, or a hash, which may be short."""
+        if (number := revision.removeprefix("refs/pr/")).isdecimal() and 0 < int(number) <= len(self.pulls):
+            return self.pulls[int(number) - 1]
         named = self.branches.get(revision.removeprefix("refs/heads/")) or self.tags.get(
             revision.removeprefix("refs/tags/")
         )
