@@ -59,7 +59,7 @@ def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:
 def _decoded(
     array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], read: ts.Future
 ) -> EncodedChunk:
-    is_zarr3, name = array.driver == "zarr3", _name(array, index)
+    name = _name(array, index)
     got = result_of(array, read)
     encoded = got.value if got.state == "value" else None  # a copy, each time
     if encoded is None and not array.sparse:
@@ -68,7 +68,7 @@ def _decoded(
     box = spec.shard_box(index)
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
-    store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
+    store.write(zarr.DESCRIPTIONS[array.driver], metadata.encode()).result()
     about = {
         "driver": array.driver,
         "kvstore": "memory://",
@@ -100,4 +100,4 @@ def is_plain(metadata: str) -> bool:
             and about["order"] == "C"
             and not str(about["dtype"]).startswith(">")
         )
-    return about["codecs"] == [{"name": "bytes", "configuration": {"endian": "little"}}]
+    return about["codecs"] == [zarr.LITTLE]

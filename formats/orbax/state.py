@@ -28,6 +28,7 @@ from weightbeam.formats.orbax import (
 )
 from weightbeam.formats.orbax.metadata import item_handlers, path_of, read_of_step
 from weightbeam.formats.orbax.source import OrbaxCheckpoint
+from weightbeam.formats.orbax.zarr import DESCRIPTIONS
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.strict_json import Budget, parse_json
@@ -154,10 +155,7 @@ def array_metadatas(
 
 def _zarr(checkpoint: OrbaxCheckpoint, items: Store) -> dict[str, str]:
     use_ocdbt = next((array.use_ocdbt for array in checkpoint.arrays.values()), True)
-    names = {
-        key: f"{key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}"
-        for key, array in checkpoint.arrays.items()
-    }
+    names = {key: f"{key}/{DESCRIPTIONS[array.driver]}" for key, array in checkpoint.arrays.items()}
     return {key: text.decode() for key, text in read_descriptions(items, names, use_ocdbt).items()}
 
 

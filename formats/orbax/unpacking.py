@@ -43,8 +43,6 @@ from weightbeam.model_mappings.boxes import Box, extent, inside, intersection, s
 PIECE = 32 << 20  # bytes of a file; one is decoded while one is written
 READ = 8 << 20  # encoded bytes that are read at a time
 INDEX_BYTES = zarr.INDEX_ENTRY_BYTES + zarr.INDEX_CHECKSUM_BYTES  # of a shard with one chunk
-# where such an index stands, and how it is encoded
-INDEX = ("end", [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}])
 ZEROS = ("None", "False", "0", "0.0", "[0, 0]", "[0.0, 0.0]")  # as metadata say what a chunk is that isn't stored
 
 
@@ -364,9 +362,7 @@ class _MissingError(StorageError):
 
 def _about(base: ts.KvStore, array: OrbaxArray) -> dict[str, Any]:
     """What zarr says of an array."""
-    return parse_json(
-        _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
-    )
+    return parse_json(_read(base, array, f"{array.key}/{zarr.DESCRIPTIONS[array.driver]}", 0, None))
 
 
 def _form(array: OrbaxArray, about: dict[str, Any]) -> _Form:
@@ -399,7 +395,10 @@ def _form3(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ..
     is_sharded = codecs[0]["name"] == "sharding_indexed"
     if is_sharded:
         inner = codecs[0]["configuration"]
-        if tuple(inner["chunk_shape"]) != chunk or (inner.get("index_location", "end"), inner["index_codecs"]) != INDEX:
+        if (
+            tuple(inner["chunk_shape"]) != chunk
+            or (inner.get("index_location", "end"), inner["index_codecs"]) != zarr.INDEX
+        ):
             raise _WholeError("they are shards of a kind that isn't read in parts")
         codecs = inner["codecs"]
     endian = codecs[0].get("configuration", {}).get("endian")

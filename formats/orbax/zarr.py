@@ -90,9 +90,13 @@ class Format:
     @property
     def metadata_name(self) -> str:
         """The object in an array's folder that describes it."""
-        return "zarr.json" if self.use_zarr3 else ".zarray"
+        return DESCRIPTIONS[self.driver]
 
 
+DESCRIPTIONS = {"zarr": ".zarray", "zarr3": "zarr.json"}  # what an array's folder is described in, by the driver
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}  # the codec of zarr 3 that packs elements
+# where the index of a shard stands, and how it is encoded
+INDEX = ("end", [LITTLE, {"name": "crc32c"}])
 FILLED = {"b": False, "c": [0, 0]}  # zeros, as zarr 3 writes them of kinds of dtypes that aren't real numbers
 
 
@@ -111,7 +115,7 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
             "fill_value": None,
             "dimension_separator": ".",
         }
-    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs: list[dict[str, Any]] = [LITTLE]
     if spec.order:
         codecs.insert(0, {"name": "transpose", "configuration": {"order": list(spec.order)}})
     if zstd:
@@ -120,8 +124,8 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
         inner = {
             "chunk_shape": list(spec.chunk),
             "codecs": codecs,
-            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "index_location": "end",
+            "index_codecs": INDEX[1],
+            "index_location": INDEX[0],
         }
         codecs = [{"name": "sharding_indexed", "configuration": inner}]
     return {
