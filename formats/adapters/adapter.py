@@ -67,6 +67,15 @@ class Adapter:
         """What tells it from another one, as JSON: its weight, its configuration, its files and their headers."""
         return [self.weight, self.files.config, self.files.identity]
 
+    def to_json(self) -> list[Any]:
+        """As JSON, for workers."""
+        return [self.files.to_json(), self.weight]
+
+    @classmethod
+    def from_json(cls, staged: Sequence[Any]) -> Adapter:
+        """What `to_json` made."""
+        return cls(HfCheckpoint.from_json(staged[0]), *staged[1:])
+
     def record(self) -> dict[str, Any]:
         """Where it comes from, for `conversion.json`."""
         return {

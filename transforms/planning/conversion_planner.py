@@ -442,7 +442,7 @@ def _position(array: Array, spec: ArraySpec, shards: Box, encodings: Mapping[str
 
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
-    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    adapters = [Adapter.from_json(adapter) for adapter in inputs["adapters"]]
     made = plan_conversion(
         options_from(ConvertOptions, inputs["options"]),
         HfCheckpoint.from_json(inputs["source"]),

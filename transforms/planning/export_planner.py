@@ -446,7 +446,7 @@ def _rounded_again(taken: Mapping[str, Encoding], written: Iterable[Entry]) -> d
 
 def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
-    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    adapters = [Adapter.from_json(adapter) for adapter in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     release = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
     return plan_export(

@@ -13,7 +13,7 @@ from weightbeam.formats.adapters import Adapter, Merging
 from weightbeam.formats.adapters.merging import other_bases
 from weightbeam.formats.adapters.modules import EXPERT
 from weightbeam.formats.encodings import Encoding, Plain, quantizing
-from weightbeam.formats.encodings.quantizing import FUSED
+from weightbeam.formats.encodings.quantizing import experts_of
 from weightbeam.formats.encodings.table import KEPT_MODULES
 from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.source import ReleaseTensors, open_source, stored_tensors
@@ -50,7 +50,7 @@ JOINED = {
 
 def load(inputs: Mapping[str, Any]) -> Merge:
     """The merge that `Merge.stage` staged."""
-    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    adapters = [Adapter.from_json(adapter) for adapter in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     return plan_merge(
         options_from(MergeOptions, inputs["options"]),
@@ -140,7 +140,7 @@ def _experts_of(name: str) -> str | None:
     """The module of experts that a weight of one expert, or of all of them, is in."""
     if expert := EXPERT.match(name):
         return expert["experts"]
-    return name.rpartition(".")[0] if FUSED.fullmatch(name) else None
+    return experts_of(name)
 
 
 def _replaced(

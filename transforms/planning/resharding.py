@@ -338,12 +338,7 @@ class Reshard(FromCheckpoint):
         return found if isinstance(found, str) else self.source.root
 
     def staged(self) -> dict[str, Any]:
-        return {
-            "source": self.source.to_json(),
-            "around": self.around.to_json(),
-            "model": self.model.to_json(),
-            "adapters": [adapter.to_json() for adapter in self.adapters],
-        }
+        return {**super().staged(), "around": self.around.to_json(), "model": self.model.to_json()}
 
 
 def _first_key(array: Array) -> str:

@@ -88,10 +88,11 @@ class MergedAdapter(Protocol):
     def files(self) -> Source: ...
 
     @property
-    def weight(self) -> float: ...
-
-    @property
     def identity(self) -> list[Any]: ...
+
+    def to_json(self) -> list[Any]:
+        """As JSON, for workers."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,8 +154,7 @@ class Transfer(abc.ABC):
 
     def staged(self) -> dict[str, Any]:
         """The inputs, as JSON, of which a worker makes the same plan."""
-        adapters = [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters]
-        return {"source": self.source.to_json(), "adapters": adapters}
+        return {"source": self.source.to_json(), "adapters": [adapter.to_json() for adapter in self.adapters]}
 
     # --- what it may say
 

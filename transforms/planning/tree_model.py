@@ -46,13 +46,8 @@ class Model:
     def from_json(cls, staged: Mapping[str, Any]) -> Model:
         """What `to_json` made."""
         shapes = {name: tuple(shape) for name, shape in staged["shapes"].items()}
-        return cls(
-            **{
-                **staged,
-                "shapes": shapes,
-                "files": {name: base64.b64decode(data) for name, data in staged["files"].items()},
-            }
-        )
+        files = {name: base64.b64decode(data) for name, data in staged["files"].items()}
+        return cls(**{**staged, "shapes": shapes, "files": files})
 
 
 class Stacking(NamedTuple):
