@@ -52,7 +52,7 @@ def _budget(step: str) -> Budget:
 
 
 def tree_metadata(
-    specs: Sequence[ArraySpec], format: Format, bare: bool = False, tree: Mapping[str, Any] | None = None
+    specs: Sequence[ArraySpec], format: Format, bare: bool, tree: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """`_METADATA`: every array as a numpy array, so that no device mesh is baked in."""
 

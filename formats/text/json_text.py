@@ -24,7 +24,7 @@ class Member:
     stop: int
 
 
-def members(text: str, start: int = 0) -> list[Member]:
+def members(text: str, start: int) -> list[Member]:
     """The members of the object that begins at or behind `start`, in their order."""
     found: list[Member] = []
     at = _skip(text, start) + 1

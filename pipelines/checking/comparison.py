@@ -53,7 +53,7 @@ class Verdict:
     difference: Difference | None = None
     message: str | None = None
 
-    def within(self, tolerance: float, fail_over: float | None = None) -> bool:
+    def within(self, tolerance: float, fail_over: float | None) -> bool:
         """Whether no element is further off than `tolerance`, or the relative change isn't over `fail_over`."""
         difference = self.difference
         if difference is None:

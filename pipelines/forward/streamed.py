@@ -123,7 +123,7 @@ class StreamedModel:
       Refused: transformers has no such model, or its parameters and the tensors don't fit: all that don't.
     """
 
-    def __init__(self, side: Side, dtype: str = "float32"):
+    def __init__(self, side: Side, dtype: str):
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # the loader's own, of each layer

@@ -320,7 +320,7 @@ class CompareRows(_Stage):
     `secret` names where the workers find the hub's token: one of those may be there.
     """
 
-    def __init__(self, urls: Sequence[str], secret: str | None = None):
+    def __init__(self, urls: Sequence[str], secret: str | None):
         super().__init__(_CompareRowsFn(urls, secret))
 
 

@@ -63,7 +63,7 @@ class LocalRunner(FnApiRunner):
     one.
     """
 
-    def __init__(self, stage_bytes: int = 0):
+    def __init__(self, stage_bytes: int):
         """`stage_bytes`: memory that the stages need, of all threads."""
         super().__init__()
         self._stage_bytes = stage_bytes
