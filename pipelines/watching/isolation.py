@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -57,21 +58,16 @@ class Outcome:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Action = Callable[..., dict[str, Any]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One thing that is done for a version, in a process of its own.
 
     Attributes:
-      action: what.
-      keywords: of it.
+      do: what, with all that it takes.
       fact: under which name the record keeps what comes of it; empty where it doesn't.
     """
 
-    action: Action
-    keywords: Mapping[str, Any]
+    do: partial[dict[str, Any]]
     fact: str = ""
 
 
@@ -264,7 +260,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 def _outcome(task: Task) -> Outcome:
     try:
-        return Outcome(Status.DONE, facts=task.action(**task.keywords))
+        return Outcome(Status.DONE, facts=task.do())
     except Busy as e:
         return Outcome(Status.BUSY, str(e).strip())
     except Refused as e:

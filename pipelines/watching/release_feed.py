@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weightbeam import __version__
@@ -111,7 +112,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
         return not releases.is_there(history.name, history.facts["commit"])
 
     def plan(self, source: str, target: TargetConfig) -> Task:
-        return Task(actions.plan, {"source": source, "asked": target.options})
+        return Task(partial(actions.plan, source, target.options))
 
     def foresee(self, target: TargetConfig, facts: Mapping[str, Any]) -> str:
         return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
@@ -139,18 +140,16 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
     def tasks(self, history: History, target: TargetConfig) -> Iterator[tuple[Task, ...]]:
         source, checkpoint = self.source(history), self._checkpoint(history)
         config, asked = self._config, target.options
-        convert = {"source": source, "output": checkpoint, "asked": asked, "beam": config.runner_arguments()}
-        convert["how"] = Linking(resume=True, hf_token_secret=config.hf_token_secret)
-        convert["made_of"] = history.facts.get("made_of", "")  # none of an earlier version
-        yield (Task(actions.convert, convert),)
+        how = Linking(resume=True, hf_token_secret=config.hf_token_secret)
+        made_of = history.facts.get("made_of", "")  # none of an earlier version
+        yield (Task(partial(actions.convert, source, checkpoint, asked, how, config.runner_arguments(), made_of)),)
         if config.verify:
             verify = VerifyOptions(
                 sample=config.verify, scan_layers=asked.scan_layers, param_scan_axis=asked.param_scan_axis,
                 maxtext_model=asked.maxtext_model, family=asked.family, lora=asked.lora, hf_token_secret=config.hf_token_secret,
             )  # fmt: skip
-            # it leaves its findings in a local file
-            here = {"asked": verify, "beam": config.runner_arguments(here=True)}
-            yield (Task(actions.verify, {"source": source, "checkpoint": checkpoint, **here}, "verified"),)
+            here = config.runner_arguments(here=True)  # it leaves its findings in a local file
+            yield (Task(partial(actions.verify, source, checkpoint, verify, here), "verified"),)
 
     def publish(self, history: History, target: TargetConfig) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from weightbeam import __version__
@@ -47,8 +48,7 @@ class StepTasks:
 
     def plan(self, source: str, target: RunTarget) -> Task:
         """Plans what is made of a step that is read from `source`."""
-        asked = self._asked(target)
-        return Task(actions.plan_step, {"kind": target.kind, "source": source, "asked": asked, "lora": target.lora})
+        return Task(partial(actions.plan_step, target.kind, source, self._asked(target), target.lora))
 
     def _asked(
         self, target: RunTarget, history: History | None = None
@@ -74,14 +74,14 @@ class StepTasks:
         """What is done of a step that is read from `source`, in the folder `work`; see `Feed.tasks`."""
         facts, release = history.facts, work / RELEASE
         work.make()
-        made = {"source": source, "output": release.url, "asked": self._asked(target, history)}
-        made["read"] = facts.get("read", "")  # none of an earlier version
+        read = facts.get("read", "")  # none of an earlier version
+        write = partial(actions.write, source=source, output=release.url, asked=self._asked(target, history), read=read)
         compared, judges = None, []
         if target.kind == RESHARD:
             how = FromHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-            yield (_write("reshard", made, how=how, beam=self._config.runner_arguments()),)
+            yield (Task(partial(write, "reshard", how=how, beam=self._config.runner_arguments())),)
             if self._config.verify:
-                judges = [Task(actions.verify_reshard, {"a": source, "b": release.url}, "verified")]
+                judges = [Task(partial(actions.verify_reshard, source, release.url), "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._places.of(history).workplace(history.key, here=True)
@@ -89,24 +89,24 @@ class StepTasks:
             if target.lora == ADAPTER or not adapter.exists(WEIGHTS):  # it appears there whole
                 adapter.parent.make()
                 how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret)
-                yield (_write("export", made, output=adapter.url, asked=self._adapter(target, history), how=how),)
+                as_adapter = self._adapter(target, history)
+                yield (Task(partial(write, "export", output=adapter.url, asked=as_adapter, how=how)),)
             if target.lora == MERGED:
                 yield (self._merging(release.url, adapter.url, history, target),)
         else:
-            yield (self._writing("quantize" if target.kind == QUANTIZE else "export", made, history),)
+            yield (self._writing(partial(write, "quantize" if target.kind == QUANTIZE else "export"), history),)
             if self._config.verify:
                 asked = VerifyOptions(
                     sample=self._config.verify, hf_token_secret=self._config.hf_token_secret,
                     maxtext_model=target.options.maxtext_model, param_scan_axis=target.options.param_scan_axis,
                     family=getattr(target.options, "family", None),
                 )  # fmt: skip
-                verify = {"source": release.url, "checkpoint": source, "asked": asked}
-                verify["beam"] = self._config.runner_arguments(here=True)
-                judges = [Task(actions.verify, verify, "verified")]
+                here = self._config.runner_arguments(here=True)
+                judges = [Task(partial(actions.verify, release.url, source, asked, here), "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
-        about = {"url": release.url, "about": self._about(history, target, compared), "aside": work.url}
-        yield (*judges, Task(describing.compare, about))
-        yield (Task(describing.describe, about, "changes"),)
+        about = self._about(history, target, compared)
+        yield (*judges, Task(partial(describing.compare, release.url, about, work.url)))
+        yield (Task(partial(describing.describe, release.url, about, work.url), "changes"),)
 
     def _adapter(self, target: RunTarget, history: History) -> ExportOptions:
         """How a LoRA run's step becomes an adapter for PEFT."""
@@ -128,9 +128,9 @@ class StepTasks:
         known = {name: value for name, value in vars(target.options).items() if name in names}
         asked = kind(lora=((adapter, 1.0),), full_paths=self._full_paths(target), **known)
         into = "quantize" if target.kind == QUANTIZE else "merge"
-        return self._writing(into, {"source": form, "output": output, "asked": asked}, history)
+        return self._writing(partial(actions.write, into, source=form, output=output, asked=asked), history)
 
-    def _writing(self, command: str, made: Mapping[str, Any], history: History) -> Task:
+    def _writing(self, write: partial[dict[str, Any]], history: History) -> Task:
         """Writes a release, which is compared on the way with the step before and with what the run began with: what
         `compare` has to say of it is found then, and not by reading all of them afterwards.
         """
@@ -138,7 +138,7 @@ class StepTasks:
         others = ([before["url"]] if before else []) + ([like] if like else [])
         how = ToHub(resume=True, hf_token_secret=self._config.hf_token_secret, compared_with=tuple(others))
         form_digest = history.facts.get("form_told", "")
-        return _write(command, made, how=how, beam=self._config.runner_arguments(), form_digest=form_digest)
+        return Task(partial(write, how=how, beam=self._config.runner_arguments(), form_digest=form_digest))
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""
@@ -180,8 +180,3 @@ class StepTasks:
             except StorageError as e:
                 raise Failed(str(e)) from e
         return None
-
-
-def _write(command: str, made: Mapping[str, Any], **more: Any) -> Task:
-    """What a command makes of a step."""
-    return Task(actions.write, {"command": command, **made, **more})

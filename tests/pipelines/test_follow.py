@@ -261,21 +261,21 @@ def test_what_changed_is_found_on_the_way(
     history = feed.history(step, target)
     history.begin(step, target)
     task = feed.plan(feed.source(history), target)
-    planned = task.action(**task.keywords)
+    planned = task.do()
     history.add("planned", checkpoint=feed.place(history, planned["plan"]), **planned)
     (making,), (*_, comparing), _ = feed.tasks(history, target)
-    making.action(**making.keywords)
-    release, about = open_store(comparing.keywords["url"]), comparing.keywords["about"]
-    aside = open_store(comparing.keywords["aside"])
+    making.do()
+    url, about, aside_url = comparing.do.args
+    release, aside = open_store(url), open_store(aside_url)
     before = str(output / "step-1")
     assert (about["before"]["url"], about["like"]) == (before, str(like))
     assert read_found(release).keys() == {baseline_id(open_hf(url)) for url in (before, str(like))}
     with monkeypatch.context() as patched:
         patched.setattr(pairwise, "compare_each", None)  # nothing is read again
-        comparing.action(**comparing.keywords)
+        comparing.do()
     found = json.loads(aside.read(changes.JSON))
     release.delete(FILE)
-    comparing.action(**comparing.keywords)
+    comparing.do()
     assert json.loads(aside.read(changes.JSON))["said"] == found["said"] != []
     assert found["before"]["tensors"].keys() == read_tensors(like).keys()
 

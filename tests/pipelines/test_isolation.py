@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,19 @@ def test_a_process_is_ready_and_fresh() -> None:
         workers.rest()
         assert children() - before == ready
         assert len(ready) == 2
-        first, second = (workers.run(Task(tell, {"arguments": ["x"]})).facts for _ in range(2))
+        first, second = (workers.run(Task(partial(tell, ["x"]))).facts for _ in range(2))
         assert first == second == {"pid": first["pid"], "prepared": [True], "said": ["x"]}
         workers.rest()
         assert first["pid"] not in children()
         assert len(children() - before) == 2
-        assert workers.run(Task(tell, {"arguments": []})).facts["pid"] not in ready
+        assert workers.run(Task(partial(tell, []))).facts["pid"] not in ready
     assert children() == before
 
 
 @pytest.mark.parametrize(("cause", "status"), [(ChangedError, Status.FAILED), (StorageError, Status.REFUSED)])
 def test_what_is_refused_for_a_file_that_changed_is_tried_again(cause: type[StorageError], status: str) -> None:
     with Workers(prepare) as workers:
-        outcome = workers.run(Task(refuse, {"cause": (cause, "x changed")}))
+        outcome = workers.run(Task(partial(refuse, (cause, "x changed"))))
         assert (outcome.status, outcome.message) == (status, "x changed")
 
 
@@ -84,7 +85,7 @@ def test_ctrl_c_while_it_begins(seconds: float, capfd: pytest.CaptureFixture[str
         (started,) = children() - before
         time.sleep(seconds)
         os.kill(started, signal.SIGINT)
-        done = workers.run(Task(tell, {"arguments": []}))
+        done = workers.run(Task(partial(tell, [])))
         assert (done.status, done.facts["pid"]) == (Status.DONE, started)
     assert capfd.readouterr() == ("", "")
 
@@ -98,7 +99,7 @@ def test_what_died_while_it_waited() -> None:
         ready.kill()
         ready.join()
         workers.rest()
-        outcome = workers.run(Task(tell, {"arguments": ["x"]}))
+        outcome = workers.run(Task(partial(tell, ["x"])))
         assert (outcome.status, outcome.facts["said"]) == (Status.DONE, ["x"])
         assert outcome.facts["pid"] != ready.pid
 
@@ -107,23 +108,18 @@ def test_what_is_done_together() -> None:
     """Outcomes come in the order of the tasks; where one fails, the others are ended, and its word counts."""
     before = children()
     with Workers(prepare) as workers:
-        outcomes = workers.run_together([Task(sleep, {"arguments": ["0.3"]}), Task(tell, {"arguments": ["b"]})])
+        outcomes = workers.run_together([Task(partial(sleep, ["0.3"])), Task(partial(tell, ["b"]))])
         assert [(outcome.status, outcome.facts["said"]) for outcome in outcomes] == [
             (Status.DONE, ["0.3"]),
             (Status.DONE, ["b"]),
         ]
         start = time.monotonic()
-        (outcome,) = workers.run_together(
-            [Task(sleep, {"arguments": ["600"]}), Task(fail, {"arguments": ["the", "reason"]})]
-        )
+        (outcome,) = workers.run_together([Task(partial(sleep, ["600"])), Task(partial(fail, ["the", "reason"]))])
         assert (outcome.status, outcome.message) == (Status.FAILED, "the reason")
         assert time.monotonic() - start < 60
         assert children() == before
-        assert (
-            workers.run(Task(sleep, {"arguments": ["600"]}), seconds=0.2).message
-            == "took longer than 0 s, and was ended"
-        )
-        assert workers.run(Task(tell, {"arguments": ["again"]})).status == Status.DONE
+        assert workers.run(Task(partial(sleep, ["600"])), seconds=0.2).message == "took longer than 0 s, and was ended"
+        assert workers.run(Task(partial(tell, ["again"]))).status == Status.DONE
         workers.rest()
         assert children() == before
 
@@ -148,7 +144,7 @@ def test_a_stop_is_waited_for_and_a_second_one_waits_for_nothing(tmp_path: Path)
 
     threading.Thread(target=stop_twice, daemon=True).start()
     with pytest.raises(KeyboardInterrupt), Workers(prepare) as workers:
-        workers.run_together([Task(refuse_to_stop, {"ready": ready})])
+        workers.run_together([Task(partial(refuse_to_stop, ready))])
     assert len(stops) == 2
     assert time.monotonic() - stops[1] < 5
     assert children() == before
