@@ -32,7 +32,7 @@ class ReleaseCommit:
     """A repository at a commit.
 
     Attributes:
-      repo, commit: which.
+      name, commit: of the repository, and which of its commits.
       updated: when the repository was last committed to.
       sizes: bytes of each file, by name.
       hashes: of each file's content, by name.
@@ -40,7 +40,7 @@ class ReleaseCommit:
       is_gated: whether only those who accepted its terms may read its files.
     """
 
-    repo: str
+    name: str
     commit: str
     updated: datetime.datetime
     sizes: Mapping[str, int]
@@ -50,11 +50,7 @@ class ReleaseCommit:
 
     @property
     def url(self) -> str:
-        return f"hf://{self.repo}@{self.commit}"
-
-    @property
-    def name(self) -> str:
-        return self.repo
+        return f"hf://{self.name}@{self.commit}"
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -206,11 +202,11 @@ def access_denied(release: ReleaseCommit) -> str | None:
     """
     if not release.is_gated:
         return None
-    with hub_errors(release.repo, release.repo):
+    with hub_errors(release.name, release.name):
         try:
-            retried(api().auth_check)(release.repo)
+            retried(api().auth_check)(release.name)
         except GatedRepoError:
-            return f"gated: accept its terms on {told_endpoint()}/{release.repo}, with the account whose token is used"
+            return f"gated: accept its terms on {told_endpoint()}/{release.name}, with the account whose token is used"
     return None
 
 
