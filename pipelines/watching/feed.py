@@ -219,12 +219,12 @@ class Feed(abc.ABC, Generic[VersionT, TargetT]):
         """Why a result isn't published though it is what it should be; None where it is."""
         return None
 
-    def notice(self, history: History, target: TargetT) -> str | None:
+    def notice(self, history: History) -> str | None:
         """What is worth knowing of a result that is published."""
         return None
 
     @abc.abstractmethod
-    def publish(self, history: History, target: TargetT) -> dict[str, Any]:
+    def publish(self, history: History) -> dict[str, Any]:
         """Lets readers see the result; returns what the record says of it, `NOTE` what is worth knowing. Done again, it
         changes nothing.
         """

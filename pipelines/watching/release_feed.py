@@ -151,7 +151,7 @@ class ReleaseFeed(Feed[ReleaseCommit, TargetConfig]):
             here = config.runner_arguments(here=True)  # it leaves its findings in a local file
             yield (Task(partial(actions.verify, source, checkpoint, verify, here), "verified"),)
 
-    def publish(self, history: History, target: TargetConfig) -> dict[str, Any]:
+    def publish(self, history: History) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
         facts, checkpoint = history.facts, self._checkpoint(history)
         names = (

@@ -302,7 +302,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
             return None
         return f"isn't published, by on_nan: {HOLD}: {_warnings(history)}"
 
-    def notice(self, history: History, target: RunTarget) -> str | None:
+    def notice(self, history: History) -> str | None:
         if self._is_passed_over(history):
             return f"isn't made the newest: {_warnings(history)}"
         return _warnings(history) or None
@@ -312,7 +312,7 @@ class RunFeed(Feed[RunStep, RunTarget]):
         target = self.target(history)
         return _not_finite(history) and target is not None and target.on_nan != NEWEST
 
-    def publish(self, history: History, target: RunTarget) -> dict[str, Any]:
+    def publish(self, history: History) -> dict[str, Any]:
         place, work = self.places.of(history), self._work(history)
         url, title = self.places.checkpoint(history), self._title(history)
         said: dict[str, Any] = {}

@@ -314,11 +314,11 @@ class Watcher:
                 feed.clear(history)
                 self._notices.tell(history.add(State.HELD, why))
                 return
-            said = feed.publish(history, target)
+            said = feed.publish(history)
         except Failed as e:
             self._fail(history, str(e), attempt)
             return
-        note = said.pop(NOTE, None) or feed.notice(history, target)
+        note = said.pop(NOTE, None) or feed.notice(history)
         self._notices.tell(history.add(State.PUBLISHED, note, **said))
         PUBLISHED.clear()  # it is told
         for record in feed.announce(history, target):
