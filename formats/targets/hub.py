@@ -139,7 +139,7 @@ def check_address(url: str) -> HubAddress:
     return target
 
 
-def check_target(url: str) -> HubAddress:
+def check_target(url: str) -> None:
     """Makes sure, before any work, that there is a token which the hub knows, and that it may write somewhere. What a
     fine-grained token may, and whose repositories, only a commit tells.
 
@@ -152,7 +152,6 @@ def check_target(url: str) -> HubAddress:
         role = ((about.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise StorageError(f"{target}: the token that is set may only read; publishing needs one of the role `write`")
-    return target
 
 
 def find_published(

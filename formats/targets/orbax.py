@@ -173,13 +173,40 @@ class OrbaxTarget(Target[Staging]):
         return ""
 
     def why_not_replace(self, place: Staging) -> str:
-        return _why_not_replace(place, self.another)
+        foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {self.another}, or remove it"
+        if place.grows_in_place:
+            if not place.is_complete() and place.is_remains():
+                return self._deletes(place.unknown(), OTHERS)
+            return self._deletes(others_in(place.final)) if is_checkpoint(place.final) else foreign
+        final = Path(place.final.url)
+        if final.is_symlink():
+            return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {self.another}, or remove it"
+        if not final.is_dir():
+            return f"is a file: --overwrite doesn't replace files; {self.another}, or remove it"
+        if mounted := said_of_mounts(final):
+            return f"{mounted}, and can't be replaced; {self.another}"
+        if any(final.iterdir()) and not is_checkpoint(place.final):
+            return foreign
+        if others := self._deletes(others_in(place.final)):
+            return others
+        below = (os.path.join(folder, name) for folder, names, _ in os.walk(final) for name in names)
+        for folder in itertools.chain([str(final)], below):
+            if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                return (
+                    f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {self.another}"
+                )
+        return ""
 
     def why_not_discard(self, place: Staging) -> str:
         """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""
         if not place.grows_in_place:
             return ""
-        return self.why_not_replace(place) if place.is_complete() else _deletes(place.unknown(), self.another, OTHERS)
+        return self.why_not_replace(place) if place.is_complete() else self._deletes(place.unknown(), OTHERS)
+
+    def _deletes(self, others: Sequence[str], what: str = "what is no checkpoint's") -> str:
+        if not others:
+            return ""
+        return f"holds {what}, and --overwrite would delete: {listed(others)}; move it away, or {self.another}"
 
     def bytes_left(self, place: Staging, made_bytes: int, resume: bool) -> int:
         """Bytes that are still to be written; 0 where all but the name is there."""
@@ -193,36 +220,6 @@ def _weights_in(output: Store) -> list[str]:
     with contextlib.suppress(OSError):  # which is told where it is written
         return sorted(name for name in output.entries() if name.endswith(".safetensors"))
     return []
-
-
-def _why_not_replace(place: Staging, another: str) -> str:
-    foreign = f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {another}, or remove it"
-    if place.grows_in_place:
-        if not place.is_complete() and place.is_remains():
-            return _deletes(place.unknown(), another, OTHERS)
-        return _deletes(others_in(place.final), another) if is_checkpoint(place.final) else foreign
-    final = Path(place.final.url)
-    if final.is_symlink():
-        return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {another}, or remove it"
-    if not final.is_dir():
-        return f"is a file: --overwrite doesn't replace files; {another}, or remove it"
-    if mounted := said_of_mounts(final):
-        return f"{mounted}, and can't be replaced; {another}"
-    if any(final.iterdir()) and not is_checkpoint(place.final):
-        return foreign
-    if others := _deletes(others_in(place.final), another):
-        return others
-    below = (os.path.join(folder, name) for folder, names, _ in os.walk(final) for name in names)
-    for folder in itertools.chain([str(final)], below):
-        if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {another}"
-    return ""
-
-
-def _deletes(others: Sequence[str], another: str, what: str = "what is no checkpoint's") -> str:
-    if not others:
-        return ""
-    return f"holds {what}, and --overwrite would delete: {listed(others)}; move it away, or {another}"
 
 
 def _complete(staging: Staging, target: OrbaxTarget, units: int, record: Mapping[str, Any], conclude: Conclude) -> None:
