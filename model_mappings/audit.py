@@ -85,21 +85,11 @@ def audit(
             problems += _check_claims(name, boxes + windows[name], tensors[name])
     unused = ((name, spec) for name, spec in tensors.items() if name not in claims and name not in dropped)
     for name, spec in itertools.islice(unused, max(0, MAX_PROBLEMS + 1 - len(problems))):
-        problems.append(
-            Problem(
-                "unused",
-                name,
-                f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it",
-            )
-        )
+        message = f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it"
+        problems.append(Problem("unused", name, message))
     if len(problems) > MAX_PROBLEMS:  # said by itself, since those that are listed may all come to be settled
-        problems.append(
-            Problem(
-                "unused",
-                f"the {family} table",
-                f"doesn't describe this checkpoint: more than {MAX_PROBLEMS:,} of its lines don't fit",
-            )
-        )
+        message = f"doesn't describe this checkpoint: more than {MAX_PROBLEMS:,} of its lines don't fit"
+        problems.append(Problem("unused", f"the {family} table", message))
     return dropped, problems
 
 
@@ -128,13 +118,8 @@ def _check_tensor(
             rows, said = spec.shape[0], part.window_shape[0]
             config = f"; vocab_size of config.json is {said:,}, and should be {rows:,}"
             config += f", or leave the others out with --vocab_rows {said}" if rows > said else ""
-        return [
-            Problem(
-                "shape",
-                name,
-                f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}',
-            )
-        ]
+        message = f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}'
+        return [Problem("shape", name, message)]
     if not math.prod(spec.shape):
         return [Problem("shape", name, f"{spec.shape} in {spec.file}: has no elements, as no array of a checkpoint")]
     return []
@@ -146,13 +131,8 @@ def _check_claims(name: str, claims: Sequence[Claim], spec: TensorSpec) -> list[
         return [Problem("overlap", name, f"{len(claims)} lines of the table share elements of it")]
     claimed = sum(math.prod(len(indices) for indices in claim) for claim in claims)
     if claimed < math.prod(spec.shape):
-        return [
-            Problem(
-                "unclaimed part",
-                name,
-                f"{claimed:,} of {math.prod(spec.shape):,} elements of {spec.shape} in {spec.file} are used",
-            )
-        ]
+        message = f"{claimed:,} of {math.prod(spec.shape):,} elements of {spec.shape} in {spec.file} are used"
+        return [Problem("unclaimed part", name, message)]
     return []
 
 
@@ -164,11 +144,8 @@ def _check_tiling(array: Array) -> list[Problem]:
         return [Problem("overlap", array.key, "two lines of the table make the same elements", is_array=True)]
     covered = sum(part.elements for part in made)
     if covered < math.prod(array.shape) and array.fill is None:
-        return [
-            Problem(
-                "gap", array.key, f"{covered:,} of {math.prod(array.shape):,} elements have a source", is_array=True
-            )
-        ]
+        message = f"{covered:,} of {math.prod(array.shape):,} elements have a source"
+        return [Problem("gap", array.key, message, is_array=True)]
     return []
 
 

@@ -126,15 +126,9 @@ def fold(
     """
     problems = []
     if len(adapters) != 1:
-        problems.append(
-            Problem(
-                "option",
-                "--adapter_only",
-                f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}"
-                if adapters
-                else "--lora is missing: which one",
-            )
-        )
+        many = f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}"
+        message = many if adapters else "--lora is missing: which one"
+        problems.append(Problem("option", "--adapter_only", message))
     found = collect(encodings, adapters[:1], aliases, model_type, ties, cut=cut)
     problems += found.problems
     deltas: dict[str, Delta] = {}

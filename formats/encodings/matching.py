@@ -201,19 +201,13 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
         return
     if quantization.method not in known().methods:
         supported = ", ".join(sorted(known().methods))
-        yield Problem(
-            "quantised",
-            quantization.file,
-            f"quant_method {REFUSED_METHODS.get(quantization.method, quantization.method)!r} isn't supported; supported: {supported}",
-        )
+        message = f"quant_method {REFUSED_METHODS.get(quantization.method, quantization.method)!r} isn't supported; supported: {supported}"
+        yield Problem("quantised", quantization.file, message)
         return
     if quantization.method == "compressed-tensors" and (unknown := quantization.formats() - COMPRESSED_TENSORS):
         supported = ", ".join(sorted(COMPRESSED_TENSORS))
-        yield Problem(
-            "quantised",
-            quantization.file,
-            f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}",
-        )
+        message = f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}"
+        yield Problem("quantised", quantization.file, message)
     if quantization.turned:
         message = "transform_config turns activations while the model computes, which MaxText doesn't; the weights alone are another model"
         yield Problem("quantised", quantization.file, message)
@@ -224,8 +218,5 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
                 others[entry.name].append(name)
     for entry, names in others.items():
         more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
-        yield Problem(
-            "quantised",
-            names[0],
-            f"is {entry}{more}, but {quantization.file} says quant_method {quantization.method!r}",
-        )
+        message = f"is {entry}{more}, but {quantization.file} says quant_method {quantization.method!r}"
+        yield Problem("quantised", names[0], message)

@@ -168,13 +168,10 @@ class ReleaseTensors:
             message = f"blocks of {' and '.join(map(str, sorted(sizes)))}; MaxText's weight_block_size is one for all"
             problems.append(Problem("blocks", "config.json", message))
         if not wanted:
-            problems.append(
-                Problem(
-                    "blocks",
-                    "config.json",
-                    f"none of its weights is quantised, so none can be kept as {CODES}; --quantize fp8 makes codes of them",
-                )
+            message = (
+                f"none of its weights is quantised, so none can be kept as {CODES}; --quantize fp8 makes codes of them"
             )
+            problems.append(Problem("blocks", "config.json", message))
         return dataclasses.replace(self, encodings=encodings, blocks=blocks, problems=tuple(problems))
 
     def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:

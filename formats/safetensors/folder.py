@@ -424,23 +424,13 @@ def _read_index(opening: Opening) -> dict[str, str]:
     good = {}
     for name, file in weight_map.items():
         if not name or BAD_NAME.search(name):
-            problems.append(
-                Problem(
-                    "index",
-                    ascii(name),
-                    "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere",
-                )
-            )
+            message = "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere"
+            problems.append(Problem("index", ascii(name), message))
         elif isinstance(file, str) and _FILE_NAME.fullmatch(file):
             good[name] = file
         else:
-            problems.append(
-                Problem(
-                    "index",
-                    name,
-                    f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file",
-                )
-            )
+            message = f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file"
+            problems.append(Problem("index", name, message))
     return good
 
 
@@ -485,8 +475,5 @@ def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iter
         if file in readable and (name, file) not in held:
             yield Problem("index", name, f"the index says it is in {file}, but that file doesn't hold it")
     for name, file in sorted(held - set(weight_map.items())):
-        yield Problem(
-            "index",
-            name,
-            f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"),
-        )
+        says = f"says {weight_map[name]}" if name in weight_map else "doesn't name it"
+        yield Problem("index", name, f"is in {file}, but the index {says}")

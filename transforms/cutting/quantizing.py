@@ -141,11 +141,8 @@ class Given:
             if name not in shapes:
                 yield Problem("missing", name, f"is in {self.files.root}, and there is no such weight to quantise")
             elif scale_shape(shapes[name]) != scale.shape:
-                yield Problem(
-                    "shape",
-                    name,
-                    f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}",
-                )
+                message = f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}"
+                yield Problem("shape", name, message)
 
 
 def _of_like(problem: Problem) -> Problem:

@@ -93,24 +93,17 @@ def problems_of(arrays: Sequence[Array], placements: Sequence[Placement], format
     cast.
     """
     if not (format.use_ocdbt and format.use_zarr3):
-        yield Problem(
-            "option",
-            "--virtual",
-            "needs --use_ocdbt true and --use_zarr3 true: only these can refer to ranges of other files",
-        )
+        message = "needs --use_ocdbt true and --use_zarr3 true: only these can refer to ranges of other files"
+        yield Problem("option", "--virtual", message)
     if format.compression != "none":
-        yield Problem(
-            "option",
-            "--virtual",
-            f"leaves the bytes as they are; --compression {format.compression} is for checkpoints that are written",
+        message = (
+            f"leaves the bytes as they are; --compression {format.compression} is for checkpoints that are written"
         )
+        yield Problem("option", "--virtual", message)
     quantized = Counter(placement.reason for placement in placements if isinstance(placement.error, QuantizedError))
     for reason, count in quantized.items():
-        yield Problem(
-            "virtual",
-            "--virtual",
-            f"{count} arrays are {reason}; their values stand in no file. Convert without --virtual",
-        )
+        message = f"{count} arrays are {reason}; their values stand in no file. Convert without --virtual"
+        yield Problem("virtual", "--virtual", message)
     cast, total = Counter[str](), sum(array.nbytes for array in arrays)
     for array, placement in zip(arrays, placements, strict=True):
         if isinstance(placement.error, CastError):

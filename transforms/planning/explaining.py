@@ -65,13 +65,8 @@ def without_parts(
         ("multimodal", family.towers, Tower, "vision or audio towers"),
     ):
         if getattr(layout, option) and supported and not any(isinstance(reason, kind) for reason in reasons):
-            problems.append(
-                Problem(
-                    "option",
-                    f"--{option}",
-                    f"the release has no {what} by names that {family.name} knows; leave the option out",
-                )
-            )
+            message = f"the release has no {what} by names that {family.name} knows; leave the option out"
+            problems.append(Problem("option", f"--{option}", message))
             layout = dataclasses.replace(layout, **{option: False})
     return layout, problems
 
