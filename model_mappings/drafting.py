@@ -194,11 +194,9 @@ def _stack(
     count = config.get("num_hidden_layers")
     ids = f"range({len(each.layers)})" if each.layers == tuple(range(len(each.layers))) else str(list(each.layers))
     if alone and each.layers == tuple(range(count if isinstance(count, int) else -1)):
-        ids, target, why = (
-            'range(c.size("num_hidden_layers"))',
-            "decoder/layers",
-            "is it MaxText's name for this stack?",
-        )
+        ids = 'range(c.size("num_hidden_layers"))'
+        target = "decoder/layers"
+        why = "is it MaxText's name for this stack?"
     else:
         target, why = f"{TODO}/{number}", "which stack of MaxText's; and say the layers by a field of config.json"
     yield f'        *layers(layout, "{target}", {ids}, [  # {TODO}: {why}'

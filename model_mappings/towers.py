@@ -185,11 +185,9 @@ def qwen_vision(
         files.
       norm, linear: names of a merger's layers.
     """
-    encoder, projector, embed = (
-        f"vision_encoder/{name}VisionEncoder_0",
-        f"vision_encoder/{name}VisionProjector_0",
-        v.size("hidden_size"),
-    )
+    encoder = f"vision_encoder/{name}VisionEncoder_0"
+    projector = f"vision_encoder/{name}VisionProjector_0"
+    embed = v.size("hidden_size")
     patches = [
         rule(
             "proj/kernel",

@@ -236,13 +236,11 @@ def make_qweight(parts: QuantizedTensor) -> Encoding:
 
 
 def _make_gptq(parts: QuantizedTensor) -> Gptq:
-    weight, scale, zero, index, fields = (
-        parts.codes,
-        parts[".scales"],
-        parts[".qzeros"],
-        parts.get(".g_idx"),
-        parts.quantization.fields,
-    )
+    weight = parts.codes
+    scale = parts[".scales"]
+    zero = parts[".qzeros"]
+    index = parts.get(".g_idx")
+    fields = parts.quantization.fields
     version = next(iter(parts.quantization.said("checkpoint_format").values()), "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")

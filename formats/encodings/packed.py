@@ -266,13 +266,11 @@ def layouts(
 
 def make_rows(parts: QuantizedTensor) -> Encoding:
     """`pack-quantized`."""
-    packed, scale, zero, index, shape_tensor = (
-        parts.codes,
-        parts["_scale"],
-        parts.get("_zero_point"),
-        parts.get("_g_idx"),
-        parts.get("_shape"),
-    )
+    packed = parts.codes
+    scale = parts["_scale"]
+    zero = parts.get("_zero_point")
+    index = parts.get("_g_idx")
+    shape_tensor = parts.get("_shape")
     shape, count = packed.shape, scale.shape[-1] if scale.shape else 0
     if len(shape) < 2 or scale.shape[:-1] != shape[:-1]:
         raise MismatchError(f"{shape} needs one or several scales for each row, {scale.name} is {scale.shape}")

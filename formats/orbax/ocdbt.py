@@ -148,10 +148,8 @@ def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterabl
         keys = sorted(name.encode() for name in names)
         bounds = [f"{folder}/".encode(), *keys[LIST_BATCH::LIST_BATCH], f"{folder}0".encode()]  # "0" comes after "/"
         for start, (low, high) in enumerate(itertools.pairwise(bounds)):
-            wanted, held = (
-                keys[start * LIST_BATCH : (start + 1) * LIST_BATCH],
-                merged.list(ts.KvStore.KeyRange(low, high)).result(),
-            )
+            wanted = keys[start * LIST_BATCH : (start + 1) * LIST_BATCH]
+            held = merged.list(ts.KvStore.KeyRange(low, high)).result()
             if sorted(held) != wanted:
                 missing, extra = set(wanted).difference(held), set(held).difference(wanted)
                 example = sorted(missing or extra)[0].decode()

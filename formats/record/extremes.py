@@ -40,10 +40,8 @@ class Extremes:
         """Takes values into account, (n,) side by side. Best in pieces that stay in the cache."""
         if self._infinite is None or not values.size:
             return
-        positive, negative = (
-            int(np.maximum.reduce(values.view(self._signed))),
-            int(np.maximum.reduce(values.view(self._unsigned))),
-        )
+        positive = int(np.maximum.reduce(values.view(self._signed)))
+        negative = int(np.maximum.reduce(values.view(self._unsigned)))
         self.is_finite = self.is_finite and positive < self._infinite and negative < self._sign + self._infinite
         self.is_zero = self.is_zero and positive <= 0 and negative <= self._sign
 

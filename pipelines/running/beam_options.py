@@ -191,11 +191,9 @@ def make_pipeline(options: PipelineOptions, stage_bytes: int = 0) -> beam.Pipeli
 
 def _has_package(options: PipelineOptions) -> bool:
     """Whether the user said where workers in containers get Weightbeam from."""
-    setup, worker, portable = (
-        options.view_as(SetupOptions),
-        options.view_as(WorkerOptions),
-        options.view_as(PortableOptions),
-    )
+    setup = options.view_as(SetupOptions)
+    worker = options.view_as(WorkerOptions)
+    portable = options.view_as(PortableOptions)
     image = (
         worker.sdk_container_image
         or portable.environment_config

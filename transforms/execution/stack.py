@@ -219,10 +219,8 @@ def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
     """
     (slow, *fast), (wide, *narrow) = source.shape[:rank], source.shape[rank:]
     inner_rows, inner_columns = math.prod(fast), math.prod(narrow)
-    step, width = (
-        min(slow, max(1, BLOCK[0] // inner_rows)),
-        min(wide, max(1, BLOCK[1] // (inner_columns * source.itemsize))),
-    )
+    step = min(slow, max(1, BLOCK[0] // inner_rows))
+    width = min(wide, max(1, BLOCK[1] // (inner_columns * source.itemsize)))
     pitch = -(-width * inner_columns * source.itemsize // PITCH) * PITCH + PITCH
     block = np.empty((step * inner_rows, pitch // source.itemsize), source.dtype)
     word = WORDS.get(source.itemsize) if len(narrow) == 0 or narrow[-1] % 2 == 0 else None

@@ -101,10 +101,8 @@ class Merge(ToRelease):
         if self.options.quantize:
             also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
             return f"{len(self.quantized):,} tensor{'' if len(self.quantized) == 1 else 's'} quantised{also}"
-        merged, values = (
-            len(self.merging.touched),
-            sum(encoding.label is not None for encoding in self.encodings.values()),
-        )
+        merged = len(self.merging.touched)
+        values = sum(encoding.label is not None for encoding in self.encodings.values())
         done = "merged" if self.adapters else "changed"
         number, what = (values, "dequantised") if self.options.dequantize else (merged, done)
         return f"{number:,} tensor{'' if number == 1 else 's'} {what}" if number or not self.source.cut else ""

@@ -75,10 +75,8 @@ class Site:
     def of(cls, options: PipelineOptions) -> Site:
         """By the options of a command."""
         name, endpoint = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).job_endpoint or ""
-        flink, spark = (
-            options.view_as(FlinkRunnerOptions).flink_master,
-            options.view_as(SparkRunnerOptions).spark_master_url,
-        )
+        flink = options.view_as(FlinkRunnerOptions).flink_master
+        spark = options.view_as(SparkRunnerOptions).spark_master_url
         master = {"FlinkRunner": flink, "SparkRunner": spark}.get(name) or ""
         output = options.get_all_options().get("output") or ""
         return cls(

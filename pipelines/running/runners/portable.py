@@ -69,10 +69,8 @@ def _endpoints(options: PipelineOptions) -> Iterator[tuple[str, str]]:
     name, portable = options.view_as(StandardOptions).runner, options.view_as(PortableOptions)
     if name == "PortableRunner" and portable.job_endpoint and portable.job_endpoint != "embed":
         yield "job_endpoint", portable.job_endpoint
-    flink, spark = (
-        options.view_as(FlinkRunnerOptions).flink_master,
-        options.view_as(SparkRunnerOptions).spark_master_url,
-    )
+    flink = options.view_as(FlinkRunnerOptions).flink_master
+    spark = options.view_as(SparkRunnerOptions).spark_master_url
     if name == "FlinkRunner" and flink and not flink.startswith("["):
         yield "flink_master", flink
     # several masters: any of them may be away
