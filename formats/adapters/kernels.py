@@ -128,27 +128,16 @@ class AdaptedKernel(InOrder):
     @property
     def arrays(self) -> tuple[OrbaxArray, ...]:
         """The factors' arrays."""
-        return tuple(
-            dict.fromkeys(
-                factor.array
-                for pair in self.pairs
-                for factor in (pair.a, pair.b)
-                if isinstance(factor.array, OrbaxArray)
-            )
-        )
+        arrays = (factor.array for pair in self.pairs for factor in (pair.a, pair.b))
+        return tuple(dict.fromkeys(array for array in arrays if isinstance(array, OrbaxArray)))
 
     def stored_as(self, find: Callable[[StoredArray], StoredArray]) -> AdaptedKernel:
         """The same, each array of it where `find` says that it is."""
-        pairs = tuple(
-            dataclasses.replace(
-                pair,
-                **{
-                    side: dataclasses.replace(factor, array=find(factor.array))
-                    for side, factor in (("a", pair.a), ("b", pair.b))
-                },
-            )
-            for pair in self.pairs
-        )
+
+        def found(factor: LoraFactor) -> LoraFactor:
+            return dataclasses.replace(factor, array=find(factor.array))
+
+        pairs = tuple(dataclasses.replace(pair, a=found(pair.a), b=found(pair.b)) for pair in self.pairs)
         return dataclasses.replace(self, base=find(self.base), pairs=pairs)
 
     def reads(self, box: Box) -> tuple[Read, ...]:

@@ -72,15 +72,8 @@ class Change:
     @property
     def first(self) -> str:
         """One of the adapters' tensors, for messages."""
-        return next(
-            tensor.name
-            for tensor in (
-                *self.whole,
-                *(delta.a for delta in self.deltas),
-                *(tensor for tensor, _ in self.added),
-                *self.copies,
-            )
-        )
+        of_deltas, added = (delta.a for delta in self.deltas), (tensor for tensor, _ in self.added)
+        return [*self.whole, *of_deltas, *added, *self.copies][0].name
 
 
 class _RefusedError(ValueError):

@@ -69,15 +69,8 @@ def token_ids(files: Mapping[str, bytes]) -> dict[str, int]:
     ]
     config, tokenizer = said
     added = tokenizer.get("added_tokens")
-    ids = (
-        {
-            token["content"]: token["id"]
-            for token in added
-            if isinstance(token, dict) and {"content", "id"} <= token.keys()
-        }
-        if isinstance(added, list)
-        else {}
-    )
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids = {token["content"]: token["id"] for token in tokens if {"content", "id"} <= token.keys()}
     found = {}
     for name in SPECIAL_TOKENS:
         token = config.get(name)

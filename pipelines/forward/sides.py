@@ -14,7 +14,7 @@ from weightbeam.formats.release.adapted import merge_release
 from weightbeam.formats.release.small_files import small_files
 from weightbeam.formats.release.source import open_source
 from weightbeam.formats.storage import open_store
-from weightbeam.model_mappings.boxes import Box, extent, slices
+from weightbeam.model_mappings.boxes import Box, extent, slices, whole
 from weightbeam.model_mappings.cut import Cut
 from weightbeam.pipelines.running.problems import refuse
 from weightbeam.pipelines.running.sources import open_release
@@ -80,15 +80,7 @@ def of_checkpoint(where: str, export: Export, small: Mapping[str, bytes]) -> Sid
 
 def _tensors_of(export: Export) -> dict[str, Operand]:
     """The tensors that an export would write, each made of the arrays that it lies in, or taken from the release."""
-    everything = [
-        Block(
-            number,
-            tuple((0, -(-size // step)) for size, step in zip(grid.spec.shape, grid.spec.shard, strict=True)),
-            0,
-            ("", 0),
-        )
-        for number, grid in enumerate(export.grids)
-    ]
+    everything = [Block(number, whole(grid.spec.grid), 0, ("", 0)) for number, grid in enumerate(export.grids)]
     arrays = [export.encodings[grid.spec.key] for grid in export.grids]
 
     def fetch(name: str, box: Box) -> np.ndarray:

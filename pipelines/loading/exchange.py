@@ -112,11 +112,8 @@ def _bounds(parts: Sequence[int], devices: int) -> list[int]:
 def _assignment(parts: Sequence[int], bounds: Sequence[int], devices: int) -> Assignment:
     """The digits that cut each axis into so many parts; a digit is what lies between two bounds."""
     held = _bounds(parts, devices)
+    digits = list(enumerate(itertools.pairwise(bounds)))
     return tuple(
-        tuple(
-            digit
-            for digit, (before, after) in enumerate(itertools.pairwise(bounds))
-            if held[axis] >= before and after >= held[axis + 1]
-        )
+        tuple(digit for digit, (before, after) in digits if held[axis] >= before and after >= held[axis + 1])
         for axis in range(len(parts))
     )

@@ -143,14 +143,10 @@ def with_tokenizer(small: Mapping[str, bytes], taken: Mapping[str, bytes]) -> di
 
 def _open_like(url: str) -> Like:
     checkpoint = open_hf(url)
-    refuse(
-        [
-            problem
-            for problem in checkpoint.problems
-            if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
-        ],
-        of=f"--like={url}",
-    )
+    problems = checkpoint.problems
+    if checkpoint.config:
+        problems = [each for each in problems if each.kind != "missing" or each.subject == "config.json"]
+    refuse(problems, of=f"--like={url}")
     small = carried_files(checkpoint.root, checkpoint.opened)
     return Like.of(checkpoint, digest=digest(checkpoint), release=checkpoint, small=small)
 

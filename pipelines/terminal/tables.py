@@ -133,13 +133,8 @@ class Table:
         aligned = [' style="text-align:right"' if right else "" for right in self._right]
 
         def row(cells: Sequence[str], tag: str) -> str:
-            return (
-                "<tr>"
-                + "".join(
-                    f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, aligned, strict=True)
-                )
-                + "</tr>"
-            )
+            styled = zip(cells, aligned, strict=True)
+            return f"<tr>{''.join(f'<{tag}{style}>{html.escape(cell)}</{tag}>' for cell, style in styled)}</tr>"
 
         head = row(self.headings, "th") if any(self.headings) else ""
         return f"<table>{head}{''.join(row(cells, 'td') for cells in self.rows)}</table>"

@@ -53,19 +53,8 @@ def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list
     for number, array in enumerate(arrays):
         part = array.parts[0]
         alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= least_run
-        key = (
-            number
-            if alone
-            else (
-                part.template,
-                part.layers.tobytes(),
-                part.target_axes,
-                part.window_shape,
-                part.steps,
-                array.logical_axes,
-            )
-        )
-        groups.setdefault(key, []).append(number)
+        but_for_window = part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps
+        groups.setdefault(number if alone else (*but_for_window, array.logical_axes), []).append(number)
     return list(groups.values())
 
 

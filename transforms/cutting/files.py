@@ -122,14 +122,10 @@ def plan_files(
     if len(files) == 1:
         return FileLayout(files, None)
     index = make_index(files)
-    warnings = (
-        ()
-        if len(index) <= MAX_INDEX
-        else (
-            f"{INDEX} has {len(index):,} bytes; huggingface_hub's loader reads at most {MAX_INDEX:,}, transformers any",
-        )
+    warning = (
+        f"{INDEX} has {len(index):,} bytes; huggingface_hub's loader reads at most {MAX_INDEX:,}, transformers any"
     )
-    return FileLayout(files, index, warnings)
+    return FileLayout(files, index, (warning,) if len(index) > MAX_INDEX else ())
 
 
 def natural(name: str) -> str:

@@ -152,15 +152,8 @@ def selecting_axes(array: Array) -> frozenset[int]:
 
 def count_experts(arrays: Iterable[Array]) -> int:
     """How many experts a model has; 0 if it is dense."""
-    return max(
-        (
-            size
-            for array in arrays
-            for name, size in zip(array.logical_axes, array.shape, strict=True)
-            if name == EXPERTS
-        ),
-        default=0,
-    )
+    axes = (axis for array in arrays for axis in zip(array.logical_axes, array.shape, strict=True))
+    return max((size for name, size in axes if name == EXPERTS), default=0)
 
 
 def cut_rows(part: Part, itemsize: int, stored: SourceCost) -> tuple[frozenset[int], list[int]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from weightbeam.formats.release.source import open_source
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
-from weightbeam.model_mappings.boxes import extent
+from weightbeam.model_mappings.boxes import volume
 from weightbeam.model_mappings.ops import dtype_named
 from weightbeam.model_mappings.plan import ArrayPlan
 from weightbeam.transforms.comparing import odd_values
@@ -52,16 +51,11 @@ def dtype_of_model(config: Mapping[str, Any]) -> str | None:
     none of `RELEASED`.
     """
     nested = config.get("text_config")
-    places = (config, nested if isinstance(nested, Mapping) else {})
-    return next(
-        (
-            said
-            for place in places
-            for key in ("torch_dtype", "dtype")
-            if isinstance(said := place.get(key), str) and said in RELEASED
-        ),
-        None,
-    )
+    for place in (config, nested if isinstance(nested, Mapping) else {}):
+        for key in ("torch_dtype", "dtype"):
+            if isinstance(said := place.get(key), str) and said in RELEASED:
+                return said
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +190,10 @@ class Export(FromCheckpoint, ToRelease):
     @property
     def read_bytes(self) -> int:
         """Bytes of the chunks that the units read, decoded, and of what is taken from the release."""
-        return sum(map(stored_bytes, self.taken.values())) + sum(
-            math.prod(extent(element_box(self.grids[block.array].spec, block.shards)))
-            * self.grids[block.array].spec.dtype.itemsize
-            for unit in self.units
-            for block in unit
-            if block.array < len(self.grids)
-        )
+        blocks = (block for unit in self.units for block in unit if block.array < len(self.grids))
+        read = ((self.grids[block.array].spec, block.shards) for block in blocks)
+        arrays = sum(volume(element_box(spec, shards)) * spec.dtype.itemsize for spec, shards in read)
+        return arrays + sum(map(stored_bytes, self.taken.values()))
 
     @functools.cached_property
     def unpacked(self) -> dict[OrbaxArray, str]:
