@@ -108,16 +108,13 @@ class Like:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(FromCheckpoint, ToRelease):
-    """The plan of an export.
+    """The plan of an export, with these fields beside those of `ToRelease`.
 
     Attributes:
       options, source, like: the inputs.
       plan: the arrays, what of the release is left out, and the problems.
       names: the tensors that are written, by the table's name for each: `(name in the release, ...)`.
-      files: where each tensor goes; None if there are problems.
       grids: one for each array.
-      lossy: by tensor, why its values aren't the array's to the bit.
-      config_edits: what of `config.json` has to change: `{field: value}`.
       form: `like`, or that of its language model alone.
       adapters: what is merged on the way.
       merged: by the table's name, what adapters make of a tensor.
@@ -145,7 +142,6 @@ class Export(FromCheckpoint, ToRelease):
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     taken: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     large: frozenset[str] = frozenset()
-    # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     kept: bool = False
 

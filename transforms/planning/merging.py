@@ -32,20 +32,17 @@ from weightbeam.transforms.planning.to_release import ToRelease
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(ToRelease):
-    """The plan of a merge.
+    """The plan of a merge, with these fields beside those of `ToRelease`.
 
     Attributes:
       options, source, adapters: the inputs; the source is the release.
       plan: what is left out, and the problems.
       encodings: how each tensor that is written is stored, by its name.
-      files: where each goes; None if there are problems.
       units: the blocks of each unit; a block's array is the number of a tensor, and its shards are a box of it.
       merging: what the adapters' tensors are used for.
       quantized: the tensors that are written as codes and scales.
       quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is
         left.
-      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
-      small: the release's small files as they will be; not staged.
     """
 
     options: MergeOptions
