@@ -177,16 +177,11 @@ class HfCheckpoint:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
-        shards = [
-            vars(shard)
-            | {
-                "tensors": [
-                    [tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset, tensor.whole]
-                    for tensor in shard.tensors
-                ]
-            }
-            for shard in self.shards
-        ]
+
+        def staged(tensor: Tensor) -> list[Any]:
+            return [tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset, tensor.whole]
+
+        shards = [vars(shard) | {"tensors": [*map(staged, shard.tensors)]} for shard in self.shards]
         return {
             "root": self.root,
             "config": self.config,

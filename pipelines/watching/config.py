@@ -126,17 +126,12 @@ def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
     """A mapping as a command line: lists are repeated options, and `true` a bare one if there are `flags`, which Beam
     has and we don't.
     """
-    pairs = [
-        (name, value)
-        for name, values in options.items()
-        for value in (values if isinstance(values, list) else [values])
-    ]
-    return [
-        f"--{name}"
-        if flags and value is True
-        else f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in pairs
-    ]
+    arguments = []
+    for name, values in options.items():
+        for value in values if isinstance(values, list) else [values]:
+            said = str(value).lower() if isinstance(value, bool) else value
+            arguments.append(f"--{name}" if flags and value is True else f"--{name}={said}")
+    return arguments
 
 
 def _read_target(given: Any) -> TargetConfig:

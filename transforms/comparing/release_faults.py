@@ -79,14 +79,9 @@ def find_dtype_faults(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) 
     for name, tensor in tensors.items():
         if is_float(tensor.dtype) and not all(holds(tensor.dtype, other) for other in floats):
             found.setdefault(tensor.dtype.name, []).append(name)
-    return [
-        (
-            names[-1],
-            f"is {dtype}; tensors of this dtype: {len(names)} here, and {wrote.get(dtype, 0)} that the export wrote",
-        )
-        for dtype, names in found.items()
-        if len(names) > wrote.get(dtype, 0)
-    ]
+    what = "is {}; tensors of this dtype: {} here, and {} that the export wrote"
+    more = [(dtype, names) for dtype, names in found.items() if len(names) > wrote.get(dtype, 0)]
+    return [(names[-1], what.format(dtype, len(names), wrote.get(dtype, 0))) for dtype, names in more]
 
 
 def _without_record(release: Store, record: Mapping[str, Any], remembered: Mapping[str, Any]) -> list[Said]:
