@@ -31,6 +31,7 @@ import zstandard
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax import ocdbt, zarr
 from weightbeam.formats.orbax.source import OrbaxArray, opened_store
+from weightbeam.formats.orbax.zarr import INDEX
 from weightbeam.formats.record.provenance import begin
 from weightbeam.formats.record.provenance import pieces as pieces_of
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
@@ -395,10 +396,7 @@ def _form3(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ..
     is_sharded = codecs[0]["name"] == "sharding_indexed"
     if is_sharded:
         inner = codecs[0]["configuration"]
-        if (
-            tuple(inner["chunk_shape"]) != chunk
-            or (inner.get("index_location", "end"), inner["index_codecs"]) != zarr.INDEX
-        ):
+        if tuple(inner["chunk_shape"]) != chunk or (inner.get("index_location", "end"), inner["index_codecs"]) != INDEX:
             raise _WholeError("they are shards of a kind that isn't read in parts")
         codecs = inner["codecs"]
     endian = codecs[0].get("configuration", {}).get("endian")

@@ -283,14 +283,12 @@ def audit_tensors(
     if table.stored and (unused := [one.subject for one in found if one.kind == "unused"]):
         zeros, _ = table.stored.renamed(table.family.aliases).drop_zero_biases(unused)
         dropped, found = dropped | zeros, [one for one in found if one.subject not in zeros]
-    explained = {fit.lacking[name] for name in drops.variables}
-    problems = [one for one in fit.problems if one.kind != "missing" or one.subject not in explained]
-    problems += [
-        one
-        for one in found
-        if (table.released or one.kind != "missing")
-        and (one.kind != "unused" or not (one.subject in fit.lacking or one.subject in fit.misfit))
-    ]
+    if not table.released:
+        found = [one for one in found if one.kind != "missing"]
+    explained = {("missing", fit.lacking[name]) for name in drops.variables}
+    told = {("unused", name) for name in (*fit.lacking, *fit.misfit)}  # of the arrays that they would become
+    problems = [one for one in fit.problems if (one.kind, one.subject) not in explained]
+    problems += [one for one in found if (one.kind, one.subject) not in told]
     return {name: specs[name] for name in shapes}, dropped, problems
 
 
