@@ -81,14 +81,12 @@ def layout_of(
       model: MaxText's, where it is known.
       shapes: of the release's tensors.
     """
-    parts = parts_of(weights)
     return Layout(
         scan=bool(scan),
         vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
-        mtp=parts["mtp"],
-        multimodal=parts["multimodal"],
         model=model,
         shapes=shapes,
+        **parts_of(weights),
     )
 
 
