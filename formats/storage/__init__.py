@@ -27,6 +27,7 @@ from weightbeam.formats.storage.store import (
     LeadsOutError,
     StorageError,
     Store,
+    UnreachedError,
     branch_of,
     is_hub,
     read_whole,
@@ -39,6 +40,7 @@ from weightbeam.model_mappings import entry_points
 
 __all__ = [
     "HUB", "TEMPORARY", "ByteRange", "ChangedError", "File", "LeadsOutError", "LocalFolder", "StorageError", "Store",
+    "UnreachedError",
     "branch_of", "create_file", "drop_pages", "is_hub", "open_store", "read_named", "read_whole", "reason", "repo_of", "store_and_name", "store_to_write",
     "stretches", "sync_folder", "write_file",
 ]  # fmt: skip

@@ -39,6 +39,7 @@ from weightbeam.formats.storage.store import (
     StorageError,
     Store,
     Trouble,
+    UnreachedError,
     as_base64,
     make_requests,
     stretches,
@@ -228,7 +229,7 @@ def _fail(url: str, error: Exception) -> NoReturn:
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     if HELD.search(message):  # whatever the account may do
         hint = "; what is written grows, and is moved: choose a bucket, or a folder, in which objects may be deleted"
-    raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error
+    raise UnreachedError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error
 
 
 class Bucket(Store):

@@ -50,6 +50,7 @@ from weightbeam.formats.storage.store import (
     StorageError,
     Store,
     Trouble,
+    UnreachedError,
     make_requests,
     reason,
 )
@@ -86,7 +87,7 @@ def _silence() -> None:
         logging.getLogger(logger).setLevel(logging.ERROR)
 
 
-class NoRepositoryError(StorageError):
+class NoRepositoryError(UnreachedError):
     """There is no such repository, or no such revision of it, as far as we may see."""
 
 
@@ -639,7 +640,7 @@ def hub_errors(where: object, repo: str, writing: bool = False) -> Iterator[None
     except (httpx2.HTTPError, broken_off, OSError, ValueError, *NO_ANSWER) as e:
         is_none = isinstance(e, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(e, GatedRepoError)
         message = _explain(e, repo, writing).replace(_endpoint(), told_endpoint())  # in what a client says
-        raise (NoRepositoryError if is_none else StorageError)(f"{where}: {message}") from None
+        raise (NoRepositoryError if is_none else UnreachedError)(f"{where}: {message}") from None
 
 
 def _explain(error: Exception, repo: str, writing: bool) -> str:

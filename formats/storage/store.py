@@ -64,6 +64,10 @@ class ChangedError(StorageError):
         self.what = what or message
 
 
+class UnreachedError(StorageError):
+    """A store that can't be asked, or answers with an error or none at all: another time it may do."""
+
+
 class LeadsOutError(StorageError):
     """A file of a folder is a link to elsewhere."""
 

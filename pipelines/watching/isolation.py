@@ -35,10 +35,11 @@ TAIL = 2000  # characters of what a process that died had printed
 
 
 class Status(enum.StrEnum):
-    """How a task ended. `BUSY`: another process is at it."""
+    """How a task ended. `UNREACHED`: refused, for a store that didn't answer; `BUSY`: another process is at it."""
 
     DONE = "done"
     REFUSED = "refused"
+    UNREACHED = "unreached"
     FAILED = "failed"
     BUSY = "busy"
 
@@ -264,7 +265,7 @@ def _outcome(task: Task) -> Outcome:
     except Busy as e:
         return Outcome(Status.BUSY, str(e).strip())
     except Refused as e:
-        return Outcome(Status.FAILED if _has_changed(e) else Status.REFUSED, str(e).strip())
+        return Outcome(_how_refused(e), str(e).strip())
     except Failed as e:
         return Outcome(Status.FAILED, str(e).strip().replace(AGAIN, "the next attempt goes on from there"))
     except Exception as e:
@@ -272,11 +273,18 @@ def _outcome(task: Task) -> Outcome:
         return Outcome(Status.FAILED, f"{type(e).__name__}: {e}")
 
 
-def _has_changed(error: BaseException | None) -> bool:
-    """Whether something was refused for a file that was changed while it was read, which is different another time."""
-    from weightbeam.formats.storage import ChangedError
+def _how_refused(error: BaseException | None) -> Status:
+    """How a task ended that was refused: not for good where a file was changed while it was read, or a store didn't
+    answer, which is different another time.
+    """
+    from weightbeam.formats.storage import ChangedError, UnreachedError
 
-    return error is not None and (isinstance(error, ChangedError) or _has_changed(error.__cause__))
+    if error is None:
+        return Status.REFUSED
+    passing = {ChangedError: Status.FAILED, UnreachedError: Status.UNREACHED}
+    return next((how for kind, how in passing.items() if isinstance(error, kind)), None) or _how_refused(
+        error.__cause__
+    )
 
 
 def _follow() -> None:

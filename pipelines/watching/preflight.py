@@ -73,15 +73,21 @@ def _find_shared_places(held: Sequence[tuple[str, str]], feeds: Sequence[RunFeed
 
 
 def _find_removed_forms(held: Sequence[tuple[str, RunFeed, Place]], feeds: Sequence[RunFeed]) -> list[str]:
-    """Releases that runs are like, and that lie where `keep` removes old steps. `held`: whose each place is."""
+    """Releases that runs name, and that lie where `keep` removes old steps. `held`: whose each place is."""
+    named = [(like, f"which run {feed.run.name} is like") for feed in feeds if (like := feed.run.like)]
+    named += [
+        (tokenizer, f"of which {who} takes the tokenizer")
+        for feed in feeds
+        for target in feed.run.targets
+        if (tokenizer := getattr(target.options, "tokenizer", None))
+        for who in [f"run {feed.run.name}, target {target.name},"]
+    ]
     return [
-        f"{who}: keep removes old steps in {place.url}, where {like} lies, which run {other.run.name} is like; "
-        "name a copy of it elsewhere"
+        f"{who}: keep removes old steps in {place.url}, where {url} lies, {what}; name a copy of it elsewhere"
         for who, feed, place in held
         if (keep := feed.run.keep)
-        for other in feeds
-        if (like := other.run.like)
-        if (step := re.match(rf"{re.escape(_real(place.url))}[/@]step-(\d+)", _real(like)))
+        for url, what in named
+        if (step := re.match(rf"{re.escape(_real(place.url))}[/@]step-(\d+)", _real(url)))
         if not (keep.every and int(step[1]) % keep.every == 0)
     ]
 
@@ -149,7 +155,7 @@ def _find_plan_problems(feed: RunFeed, step: RunStep) -> list[str]:
             like = feed.run.like or outcome.facts.get("form")
             if like and (is_merged or not is_adapter):
                 compared[like] = None
-            if outcome.status == Status.REFUSED:
+            if outcome.status in (Status.REFUSED, Status.UNREACHED):
                 problems.append(f"{who}: {outcome.message}")
             elif is_adapter and is_merged and not has_weights(form := outcome.facts["form"]):
                 problems.append(

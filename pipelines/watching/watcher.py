@@ -403,9 +403,12 @@ class Watcher:
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
             outcome = apart.run(task, PLAN_SECONDS)
+        if outcome.status in (Status.FAILED, Status.UNREACHED):
+            return dataclasses.replace(
+                found, state=State.FAILED, reason=outcome.message, again=now()
+            )  # it isn't recorded
         if outcome.status != Status.DONE:
-            again = now() if outcome.status == Status.FAILED else None  # nothing of it is recorded
-            return dataclasses.replace(found, state=outcome.status, reason=outcome.message, again=again)
+            return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=State.PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
 
 

@@ -584,7 +584,7 @@ def test_credentials_that_are_refused(tmp_path: Path) -> None:
         told = outside(
             "from formats.storage import open_store; open_store('gs://bucket/x').list()", **google.env(tmp_path)
         )
-    assert told.stdout.splitlines()[-1].startswith("weightbeam.formats.storage.store.StorageError: gs://bucket/x: ")
+    assert told.stdout.splitlines()[-1].startswith("weightbeam.formats.storage.store.UnreachedError: gs://bucket/x: ")
 
 
 # --- a lease in a bucket ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from processes import running, wait_until
 from servers.clients import TOKEN
 from servers.hub import FakeHub
+from servers.repository import Blob
 from support import call, convert, make_release, peft_adapter
 
 from weightbeam.formats.targets.hub import Files, find_published, publish
@@ -104,6 +105,21 @@ def test_what_is_there_is_refused_and_named(
     assert hub.repositories[REPO].pulls == []
     assert call("export", checkpoints[1], URL) == 2
     assert "weightbeam.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_the_card_of_a_former_release(
+    hub: FakeHub, checkpoints: list[Path], capsys: pytest.CaptureFixture[str], is_edited: bool
+) -> None:
+    """One that nobody has edited tells of other weights: it is replaced with them; and one that was edited is kept."""
+    assert call("export", checkpoints[0], URL) == 0
+    before = hub.held(REPO)["README.md"]
+    if is_edited:
+        hub.repositories[REPO].commit({"README.md": Blob(b"# Mine\n", lfs=False)}, "main", "mine", hub._now())
+    assert call("export", checkpoints[1], URL, "--overwrite") == 0
+    now = hub.held(REPO)["README.md"]
+    assert (now == b"# Mine\n") if is_edited else (b"Written by" in now and now != before)
+    assert ("README.md" in capsys.readouterr().out.partition("replaced there")[2]) != is_edited
 
 
 def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:

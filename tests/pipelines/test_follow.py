@@ -1314,6 +1314,16 @@ def test_everything_wrong_is_said_at_the_start(
     assert sorted(like.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("hf://me/w", "hf://Me/W@main"), ("hf://me/w@refs/heads/step-1", "hf://me/w@step-1"), ("hf://me/w/", "hf://me/w")],
+)
+def test_a_branch_is_one_by_whichever_name(one: str, other: str) -> None:
+    """So that a run isn't like what it publishes, nor like what is removed."""
+    assert preflight._is_below(one, other)
+    assert not preflight._is_below(one, "hf://me/w@step-2")
+
+
 def test_a_form_that_keep_would_remove(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1332,6 +1342,11 @@ def test_a_form_that_keep_would_remove(
     said = capsys.readouterr().err
     assert f"keep removes old steps in {form.parent}, where {form} lies, which run run is like; name a copy" in said
     assert once(like=str(form), keep=dict(last=1, every=1)) == 0
+    targets = [dict(name="hf", tokenizer=str(form))]
+    assert once(like=str(model[0]), keep=dict(last=1), targets=targets) == 2
+    assert (
+        f"where {form} lies, of which run run, target hf, takes the tokenizer; name a copy" in capsys.readouterr().err
+    )
 
 
 def test_a_watcher_starts_before_the_run(

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -567,6 +568,27 @@ def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys:
     assert watch.once("--dry_run") == 0
     shown = capsys.readouterr().out
     assert [name for name in hub.repositories if name in shown] == ["acme/old-named", "acme/new-llama"]
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, "RepoNotFound"), (403, "GatedRepo"), (403, ""), (410, "")])
+def test_a_hub_that_fails_while_a_release_is_planned(
+    watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
+    """One such answer, once the release is recorded, isn't a problem of its plan's: it is tried again."""
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
+    watch.set(retry_minutes=0.0001)
+    answer, late = hub.answer, itertools.count()
+
+    def denied(call: Call) -> Reply:
+        is_first = REPO in call.path and bool(watch.states()) and next(late) == 0
+        headers = {"X-Error-Code": code} if code else {}
+        return json_reply(status, {"error": "for a moment"}, headers) if is_first else answer(call)
+
+    monkeypatch.setattr(hub, "answer", denied)
+    assert watch.once() == 1
+    assert watch.last()["state"] == "failed"
+    assert watch.once() == 0
+    assert watch.last()["state"] == "published"
 
 
 def test_patterns_that_match_nothing(
