@@ -104,8 +104,8 @@ def convert(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
-        float8_e4m3fn.
+      quantize: fp8: quantise the linear layers and fused experts on the way, with the codes of weightbeam.quantize;
+        needs save_dtype= float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -557,8 +557,8 @@ def maxtext_config(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
-        float8_e4m3fn.
+      quantize: fp8: quantise the linear layers and fused experts on the way, with the codes of weightbeam.quantize;
+        needs save_dtype= float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.
@@ -697,8 +697,8 @@ def plan(
       param_scan_axis: where the stacked axis goes, as in MaxText.
       save_dtype: dtype of every float array; computed in float32, cast once. float8_e4m3fn: FP8 weights stay codes,
         each with its scales beside it, and everything else in its own dtype.
-      quantize: fp8: quantise the linear layers on the way, as weightbeam.quantize does; needs save_dtype=
-        float8_e4m3fn.
+      quantize: fp8: quantise the linear layers and fused experts on the way, with the codes of weightbeam.quantize;
+        needs save_dtype= float8_e4m3fn.
       mesh: the mesh that loads it, such as fsdp=16,expert=4; a list for several (default: fit for any).
       sharding_rules: your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml).
       maxtext_model: the MaxText model, such as llama3.1-8b, where config.json can't settle it.

@@ -310,7 +310,7 @@ class ConvertOptions(Excerpt):
     param_scan_axis: int = _layout("where the stacked axis goes, as in MaxText", 1)
     save_dtype: str = _layout(f"dtype of every float array; computed in float32, cast once. {CODED}: FP8 weights stay codes, "
                               "each with its scales beside it, and everything else in its own dtype", "bfloat16", choices=(*COMPUTED, CODED))
-    quantize: str | None = _what(f"fp8: quantise the linear layers on the way, as weightbeam quantize does; needs --save_dtype {CODED}")
+    quantize: str | None = _what(f"fp8: quantise the linear layers and fused experts on the way, with the codes of weightbeam quantize; needs --save_dtype {CODED}")
     mesh: tuple[str, ...] = _layout("the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)", ())
     sharding_rules: Rules | None = _layout("your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     maxtext_model: str | None = _what("the MaxText model, such as llama3.1-8b, where config.json can't settle it")
