@@ -54,7 +54,8 @@ class Gptq(InOrder):
       index: `g_idx`, the group of each input, (I,).
       ordered: whether groups lie side by side (no `desc_act`); `index` must then say so too.
       first_version: whether zeros are stored minus 1.
-      symmetric: whether all zeros are the middle of the range.
+      symmetric: whether all zeros are the middle of the range; None where a rule for some modules says otherwise, and
+        all zeros of a tensor tell.
     """
 
     weight: Tensor
@@ -65,7 +66,7 @@ class Gptq(InOrder):
     index: Tensor | None = None
     ordered: bool = True
     first_version: bool = True
-    symmetric: bool = False
+    symmetric: bool | None = False
     decode_rate = 444e6
 
     @property
@@ -83,17 +84,18 @@ class Gptq(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         inputs, outputs = box
         these = cover(inputs, self.group) if self.ordered else whole(self.scale.shape)[0]
+        zeros = whole(self.zero.shape) if self.symmetric is None else (these, words(outputs, self.bits))
         reads = (
             BoxRead(self.weight, (words(inputs, self.bits), outputs)),
             BoxRead(self.scale, (these, outputs)),
-            BoxRead(self.zero, (these, words(outputs, self.bits))),
+            BoxRead(self.zero, zeros),
         )
         return (*reads, BoxRead(self.index, (inputs,))) if self.index else reads
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         packed, scales, zeros, *index = stored
-        inputs, outputs = box
-        scales, zeros = finite(scales, self.scale), self._zeros(unpack(zeros, outputs, self.bits))
+        inputs, _ = box
+        scales, zeros = finite(scales, self.scale), self._zeros(zeros, box)
         which = self._which(index[0] if index else None, inputs)
         values = empty(extent(box), dtype)
         for first, rows in self._strips(packed, inputs):
@@ -123,13 +125,25 @@ class Gptq(InOrder):
             begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
             yield begin, part.reshape(-1, outputs)[begin - first : end - first]
 
-    def _zeros(self, stored: np.ndarray) -> np.ndarray:
+    def _zeros(self, packed: np.ndarray, box: Box) -> np.ndarray:
         """Zeros as they are meant, float32."""
         middle, ones = 1 << self.bits - 1, (1 << self.bits) - 1
-        if self.symmetric:
-            if not np.isin(stored, (middle - 1, middle)).all():
+        inputs, outputs = box
+
+        def are_middle(zeros: np.ndarray) -> bool:
+            return any((zeros == each).all() for each in (middle - 1, middle))
+
+        if self.symmetric is None:
+            every = unpack(packed, (0, self.shape[1]), self.bits)
+            is_symmetric = are_middle(every)
+            groups = slice(*cover(inputs, self.group)) if self.ordered else slice(None)
+            stored = every[groups, slice(*outputs)]
+        else:
+            is_symmetric, stored = self.symmetric, unpack(packed, outputs, self.bits)
+        if is_symmetric:
+            if not are_middle(stored):
                 raise PackedError(
-                    f"{self.zero.name} has other zeros than {middle - 1} and {middle}, but quantization_config says that they are symmetric"
+                    f"{self.zero.name} has other zeros than {middle - 1} or {middle} alone, but quantization_config says that they are symmetric"
                 )
             return np.full(stored.shape, middle, np.float32)
         if self.first_version and (stored == ones).any():
@@ -256,7 +270,9 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
             f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"
         )
     inputs = weight.shape[0] * WORD // bits
-    ordered = not (fields.get("desc_act", False) or (index and parts.quantization.orders_modules))
+    ordered = not (
+        fields.get("desc_act", False) or (index and ("desc_act", True) in parts.quantization.said_of_modules)
+    )
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:
@@ -267,7 +283,9 @@ def _make_gptq(parts: QuantizedTensor) -> Gptq:
         inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
     )
     group = _group(parts, fields.get("group_size"), inputs, exact)
-    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
+    symmetric = bool(fields.get("sym", False))
+    ruled = None if ("sym", not symmetric) in parts.quantization.said_of_modules else symmetric
+    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", ruled)
 
 
 def _make_awq(parts: QuantizedTensor) -> Awq:

@@ -72,12 +72,11 @@ class Quantization:
     block: tuple[int, int] | None = None
 
     @functools.cached_property
-    def orders_modules(self) -> bool:
-        """Whether a rule of GPTQModel's `dynamic` gives modules an order of their own."""
-        rules = self.fields.get("dynamic")
-        return isinstance(rules, Mapping) and any(
-            isinstance(rule, Mapping) and rule.get("desc_act") is True for rule in rules.values()
-        )
+    def said_of_modules(self) -> frozenset[tuple[str, bool]]:
+        """The switches that rules for some modules turn, of GPTQModel's `dynamic` or AutoRound's `extra_config`."""
+        rules = [given for name in ("dynamic", "extra_config") if isinstance(given := self.fields.get(name), Mapping)]
+        turned = [rule for given in rules for rule in given.values() if isinstance(rule, Mapping)]
+        return frozenset((field, on) for rule in turned for field, on in rule.items() if isinstance(on, bool))
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Quantization:

@@ -76,6 +76,14 @@ def test_the_product_is_what_merging_adds(written: Path, case: str, layout: dict
         assert made.folding.metadata == {"lora_rank": 4, "lora_alpha": 6}
 
 
+def test_layers_are_stacked_before_the_rank(written: Path) -> None:
+    """Nothing reads an adapter whose rank isn't its last axis; layers apart have none to be stacked on."""
+    (problem,) = plan(written / "plain", adapter_only=True, maxtext_model="llama2-7b", param_scan_axis=2).plan.problems
+    assert (problem.kind, problem.subject) == ("option", "--param_scan_axis=2")
+    asked = {"maxtext_model": "llama2-7b", "scan_layers": False, "param_scan_axis": 2}
+    assert not plan(written / "plain", adapter_only=True, **asked).plan.problems
+
+
 def test_alpha_is_the_number_in_the_file(tmp_path: Path) -> None:
     """16 / 49 · 49 isn't 16."""
     make_release(tmp_path / "base")

@@ -195,8 +195,10 @@ def test_symmetric_zeros_of_the_second_version_under_the_name_of_the_first(tmp_p
             tmp_path / str(stored), gptq_tensors(zero=stored), gptq(sym=True, checkpoint_format="gptq")
         )
         assert (decode(encoding) == -8).all()
-    with pytest.raises(PackedError, match=r"x\.qzeros has other zeros than 7 and 8"):
-        decode(encoding_of(tmp_path / "6", gptq_tensors(zero=6), gptq(sym=True)))
+    mixed = gptq_tensors() | {"x.qzeros": pack(np.full((2, 16), 8) - (np.arange(16) % 2), 4)}
+    for name, tensors in {"6": gptq_tensors(zero=6), "mixed": mixed}.items():
+        with pytest.raises(PackedError, match=r"x\.qzeros has other zeros than 7 or 8 alone"):
+            decode(encoding_of(tmp_path / name, tensors, gptq(sym=True)))
 
 
 @pytest.mark.parametrize(
@@ -411,3 +413,19 @@ def test_zeros_that_a_rule_gives_other_modules_change_none(tmp_path: Path) -> No
     alone = encoding_of(tmp_path / "alone", tensors, gptq(sym=True))
     beside = encoding_of(tmp_path / "beside", tensors, gptq(sym=True, dynamic={"other": {"bits": 4, "sym": False}}))
     np.testing.assert_array_equal(decode(beside), decode(alone))
+
+
+@pytest.mark.parametrize("rules", ["dynamic", "extra_config"])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_a_rule_may_make_some_modules_asymmetric(tmp_path: Path, rules: str, is_symmetric: bool, version: str) -> None:
+    """Whichever the others are: any box is what the zeros say, those that are the middle or one less, too."""
+    rng = np.random.default_rng(0)
+    codes, zeros = rng.integers(0, 4, (64, 16)), rng.integers(1, 3, (2, 16))
+    scales = rng.uniform(-2, 2, zeros.shape).astype(np.float16)
+    stored = zeros - (version == "gptq")
+    tensors = {"x.qweight": pack_down(codes, 2), "x.qzeros": pack(stored, 2), "x.scales": scales}
+    rule = {rules: {"+:.*x": {"sym": not is_symmetric}}}
+    config = gptq(bits=2, sym=is_symmetric, checkpoint_format=version) | rule
+    wanted = dequantise(codes, zeros, scales, np.arange(64) // 32)
+    assert_decodes(encoding_of(tmp_path, tensors, config), wanted, ((3, 4), (5, 40)))

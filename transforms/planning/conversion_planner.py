@@ -359,6 +359,9 @@ def _check_options(options: ConvertOptions, family: Family) -> Iterator[Problem]
         yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
     if options.multimodal and not family.towers:
         yield Problem("option", "--multimodal", f"MaxText's {family.name} models have no vision or audio towers")
+    if options.adapter_only and options.scan_layers and options.param_scan_axis > 1:
+        message = "the factors of an adapter end with the rank, behind the layers: MaxText stacks them on axis 0 or 1"
+        yield Problem("option", f"--param_scan_axis={options.param_scan_axis}", message)
     wanted = "scanned" if options.scan_layers else "unscanned"
     if wanted not in family.layouts:
         (other,) = family.layouts
