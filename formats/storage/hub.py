@@ -51,8 +51,10 @@ from weightbeam.formats.storage.store import (
     Store,
     Trouble,
     UnreachedError,
+    branch_of,
     make_requests,
     reason,
+    repo_of,
 )
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.text.printable import printable, without_user
@@ -604,6 +606,18 @@ def name_now(repo: str) -> str:
     with hub_errors(f"hf://{repo}", repo), contextlib.suppress(RepositoryNotFoundError):
         return retried(api().model_info)(repo, timeout=STALL_SECONDS).id
     return repo
+
+
+def is_same_branch(url: str, other: str) -> bool:
+    """Whether two URLs of the hub name one branch, by whichever of its names, and its repository's.
+
+    Raises:
+      StorageError: the hub can't be asked, or refuses.
+    """
+    (repo, revision), (its, branch) = (repo_of(each.rstrip("/")) for each in (url, other))
+    if branch_of(revision) != branch_of(branch):
+        return False
+    return repo.lower() == its.lower() or name_now(repo) == name_now(its)
 
 
 def _list_files(hub: HfApi, repo: str, commit: str | None) -> list[RepoSibling]:

@@ -13,7 +13,7 @@ from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.release.files import has_weights
 from weightbeam.formats.storage import HUB, StorageError, Store, branch_of, is_hub, open_store, reason, repo_of
-from weightbeam.formats.storage.hub import Repository
+from weightbeam.formats.storage.hub import Repository, is_same_branch
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import MERGED, is_maxtext_config
@@ -64,7 +64,7 @@ def _find_shared_places(held: Sequence[tuple[str, str]], feeds: Sequence[RunFeed
     problems, output = [], feeds[0].output
     for number, (who, url) in enumerate(held):
         for other, theirs in held[:number]:
-            if _real(url) == _real(theirs):
+            if _is_same(url, theirs):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
     for who, url in [*held, ("output", output.url)]:
         for run in _runs_around(url, feeds):
@@ -97,6 +97,14 @@ def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
     read = {feed.run.checkpoints: "a run" for feed in feeds}
     read |= {feed.run.like: "a release that a run is like" for feed in feeds if feed.run.like}
     return [f"{place}, {what}" for place, what in read.items() if _is_below(url, place)]
+
+
+def _is_same(url: str, other: str) -> bool:
+    """Whether two places are one; where the hub doesn't say it now, by their names."""
+    if is_hub(url) and is_hub(other):
+        with contextlib.suppress(StorageError):
+            return is_same_branch(url, other)
+    return _real(url) == _real(other)
 
 
 def _is_below(url: str, folder: str) -> bool:

@@ -1324,6 +1324,22 @@ def test_a_branch_is_one_by_whichever_name(one: str, other: str) -> None:
     assert not preflight._is_below(one, "hf://me/w@step-2")
 
 
+def test_two_targets_of_one_repository(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that it has, and by one that it had."""
+    run, file = tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
+    write(run, 1, model=model)
+    hub.add(REPO).writers.add(TOKEN)
+    hub.renamed["me/former"] = REPO
+    targets = [dict(name="one", output=f"hf://{REPO}"), dict(name="two", output="hf://me/former")]
+    about = dict(checkpoints=str(run), like=str(model[0]), targets=targets)
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
+    assert call("watch", "--config", file, "--once") == 2
+    assert "target two: is published into hf://me/former, as is run run, target one" in capsys.readouterr().err
+    assert list(hub.repositories[REPO].branches) == ["main"]
+
+
 def test_a_form_that_keep_would_remove(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
