@@ -23,7 +23,7 @@ ROLES: Mapping[str, re.Pattern[str]] = {
         r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json"
         r"|tokenizer\.model(\.v\w+)?|\w[\w.-]*\.tiktoken|tiktoken\.model|spiece\.model|sentencepiece\.bpe\.model"
     ),
-    "chat template": re.compile(rf"chat_template\.json|\w[\w.-]*\.jinja|{TEMPLATES}/[^/\n]+\.jinja"),
+    "chat template": re.compile(rf"chat_template\.json|\w[\w.-]*\.jinja|{TEMPLATES}/[^/\x00-\x1f]+\.jinja"),
     "processor": re.compile(r"(\w+_)?(pre)?processor_config\.json"),
     "quantisation": re.compile("|".join(map(re.escape, QUANT_CONFIGS))),
     "licence": re.compile(

@@ -681,13 +681,17 @@ def _explain(error: Exception, repo: str, writing: bool) -> str:
 
 def _own_words(error: Exception) -> str:
     """The hub's own reason, such as that a limit is reached; empty where it says none."""
-    said = _one_line(getattr(error, "server_message", None) or "")
+    said = _one_line(getattr(error, "server_message", None) or "").rstrip(". ")
     return "" if said.startswith("<") else said  # a store's XML
 
 
 def _one_line(text: str) -> str:
-    """What a client or a hub says, in one line, without what a signed address ends with."""
-    return printable(re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", " ".join(text.split())), MAX_SAID)
+    """What a client or a hub says, in one line; of an address neither who asks there, nor what a signed one ends with."""
+    words = [
+        re.sub(r"://[^/?#]*@", "://", re.sub(r"(://[^?#]*)[?#].*", r"\1", word))
+        for word in text[: 4 * MAX_SAID].split()
+    ]
+    return printable(" ".join(words), MAX_SAID)
 
 
 def _explain_denial(error: Exception, repo: str, writing: bool) -> str:

@@ -28,16 +28,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from weightbeam.formats.release.card import WRITTEN
 from weightbeam.formats.release.files import CARD, role_of
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.formats.storage.hub import (
-    DOTS,
-    NoRepositoryError,
-    api,
-    describe,
-    hub_errors,
-    name_now,
-    retried,
-    told_endpoint,
-)
+from weightbeam.formats.storage.hub import DOTS, api, describe, hub_errors, name_now, retried, told_endpoint
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.stoppable import StoppablePool
 from weightbeam.formats.storage.token import token
@@ -212,23 +203,6 @@ def changed_since(url: str, title: str, earlier: re.Pattern[str]) -> list[str]:
     return sorted(others)
 
 
-def is_card_ours(url: str) -> bool:
-    """Whether a branch's card is as it was written, by the record beside it, or there is none.
-
-    Raises:
-      StorageError: the hub can't be asked.
-    """
-    try:
-        there = open_store(url)
-        card = there.read(CARD)
-    except (FileNotFoundError, NoRepositoryError):
-        return True
-    files = record_of(there).get("files")
-    if isinstance(files, dict) and CARD in files:
-        return hashlib.sha256(card).hexdigest() == files[CARD]
-    return WRITTEN.search(card.decode(errors="replace")) is not None
-
-
 def publish(
     url: str,
     title: str,
@@ -243,7 +217,7 @@ def publish(
     """Publishes files as one commit, in a repository that is made if there is none. Nothing happens where that was done
     before, by whomever.
 
-    A model card that is there already is kept, and so are files that no loader looks for.
+    A model card that others wrote or edited is kept, and so are files that no loader looks for.
 
     Args:
       url: `hf://owner/name[@branch]`.
@@ -252,7 +226,7 @@ def publish(
       overwrite: what the branch has of another model is replaced: weights, and all that would be read together with
         them.
       create_pr: open a pull request; the branch itself doesn't change.
-      replace_card: whether the release's model card takes the place of the repository's.
+      replace_card: whether the release's model card takes the place of one that is as Weightbeam wrote it.
       earlier: the titles of results which this one succeeds: what the last commit of them published is replaced, too.
       is_wanted: is asked right before the commit, when its parent is fixed.
 
@@ -277,12 +251,15 @@ def publish(
         # the large files are hashed here
         adds = {name: CommitOperationAdd(name, data) for name, data in files.items() if data is not None}
         hashes = {name: add.upload_info.sha256.hex() for name, add in adds.items()}
-        removed, replaced, kept = _changes(head, files, hashes, replace_card)
+        is_new = head.commit == start
+        has_card = CARD in head.files and CARD in files
+        replaces_card = (replace_card or is_new) and has_card and _is_card_ours(f"hf://{branch.repo}@{head.commit}")
+        removed, replaced, kept = _changes(head, files, hashes, replaces_card)
         if not (
             removed or replaced or files.keys() - head.files.keys()
         ):  # the client would name whatever is last by then
             return Published(*branch.commit_at(head.commit), kept=kept)
-        if not (overwrite or create_pr or head.commit == start):
+        if not (overwrite or create_pr or is_new):
             _refuse_others(target, head, removed + replaced)
         additions = [add for name, add in adds.items() if name not in kept]
         send = functools.partial(
@@ -358,10 +335,18 @@ class _Branch:
         """Our own commit, where this one is what a pull request was merged as: others may have committed to that, too."""
         if number := MERGED.search(commit.title):
             title = commit.title[: number.start()]
-            with contextlib.suppress(RevisionNotFoundError):  # of a copy of the repository
-                proposed = self.history(f"refs/pr/{number[1]}")
-                return next((each.commit_id for each in proposed if each.title == title), commit.commit_id)
+            proposed = self._history_of_pull(number[1])
+            return next((each.commit_id for each in proposed if each.title == title), commit.commit_id)
         return commit.commit_id
+
+    def _history_of_pull(self, number: int | str) -> list[GitCommitInfo]:
+        """The commits of a pull request, the last one first; none where the hub doesn't show it, as of a copy."""
+        try:
+            return self.history(f"refs/pr/{number}")
+        except HfHubHTTPError as e:
+            if e.response is None or e.response.status_code not in (403, 404):
+                raise
+        return []
 
     def tree(self, commit: str) -> dict[str, str]:
         """The hash of each file at a commit."""
@@ -371,13 +356,15 @@ class _Branch:
         """What published this very result, if something did and it is all there; else an open pull request of it: the first,
         while those are closed that a hub opened long after it gave no answer.
         """
-        is_all_there = files.keys() <= head.files.keys()
-        if head.published == head.commit and is_all_there and not head.changed(files.keys() - {CARD}):
+        is_there = all(
+            name in head.files and head.files[name] == head.before.get(name) for name in files.keys() - {CARD}
+        )
+        if head.published == head.commit and is_there:
             return Published(*self.commit_at(head.commit))
         if not (create_pr and (first := retried(self._only_pull)())):
             return None
         made = Published(*self._pull_at(first))
-        if self.history(made.url.rpartition("@")[2])[0].title != self.title:
+        if any(each.title != self.title for each in self._history_of_pull(first.num)[:1]):
             LOG.warning(
                 "%s: others have committed to this pull request since; verify finds what they changed", made.page
             )
@@ -507,6 +494,16 @@ def _changes(
         name for name in files if name in head.files and name not in kept and not is_same(name, head.files[name])
     ]
     return tuple(sorted(removed)), tuple(sorted(replaced)), kept
+
+
+def _is_card_ours(release: str) -> bool:
+    """Whether a release's card is as it was written, by the record beside it; not where that can't be told."""
+    there = open_store(release)
+    card, record = there.read(CARD), record_of(there)
+    files = record.get("files")
+    if isinstance(files, dict) and CARD in files:
+        return hashlib.sha256(card).hexdigest() == files[CARD]
+    return bool(record) and WRITTEN.search(card.decode(errors="replace")) is not None  # of an earlier version
 
 
 def _changed(head: _Head, files: Files) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from weightbeam.formats.staging.lease import HeldError
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.local import cache_folder
 from weightbeam.formats.storage.uninterrupted import PUBLISHED
-from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, is_card_ours, publish
+from weightbeam.formats.targets.hub import OthersError, Published, check_target, find_published, publish
 from weightbeam.formats.targets.published import RECORD
 from weightbeam.formats.targets.release import ReleaseTarget
 from weightbeam.formats.targets.release_place import ReleaseFolder
@@ -75,7 +75,7 @@ def _publish_cached(target: ReleaseTarget, place: ReleaseFolder, output: str, ti
             files,
             overwrite=how.overwrite,
             create_pr=how.create_pr,
-            replace_card=(how.overwrite or how.create_pr) and is_card_ours(output),
+            replace_card=how.overwrite or how.create_pr,
             is_wanted=place.is_held,
         )
     except OthersError as e:  # who came meanwhile

@@ -49,7 +49,6 @@ from weightbeam.formats.targets.hub import (
     changed_since,
     check_free,
     check_target,
-    is_card_ours,
     publish,
 )
 from weightbeam.formats.targets.published import changed_in, missing_in, others_in, replaced_in, whole_files
@@ -425,13 +424,7 @@ class HubPlace(Place):
             return is_wanted()
 
         return publish(
-            url,
-            title,
-            files,
-            create_pr=self._create_pr,
-            replace_card=is_card_ours(url),
-            earlier=TITLE,
-            is_wanted=is_ours,
+            url, title, files, create_pr=self._create_pr, replace_card=True, earlier=TITLE, is_wanted=is_ours
         )
 
     def others(self, url: str, key: str, title: str) -> Sequence[str]:

@@ -80,6 +80,23 @@ def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsy
         np.testing.assert_allclose(made[name], values, rtol=0, atol=5e-7 if "q_proj" in name else 0, err_msg=name)
 
 
+@pytest.mark.parametrize("version", ["0.2.5", "e591f30"])
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_the_kernels_of_either_version(generated: Path, tmp_path: Path, version: str, scan: str) -> None:
+    """Qwen 3 Next, whose stacks have other names in each, and which e591f30 stacks in blocks of layers."""
+    source = generated / "cases" / "qwen3-next"
+    shapes = {
+        name.removesuffix(".weight"): values.shape
+        for name, values in read_tensors(source).items()
+        if name.endswith(("self_attn.o_proj.weight", "linear_attn.out_proj.weight"))
+    }
+    adapter, factors = peft_adapter(tmp_path / "adapter", shapes)
+    options = ("--lora", adapter, "--adapter_only", "true", "--save_dtype", "float32", "--scan_layers", scan)
+    made = convert(source, tmp_path / "ckpt", "--maxtext", version, *map(str, options))
+    assert call("export", made, tmp_path / "back", "--like", source) == 0
+    assert_same_bits(read_file(tmp_path / "back" / "adapter_model.safetensors"), factors)
+
+
 @pytest.mark.parametrize(
     ("model", "module", "version"),
     [

@@ -108,18 +108,23 @@ def test_what_is_there_is_refused_and_named(
 
 
 @pytest.mark.parametrize("is_edited", [False, True])
+@pytest.mark.parametrize("has_record", [True, False])
 def test_the_card_of_a_former_release(
-    hub: FakeHub, checkpoints: list[Path], capsys: pytest.CaptureFixture[str], is_edited: bool
+    hub: FakeHub, checkpoints: list[Path], capsys: pytest.CaptureFixture[str], is_edited: bool, has_record: bool
 ) -> None:
-    """One that nobody has edited tells of other weights: it is replaced with them; and one that was edited is kept."""
+    """One that nobody has edited tells of other weights: it is replaced with them. One that was edited is kept, and one of
+    which that can't be told.
+    """
     assert call("export", checkpoints[0], URL) == 0
     before = hub.held(REPO)["README.md"]
-    if is_edited:
-        hub.repositories[REPO].commit({"README.md": Blob(b"# Mine\n", lfs=False)}, "main", "mine", hub._now())
+    edited = before + b"Mine\n" * is_edited
+    edits = {"README.md": Blob(edited, lfs=False)} | ({} if has_record else {"weightbeam.json": None})
+    hub.repositories[REPO].commit(edits, "main", "mine", hub._now())
+    is_kept = is_edited or not has_record
     assert call("export", checkpoints[1], URL, "--overwrite") == 0
     now = hub.held(REPO)["README.md"]
-    assert (now == b"# Mine\n") if is_edited else (b"Written by" in now and now != before)
-    assert ("README.md" in capsys.readouterr().out.partition("replaced there")[2]) != is_edited
+    assert (now == edited) if is_kept else (b"Written by" in now and now != before)
+    assert ("README.md" in capsys.readouterr().out.partition("replaced there")[2]) != is_kept
 
 
 def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:

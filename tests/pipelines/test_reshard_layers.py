@@ -236,10 +236,19 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: lis
 def test_a_model_that_maxtext_cant_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its tree may be asked for as it is; stacked, its cycles aren't whole."""
     sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=40, vocab_size=97)
-    config = transformers.Olmo3Config(**sizes, num_hidden_layers=3, sliding_window=4)
-    transformers.Olmo3ForCausalLM(config).save_pretrained(tmp_path / "hf")
+
+    def make(layers: int, name: str) -> Path:
+        config = transformers.Olmo3Config(**sizes, num_hidden_layers=layers, sliding_window=4)
+        transformers.Olmo3ForCausalLM(config).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    make(5, "hf")
     step = convert(tmp_path / "hf", tmp_path / "ckpt", "--scan_layers", "false")
     assert_same_bits(restore(reshard(step, tmp_path / "same", "--scan_layers", "false")), restore(step))
+    four = reshard(step, tmp_path / "four", "--layers", "0:4", "--scan_layers", "true")
+    assert_same_bits(restore(four), converted(tmp_path / "hf", tmp_path / "wanted", "--layers", "0:4"))
+    reshard(four, tmp_path / "out", "--scan_layers", "false", "--like", make(3, "three"), status=2)
+    assert "--like: config.json: 3 layers, but MaxText scans" in capsys.readouterr().err
     for layers in ([], ["--layers", "0:2"]):
         capsys.readouterr()
         reshard(step, tmp_path / "out", "--scan_layers", "true", *layers, status=2)

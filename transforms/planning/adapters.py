@@ -16,7 +16,8 @@ from weightbeam.model_mappings.naming import ModelNameError, check_made_for, nam
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_lora, is_scanned
-from weightbeam.transforms.planning.layouts import SCAN_AXES
+from weightbeam.model_mappings.versions import VERSIONS
+from weightbeam.transforms.planning.layouts import SCAN_AXES, version_said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def read_adapter(
         family = family_of(about, model)
         naming = name_model(family, about, model)
         check_made_for(family, source.record, naming.model, source.root)
-        layout = _layout(source, naming.model)
+        layout = _made_for(family, about, _layout(source, naming.model), rank, source)
         axis = recorded if axis is None else axis
         axes = SCAN_AXES if axis is None else (axis,)
         tried = [
@@ -137,6 +138,17 @@ def _layout(source: OrbaxCheckpoint, model: str | None) -> Layout:
         model=model,
         shapes={},
     )
+
+
+def _made_for(family: Family, config: Config, layout: Layout, rank: int, source: OrbaxCheckpoint) -> Layout:
+    """The same layout of the version of MaxText whose kernels these are factors of: that which the checkpoint names, if all
+    of them are.
+    """
+    versions = dict.fromkeys((version_said(source), *VERSIONS))
+    layouts = [dataclasses.replace(layout, maxtext=version) for version in versions]
+    if not family.earlier:
+        return layouts[0]
+    return min(layouts, key=lambda each: len(_parts(family, config, each, rank, source.weights)[1]))
 
 
 def _find_faults(parts: Mapping[str, Part], weights: Mapping[str, OrbaxArray]) -> Iterator[Problem]:

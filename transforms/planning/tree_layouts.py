@@ -72,6 +72,7 @@ def find_layouts(
         if own.scan and own.axis is None:
             fitting = list(_fitting_axes(family, config, layout, held))
             own = Stacking(own.scan, next(iter(fitting), None))
+        family.table(config, layout)  # which it may not have, such as scanned where the cycles of layers aren't whole
         note = family.note(config, layout)
     except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         return str(e)
@@ -324,7 +325,7 @@ class TreeLayouts:
         """The logical names of arrays in the layout that is wanted, by their paths below `params.params`, or `params` where
         they are of another collection.
         """
-        parts = self.parts(self.wanted, self.version)
+        parts = keep_arrays(self.new_parts, self.sizes)[0]
         return {_below(path): same[0].logical_axes for path, same in parts.items()}
 
 
