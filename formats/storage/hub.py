@@ -43,7 +43,6 @@ from weightbeam.formats.storage import hub_cache, patience
 from weightbeam.formats.storage.identity import is_other, was_touched
 from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import (
-    HUB,
     ByteRange,
     File,
     Request,
@@ -100,7 +99,7 @@ def open_repository(url: str) -> Repository:
       NoRepositoryError: the hub has no such thing.
       StorageError: it can't be reached, or doesn't let us.
     """
-    repo, _, revision = url.removeprefix(HUB).partition("@")
+    repo, revision = repo_of(url)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo) or DOTS.search(revision):
         raise StorageError(f"{url}: should be hf://organisation/model, with @revision for another than main")
     if COMMIT.fullmatch(revision):
@@ -125,7 +124,7 @@ class Repository(Store):
     def __init__(self, url: str):
         super().__init__(url)
         _silence()
-        self.repo, _, self.commit = url.removeprefix(HUB).partition("@")
+        self.repo, self.commit = repo_of(url)
 
     def check_readable(self) -> None:
         if hub_cache.is_offline():

@@ -50,7 +50,9 @@ def make_tree(
     wanted, version = asked.or_else(found.own), options.maxtext or found.version
     layouts = dataclasses.replace(found, wanted=wanted, version=version, taken=taken)
     if why := layouts.why_none:
-        return NewTree(kind=old.kind), [Problem("option", moving_option(taken, found.own, wanted), why)]
+        is_moved = taken or wanted.is_other(found.own)
+        option = moving_option(taken, found.own, wanted) if is_moved else "--maxtext"
+        return NewTree(kind=old.kind), [Problem("option", option, why)]
     repeats = layouts.repeats() if old.is_bare else {}
     is_moving = layouts.is_other or bool(repeats and layouts.lacks_repeats())
     if problems := layouts.check(old, asked, is_moving):

@@ -72,7 +72,7 @@ def find_layouts(
         if own.scan and own.axis is None:
             fitting = list(_fitting_axes(family, config, layout, held))
             own = Stacking(own.scan, next(iter(fitting), None))
-        family.table(config, layout)  # which it may not have, such as scanned where the cycles of layers aren't whole
+        expand(family, config, layout)  # which it may not have, such as scanned where the cycles of layers aren't whole
         note = family.note(config, layout)
     except (ConfigError, UnknownFamilyError, ModelNameError) as e:
         return str(e)
