@@ -167,6 +167,7 @@ KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.w
     "a compressor's projection": re.compile(r"(.*\.)?compressor\.(.*\.)?(wkv|wgate|kv_proj|gate_proj)"),
     "a tower or its projector": re.compile(
         r"(.*\.)?(visual|vision_\w+|audio_\w+|\w*multi_?modal_\w*|mm_\w+|embed_vision|embed_audio|image_newline|talker|code2wav)(\..*)?"
+        r"|((blocks|deepstack_merger_list)\.\d+|merger)\..*"  # Cosmos 3's
     ),
 }  # fmt: skip
 OUTSIDE = "outside of the layers"  # an embedding or a head, whatever this model calls it

@@ -204,12 +204,14 @@ KEPT = [
     "gpt_neox.embed_in.weight", "embed_out.weight", "model.decoder.embed_positions.weight", "backbone.embeddings.weight", "transformer.wpe.weight",
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "output.weight",
     "model.layers.0.mlp.gate.e_score_correction_bias", "talker.model.layers.0.mlp.up_proj.weight", "mtp.fc.weight",
+    "blocks.0.attn.qkv.weight", "deepstack_merger_list.0.linear_fc1.weight", "merger.linear_fc2.weight",
 ]  # fmt: skip
 QUANTISED = [
     "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.3.mlp.experts.7.down_proj.weight",
     "model.layers.3.mlp.shared_experts.gate_proj.weight", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "mtp.layers.0.mlp.up_proj.weight",
     "model.layers.0.block_sparse_moe.experts.0.w1.weight", "model.layers.0.linear_attn.in_proj_qkvz.weight", "model.layers.0.linear_attn.out_proj.weight",
     "language_model.model.layers.0.self_attn.o_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.indexer.wq_b.weight",
+    "model.transformer.blocks.0.att_proj.weight",
 ]  # fmt: skip
 
 
