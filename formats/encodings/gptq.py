@@ -84,19 +84,23 @@ class Gptq(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         inputs, outputs = box
         these = cover(inputs, self.group) if self.ordered else whole(self.scale.shape)[0]
-        zeros = whole(self.zero.shape) if self.symmetric is None else (these, words(outputs, self.bits))
-        reads = (
+        reads = [
             BoxRead(self.weight, (words(inputs, self.bits), outputs)),
             BoxRead(self.scale, (these, outputs)),
-            BoxRead(self.zero, zeros),
-        )
-        return (*reads, BoxRead(self.index, (inputs,))) if self.index else reads
+            BoxRead(self.zero, (these, words(outputs, self.bits))),
+        ]
+        reads += [BoxRead(self.index, (inputs,))] if self.index else []
+        # all of them, too, to see whether they are the middle
+        return (*reads, *([BoxRead(self.zero, whole(self.zero.shape))] if self.symmetric is None else []))
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
-        packed, scales, zeros, *index = stored
-        inputs, _ = box
-        scales, zeros = finite(scales, self.scale), self._zeros(zeros, box)
-        which = self._which(index[0] if index else None, inputs)
+        packed, scales, zeros, *others = stored
+        inputs, outputs = box
+        is_symmetric = self.symmetric
+        if is_symmetric is None:
+            is_symmetric = self._are_middle(unpack(others.pop(), (0, self.shape[1]), self.bits))
+        scales, zeros = finite(scales, self.scale), self._zeros(unpack(zeros, outputs, self.bits), is_symmetric)
+        which = self._which(others[0] if others else None, inputs)
         values = empty(extent(box), dtype)
         for first, rows in self._strips(packed, inputs):
             here = slice(first - inputs[0], first - inputs[0] + len(rows))
@@ -125,23 +129,16 @@ class Gptq(InOrder):
             begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
             yield begin, part.reshape(-1, outputs)[begin - first : end - first]
 
-    def _zeros(self, packed: np.ndarray, box: Box) -> np.ndarray:
+    def _are_middle(self, zeros: np.ndarray) -> bool:
+        """Whether stored zeros are all the middle of the range, as either version has it."""
+        middle = 1 << self.bits - 1
+        return any((zeros == each).all() for each in (middle - 1, middle))
+
+    def _zeros(self, stored: np.ndarray, is_symmetric: bool) -> np.ndarray:
         """Zeros as they are meant, float32."""
         middle, ones = 1 << self.bits - 1, (1 << self.bits) - 1
-        inputs, outputs = box
-
-        def are_middle(zeros: np.ndarray) -> bool:
-            return any((zeros == each).all() for each in (middle - 1, middle))
-
-        if self.symmetric is None:
-            every = unpack(packed, (0, self.shape[1]), self.bits)
-            is_symmetric = are_middle(every)
-            groups = slice(*cover(inputs, self.group)) if self.ordered else slice(None)
-            stored = every[groups, slice(*outputs)]
-        else:
-            is_symmetric, stored = self.symmetric, unpack(packed, outputs, self.bits)
         if is_symmetric:
-            if not are_middle(stored):
+            if not self._are_middle(stored):
                 raise PackedError(
                     f"{self.zero.name} has other zeros than {middle - 1} or {middle} alone, but quantization_config says that they are symmetric"
                 )

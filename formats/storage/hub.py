@@ -50,7 +50,6 @@ from weightbeam.formats.storage.store import (
     Store,
     Trouble,
     UnreachedError,
-    branch_of,
     make_requests,
     reason,
     repo_of,
@@ -595,7 +594,7 @@ def describe(hub: HfApi, repo: str, revision: str | None, attempts: int = ATTEMP
     return found
 
 
-def name_now(repo: str) -> str:
+def name_now(repo: str, attempts: int = ATTEMPTS) -> str:
     """The `owner/name` of a repository: one that was renamed is found by its former names, too. As given where there is
     none.
 
@@ -603,20 +602,8 @@ def name_now(repo: str) -> str:
       StorageError: the hub can't be asked, or refuses.
     """
     with hub_errors(f"hf://{repo}", repo), contextlib.suppress(RepositoryNotFoundError):
-        return retried(api().model_info)(repo, timeout=STALL_SECONDS).id
+        return retried(api().model_info, attempts)(repo, timeout=STALL_SECONDS).id
     return repo
-
-
-def is_same_branch(url: str, other: str) -> bool:
-    """Whether two URLs of the hub name one branch, by whichever of its names, and its repository's.
-
-    Raises:
-      StorageError: the hub can't be asked, or refuses.
-    """
-    (repo, revision), (its, branch) = (repo_of(each.rstrip("/")) for each in (url, other))
-    if branch_of(revision) != branch_of(branch):
-        return False
-    return repo.lower() == its.lower() or name_now(repo) == name_now(its)
 
 
 def _list_files(hub: HfApi, repo: str, commit: str | None) -> list[RepoSibling]:
@@ -653,7 +640,9 @@ def hub_errors(where: object, repo: str, writing: bool = False) -> Iterator[None
     except (httpx2.HTTPError, broken_off, OSError, ValueError, *NO_ANSWER) as e:
         is_none = isinstance(e, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(e, GatedRepoError)
         message = _explain(e, repo, writing).replace(_endpoint(), told_endpoint())  # in what a client says
-        raise (NoRepositoryError if is_none else UnreachedError)(f"{where}: {message}") from None
+        is_name = isinstance(e, HFValidationError)  # of ours, and none
+        kind = NoRepositoryError if is_none else StorageError if is_name else UnreachedError
+        raise kind(f"{where}: {message}") from None
 
 
 def _explain(error: Exception, repo: str, writing: bool) -> str:
@@ -686,11 +675,11 @@ def _own_words(error: Exception) -> str:
 
 def _one_line(text: str) -> str:
     """What a client or a hub says, in one line; of an address neither who asks there, nor what a signed one ends with."""
-    words = [
-        re.sub(r"://[^/?#]*@", "://", re.sub(r"(://[^?#]*)[?#].*", r"\1", word))
-        for word in text[: 4 * MAX_SAID].split()
-    ]
-    return printable(" ".join(words), MAX_SAID)
+    words = text[: 2 * MAX_SAID].split()
+    if len(text) > 2 * MAX_SAID:  # the last one is cut
+        words[-1:] = ["…"]
+    words = [re.sub(r"(://[^?#]*)[?#].*", r"\1", re.sub(r"://[^/]*@", "://", word)) for word in words]
+    return printable(" ".join(words))
 
 
 def _explain_denial(error: Exception, repo: str, writing: bool) -> str:

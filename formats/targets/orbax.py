@@ -187,15 +187,13 @@ class OrbaxTarget(Target[Staging]):
             return f"{mounted}, and can't be replaced; {self.another}"
         if any(final.iterdir()) and not is_checkpoint(place.final):
             return foreign
-        if others := self._deletes(others_in(place.final)):
-            return others
         below = (os.path.join(folder, name) for folder, names, _ in os.walk(final) for name in names)
         for folder in itertools.chain([str(final)], below):
             if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 return (
                     f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {self.another}"
                 )
-        return ""
+        return self._deletes(others_in(place.final))
 
     def why_not_discard(self, place: Staging) -> str:
         """In a bucket what was staged lies where it will be read; one who slept may stage a plan beside what is whole."""

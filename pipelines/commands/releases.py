@@ -17,7 +17,7 @@ from weightbeam.formats.release.config_text import ConfigEdits, edit_config
 from weightbeam.formats.release.files import role_of
 from weightbeam.formats.release.model_class import PIPELINE_TAGS, loading_code, model_class
 from weightbeam.formats.safetensors import HfCheckpoint, Tensor
-from weightbeam.formats.storage import StorageError, is_hub, repo_of
+from weightbeam.formats.storage import StorageError, branch_of, is_hub, repo_of
 from weightbeam.formats.storage.strict_json import JsonError
 from weightbeam.pipelines.commands.dry_run import conclude
 from weightbeam.pipelines.running.carry import carry
@@ -260,10 +260,13 @@ def check_stays(source: str, root: str, output: str | None, create_pr: bool) -> 
     """
     if create_pr or not (output and is_hub(output) and is_hub(source)):
         return
-    from weightbeam.formats.storage.hub import is_same_branch
+    from weightbeam.formats.storage.hub import name_now
 
+    (repo, revision), (target, branch) = (repo_of(url.rstrip("/")) for url in (source, output))
     with refusing(StorageError):
-        is_same = is_same_branch(source, output)
+        is_same = branch_of(revision) == branch_of(branch) and (
+            repo.lower() == target.lower() or name_now(repo) == name_now(target)
+        )
     if is_same:
         raise Refused(
             f"--source={source}: is what the release goes to, and the same command would be carried out on its own result; "

@@ -210,6 +210,8 @@ def _ask(
             raise Refused(
                 "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
             )
+        if isinstance(like, str):
+            raise Refused(f"like={like!r}: should be a tree of arrays; a mesh is mesh={like!r}")
         tree = read_tree(like) if like is not None else None
     with refusals.kept():
         chosen = choose(options)

@@ -31,11 +31,15 @@ class Refused(Told):
     Args:
       reasons: each a problem, or a text that begins with the option or the path that it is about.
       problems: those of a checkpoint or its plan, where the reasons are their summary.
+
+    Attributes:
+      each: the refusals that this one is for, where they are several.
     """
 
     def __init__(self, *reasons: str | Problem, problems: Sequence[Problem] = ()):
         super().__init__(worded("\n".join(each if isinstance(each, str) else f"  {each}" for each in reasons)))
         self._reasons, self._problems = reasons, tuple(problems)
+        self.each: tuple[Refused, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -65,7 +69,9 @@ class Refusals:
             raise self._kept[0]
         if self._kept:
             problems = [problem for each in self._kept for problem in each.problems]
-            raise Refused(*(reason for each in self._kept for reason in each._reasons), problems=problems)
+            refused = Refused(*(reason for each in self._kept for reason in each._reasons), problems=problems)
+            refused.each = tuple(self._kept)
+            raise refused
 
 
 @contextlib.contextmanager

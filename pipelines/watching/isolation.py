@@ -275,10 +275,13 @@ def _outcome(task: Task) -> Outcome:
 
 def _how_refused(error: BaseException | None) -> Status:
     """How a task ended that was refused: not for good where a file was changed while it was read, or a store didn't
-    answer, which is different another time.
+    answer, which is different another time; of several refusals where all are such.
     """
     from weightbeam.formats.storage import ChangedError, UnreachedError
 
+    if isinstance(error, Refused) and error.each:
+        ends = set(map(_how_refused, error.each))
+        return next(how for how in (Status.REFUSED, Status.FAILED, Status.UNREACHED) if how in ends)
     if error is None:
         return Status.REFUSED
     passing = {ChangedError: Status.FAILED, UnreachedError: Status.UNREACHED}

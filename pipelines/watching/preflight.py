@@ -6,14 +6,14 @@ import contextlib
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.orbax.reading import CHECKPOINTS
 from weightbeam.formats.release.files import has_weights
 from weightbeam.formats.storage import HUB, StorageError, Store, branch_of, is_hub, open_store, reason, repo_of
-from weightbeam.formats.storage.hub import Repository, is_same_branch
+from weightbeam.formats.storage.hub import FIRST_ATTEMPTS, Repository, name_now
 from weightbeam.pipelines.terminal.errors import Refused
 from weightbeam.pipelines.terminal.tables import human
 from weightbeam.pipelines.watching.config import MERGED, is_maxtext_config
@@ -23,6 +23,8 @@ from weightbeam.pipelines.watching.places import Place, check_writable, told_oth
 from weightbeam.pipelines.watching.records import SKEW, DamagedRecordError, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import RunStep, read_step
+
+NO_NAMES: Mapping[str, str] = {}
 
 
 def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
@@ -61,10 +63,10 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool) -> None:
 
 def _find_shared_places(held: Sequence[tuple[str, str]], feeds: Sequence[RunFeed]) -> list[str]:
     """Places that several runs or targets would publish into, or that lie in what is read. `held`: whose, and the URL."""
-    problems, output = [], feeds[0].output
+    problems, output, names = [], feeds[0].output, _names_now([url for _, url in held])
     for number, (who, url) in enumerate(held):
         for other, theirs in held[:number]:
-            if _is_same(url, theirs):
+            if _real(url, names) == _real(theirs, names):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
     for who, url in [*held, ("output", output.url)]:
         for run in _runs_around(url, feeds):
@@ -92,19 +94,20 @@ def _find_removed_forms(held: Sequence[tuple[str, RunFeed, Place]], feeds: Seque
     ]
 
 
+def _names_now(urls: Iterable[str]) -> dict[str, str]:
+    """What the repositories among some places are called now, where they are several; as far as the hub says it."""
+    repos, names = {repo_of(url.rstrip("/"))[0] for url in urls if is_hub(url)}, dict[str, str]()
+    with contextlib.suppress(StorageError):
+        for repo in repos if len(repos) > 1 else ():
+            names[repo] = name_now(repo, FIRST_ATTEMPTS)
+    return names
+
+
 def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
     """The runs into whose folders something would be written, and the releases that they are like."""
     read = {feed.run.checkpoints: "a run" for feed in feeds}
     read |= {feed.run.like: "a release that a run is like" for feed in feeds if feed.run.like}
     return [f"{place}, {what}" for place, what in read.items() if _is_below(url, place)]
-
-
-def _is_same(url: str, other: str) -> bool:
-    """Whether two places are one; where the hub doesn't say it now, by their names."""
-    if is_hub(url) and is_hub(other):
-        with contextlib.suppress(StorageError):
-            return is_same_branch(url, other)
-    return _real(url) == _real(other)
 
 
 def _is_below(url: str, folder: str) -> bool:
@@ -119,11 +122,13 @@ def _missing(urls: Sequence[str]) -> list[Path]:
     return sorted(around, key=lambda folder: len(folder.parts), reverse=True)
 
 
-def _real(url: str) -> str:
-    """Where something lies, by whatever link it is named, or by whichever name of a branch."""
+def _real(url: str, names: Mapping[str, str] = NO_NAMES) -> str:
+    """Where something lies, by whatever link it is named, or by whichever name of a branch; `names` are what repositories
+    are called now.
+    """
     if is_hub(url):
         repo, revision = repo_of(url.rstrip("/"))
-        return f"{HUB}{repo.lower()}@{branch_of(revision)}".removesuffix("@main")
+        return f"{HUB}{names.get(repo, repo).lower()}@{branch_of(revision)}".removesuffix("@main")
     return url if "://" in url else os.path.realpath(url)
 
 

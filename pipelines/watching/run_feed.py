@@ -107,7 +107,10 @@ class RunFeed(Feed[RunStep, RunTarget]):
             return None
         if growing_steps(self.store):
             mark = mark_of(self.store)
-            return f"{self.run.checkpoints} has a step that isn't committed yet; its {mark}, which Orbax's CheckpointManager writes last, is waited for"
+            return (
+                f"{self.run.checkpoints} has a step that isn't committed yet; its {mark}, which Orbax's CheckpointManager writes last, "
+                "is waited for; steps that are written without it aren't followed"
+            )
         if isinstance(self.store, LocalFolder) and not self.store.folder.exists():
             return f"{self.run.checkpoints} isn't there yet; it is waited for, and its first step"
         return f"{self.run.checkpoints} has no steps yet; they are waited for directly in it, as in RUN/checkpoints"

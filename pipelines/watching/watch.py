@@ -49,7 +49,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise Refused(
             "--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen"
         )
-    refuse_unknown(args, rest, "what is passed on to Beam stands in the configuration, under runner")
+    refuse_unknown(
+        args,
+        rest,
+        "a configuration (--config) has what is passed on to Beam, under runner, and fields of runs, such as keep",
+    )
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise Refused(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")

@@ -429,3 +429,14 @@ def test_a_rule_may_make_some_modules_asymmetric(tmp_path: Path, rules: str, is_
     config = gptq(bits=2, sym=is_symmetric, checkpoint_format=version) | rule
     wanted = dequantise(codes, zeros, scales, np.arange(64) // 32)
     assert_decodes(encoding_of(tmp_path, tensors, config), wanted, ((3, 4), (5, 40)))
+
+
+def test_a_box_has_the_same_reads_beside_a_rule(tmp_path: Path) -> None:
+    """All zeros of the tensor come behind them: `cut` keeps what holds a box by the others."""
+    config = gptq(sym=True)
+    plain = encoding_of(tmp_path / "plain", gptq_tensors(), config)
+    ruled = encoding_of(tmp_path / "ruled", gptq_tensors(), config | {"dynamic": {"x": {"sym": False}}})
+    said = [
+        [(read.tensor.name, read.box) for read in encoding.reads(((0, 8), (32, 64)))] for encoding in (plain, ruled)
+    ]
+    assert said[1] == [*said[0], ("x.qzeros", ((0, 2), (0, 2)))]

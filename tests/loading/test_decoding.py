@@ -210,5 +210,7 @@ def test_a_device_with_other_bits_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_words(tmp_path: Path) -> None:
     source, _ = write_encoded(tmp_path, "MoE")
+    with pytest.raises(wb.Refused, match="like='fsdp=1': should be a tree of arrays; a mesh is mesh='fsdp=1'"):
+        wb.load(str(tmp_path), "fsdp=1")
     with pytest.raises(wb.Refused, match="dequantize=gpu"):
         load_flat(source, dequantize="gpu")

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from weightbeam.formats.storage import ChangedError, StorageError
-from weightbeam.pipelines.terminal.errors import Failed, Refused
+from weightbeam.formats.storage import ChangedError, StorageError, UnreachedError
+from weightbeam.pipelines.terminal.errors import Failed, Refusals, Refused, refusing
+from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.isolation import Status, Task, Workers
 
 PREPARED: list[bool] = []
@@ -148,3 +149,23 @@ def test_a_stop_is_waited_for_and_a_second_one_waits_for_nothing(tmp_path: Path)
     assert len(stops) == 2
     assert time.monotonic() - stops[1] < 5
     assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("kinds", "how"),
+    [
+        ((UnreachedError, UnreachedError), "unreached"),
+        ((UnreachedError, ChangedError), "failed"),
+        ((UnreachedError, ValueError), "refused"),
+        ((UnreachedError,), "unreached"),
+    ],
+)
+def test_of_several_refusals_one_for_good_counts(kinds: tuple[type[Exception], ...], how: str) -> None:
+    """An outage at two places isn't a problem of a plan's, either."""
+    refusals = Refusals()
+    for kind in kinds:
+        with refusals.kept(), refusing(kind):
+            raise kind("no answer")
+    with pytest.raises(Refused) as refused:
+        refusals.check()
+    assert isolation._how_refused(refused.value) == how
