@@ -284,10 +284,9 @@ def _how_refused(error: BaseException | None) -> Status:
         return next(how for how in (Status.REFUSED, Status.FAILED, Status.UNREACHED) if how in ends)
     if error is None:
         return Status.REFUSED
-    passing = {ChangedError: Status.FAILED, UnreachedError: Status.UNREACHED}
-    return next((how for kind, how in passing.items() if isinstance(error, kind)), None) or _how_refused(
-        error.__cause__
-    )
+    if isinstance(error, ChangedError):
+        return Status.FAILED
+    return Status.UNREACHED if isinstance(error, UnreachedError) else _how_refused(error.__cause__)
 
 
 def _follow() -> None:

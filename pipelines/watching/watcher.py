@@ -404,9 +404,8 @@ class Watcher:
         with feed.apart() as apart:
             outcome = apart.run(task, PLAN_SECONDS)
         if outcome.status in (Status.FAILED, Status.UNREACHED):
-            return dataclasses.replace(
-                found, state=State.FAILED, reason=outcome.message, again=now()
-            )  # it isn't recorded
+            # nothing of it is recorded
+            return dataclasses.replace(found, state=State.FAILED, reason=outcome.message, again=now())
         if outcome.status != Status.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=State.PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")

@@ -736,7 +736,7 @@ def test_a_folder_that_cant_be_looked_into(source: Path, tmp_path: Path, command
         cwd=Path(__file__).parents[2],
     )
     assert ran.returncode == 2, ran.stderr
-    assert "/notes, from which nothing can be removed" in ran.stderr or "notes/" in ran.stderr
+    assert ("notes/" if command == "cut" else f"{notes}, from which nothing can be removed") in ran.stderr
     assert (notes / "thesis.txt").read_text() == "mine"
 
 
